@@ -1,0 +1,114 @@
+"""What the data modules share: a split that never changes, and how a loader is set up."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+
+class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
+    """Images held in memory, read a whole batch at a time: one indexing operation instead of one per image.
+
+    Args:
+        images: float32, shape (samples, channels, height, width).
+        labels: int64, shape (samples,).
+        augment: called with a batch of images, returns one of the same shape. None: images as they are.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, augment: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.images = images
+        self.labels = labels
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        chosen = torch.as_tensor(indices)
+        images = self.images[chosen]
+        return (images if self.augment is None else self.augment(images)), self.labels[chosen]
+
+    @staticmethod
+    def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What the DataLoader is to do with a batch that is one already: nothing."""
+        return batch
+
+
+def stratified_split(labels: Sequence[int], held_out: Sequence[int], seed: int) -> list[list[int]]:
+    """Disjoint lists of positions: those to train on, then one list for every size in ``held_out``.
+
+    Each has the classes in the proportions of the whole. The outcome depends on the arguments alone: no
+    global random state is read or changed.
+
+    Args:
+        labels: class of every sample.
+        held_out: how many samples to hold out, for each split besides the first.
+        seed: of the split, and of nothing else.
+
+    Returns:
+        ``1 + len(held_out)`` ascending lists that together hold every position once.
+    """
+    labels = np.asarray(labels)
+    rest = np.arange(len(labels))
+    splits = []
+    for size in held_out:
+        rest, split = train_test_split(rest, test_size=size, random_state=seed, stratify=labels[rest])
+        splits.append(sorted(split.tolist()))
+    return [sorted(rest.tolist()), *splits]
+
+
+def image_to_tensor(mean: Sequence[float], std: Sequence[float]) -> v2.Compose:
+    """From a PIL image to a float32 tensor of shape (3, height, width): scaled to [0, 1], then normalised."""
+    return v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
+
+
+def make_loader(
+    dataset: Dataset[Any], *, batch_size: int, num_workers: int, training: bool, **options: Any
+) -> DataLoader[Any]:
+    """A DataLoader: for training shuffled and without a short last batch, otherwise in order and complete.
+
+    The short last batch is left out because BatchNorm cannot normalise over a single image. Shuffling and
+    augmentation draw from torch's own generator, so ``seed_everything`` decides them and a checkpoint of the
+    random state restores them.
+
+    Args:
+        dataset: has a length.
+        batch_size: images in a batch, on one rank.
+        num_workers: processes that prepare batches; 0 prepares them in the training process.
+        training: shuffle, and drop a short last batch.
+        options: passed on to the DataLoader.
+
+    Raises:
+        ValueError: ``training``, and the data has less than one full batch.
+    """
+    size = len(dataset)  # type: ignore[arg-type]
+    if training and size < batch_size:
+        raise ValueError(
+            f"batch_size is {batch_size}, but there are {size} training images: not one full batch. "
+            f"Set data.batch_size to at most {size}."
+        )
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=training,
+        drop_last=training,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        pin_memory=torch.cuda.is_available(),
+        **options,
+    )
+
+
+def check_num_classes(given: int, found: int, where: str) -> None:
+    """Raise a ValueError when the configured number of classes is not the one the data has."""
+    if given != found:
+        raise ValueError(f"num_classes is {given}, but {where} has {found} classes. Set data.num_classes={found}.")

@@ -1,0 +1,116 @@
+"""Learning-rate schedules that are told how long the run is.
+
+Every factory is called as ``factory(optimizer, total_steps)``, ``total_steps`` being the number of optimizer
+steps of the whole run, and returns a scheduler to be stepped once after each of them. The optimizer's own
+``lr`` is the peak, for each parameter group its own: one override, ``optimizer.lr=0.05``, moves the whole
+schedule. In a config, choose one with ``_partial_: true`` (see ``conf/scheduler``).
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
+
+
+def onecycle(
+    optimizer: Optimizer,
+    total_steps: int,
+    *,
+    pct_start: float = 0.3,
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+    cycle_momentum: bool = False,
+) -> LRScheduler:
+    """Rise from ``lr / div_factor`` to ``lr``, then fall far below the start, both along half a cosine.
+
+    torch's `OneCycleLR` with the optimizer's ``lr`` as its ``max_lr``.
+
+    Args:
+        optimizer: its ``lr`` is the peak.
+        total_steps: optimizer steps of the whole run, at least 1.
+        pct_start: fraction of the steps spent rising, in [0, 1).
+        div_factor: peak over first learning rate.
+        final_div_factor: first over last learning rate.
+        cycle_momentum: let the momentum (or Adam's beta1) fall from 0.95 to 0.85 and rise again, against the
+            learning rate. Off by default, so that the optimizer's own momentum is what is used.
+
+    Raises:
+        ValueError: ``total_steps`` or ``pct_start`` out of range.
+    """
+    _check_steps(total_steps)
+    _check_fraction("pct_start", pct_start)
+    if pct_start * total_steps == 1.0:
+        # The rise would be zero steps long and OneCycleLR divides by its length; a hair more and it starts at
+        # the bottom and falls from the peak, as it does for the fractions on either side.
+        pct_start *= 1.0 + 1e-6
+    return OneCycleLR(
+        optimizer,
+        max_lr=[group["lr"] for group in optimizer.param_groups],
+        total_steps=total_steps,
+        pct_start=pct_start,
+        div_factor=div_factor,
+        final_div_factor=final_div_factor,
+        cycle_momentum=cycle_momentum,
+    )
+
+
+def cosine(optimizer: Optimizer, total_steps: int, *, eta_min: float = 0.0) -> LRScheduler:
+    """Fall from ``lr`` to ``eta_min`` along half a cosine; ``eta_min`` is reached after the last step.
+
+    Args:
+        optimizer: its ``lr`` is the peak and the start.
+        total_steps: optimizer steps of the whole run, at least 1.
+        eta_min: learning rate at the end.
+
+    Raises:
+        ValueError: ``total_steps`` is below 1.
+    """
+    _check_steps(total_steps)
+    return CosineAnnealingLR(optimizer, T_max=total_steps, eta_min=eta_min)
+
+
+def warmup_cosine(
+    optimizer: Optimizer, total_steps: int, *, warmup: float = 0.05, final_factor: float = 0.0
+) -> LRScheduler:
+    """Rise in a straight line to ``lr``, then fall to ``final_factor * lr`` along half a cosine.
+
+    Args:
+        optimizer: its ``lr`` is the peak.
+        total_steps: optimizer steps of the whole run, at least 1.
+        warmup: fraction of the steps spent rising, in [0, 1).
+        final_factor: learning rate after the last step over the peak.
+
+    Raises:
+        ValueError: ``total_steps`` or ``warmup`` out of range.
+    """
+    _check_steps(total_steps)
+    _check_fraction("warmup", warmup)
+    return LambdaLR(optimizer, WarmupCosine(int(warmup * total_steps), total_steps, final_factor))
+
+
+@dataclass
+class WarmupCosine:
+    """The factor of `warmup_cosine`: an object, not a closure, so that schedulers can be pickled."""
+
+    warmup_steps: int
+    total_steps: int
+    final_factor: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        """Factor after ``step`` steps: 1 at ``warmup_steps``, ``final_factor`` from ``total_steps`` on."""
+        if step < self.warmup_steps:
+            # One more than the steps taken: the first step already trains.
+            return (step + 1) / (self.warmup_steps + 1)
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return self.final_factor + (1.0 - self.final_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _check_steps(total_steps: int) -> None:
+    if total_steps < 1:
+        raise ValueError(f"total_steps is {total_steps}, expected at least 1: the run has no optimizer step.")
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} is {value}, expected a fraction of the steps in [0, 1), such as 0.3.")

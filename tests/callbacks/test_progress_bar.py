@@ -1,0 +1,512 @@
+import copy
+import io
+import logging
+import pickle
+import re
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+
+from trainer.callbacks.progress_bar import ProgressBar
+
+NO_OUTPUT = {}
+COLOR = r"\x1b\[[349]\d"
+
+
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    """A terminal that takes its time."""
+
+    def __init__(self, clock, seconds_per_write=0.0):
+        super().__init__()
+        self.clock = clock
+        self.seconds_per_write = seconds_per_write
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.clock.now += self.seconds_per_write
+        return super().write(text)
+
+
+class FakeScaler:
+    def __init__(self, enabled):
+        self.enabled = enabled
+
+    def is_enabled(self):
+        return self.enabled
+
+
+class FakeTrainer:
+    """What a progress bar reads of a trainer, and the hooks of a run in their order."""
+
+    def __init__(self, bar, clock, seconds_per_batch=0.02, batches=4, max_epochs=3, scaler=True, rank=0):
+        self.bar = bar
+        self.clock = clock
+        self.seconds_per_batch = seconds_per_batch
+        self.num_training_batches = batches
+        self.num_val_batches = [batches]
+        self.num_sanity_val_batches = [1]
+        self.num_test_batches = [batches]
+        self.num_predict_batches = [batches]
+        self.max_epochs, self.max_steps = max_epochs, -1
+        self.accumulate_grad_batches = 1
+        self.current_epoch = self.global_step = 0
+        self.is_global_zero = rank == 0
+        self.sanity_checking = False
+        self.loggers = []
+        self.progress_bar_metrics = {"train_loss": torch.tensor(0.25)}
+        self.scaler = FakeScaler(scaler)
+        self.step_outcome = None
+        self.skipped_steps = 0
+        self.state = SimpleNamespace(fn=TrainerFn.FITTING)
+        bar.setup(self, None, "fit")
+
+    def train_epoch(self, first=0, last=None, outputs=NO_OUTPUT):
+        self.bar.on_train_epoch_start(self, None)
+        for batch_idx in range(first, last or self.num_training_batches):
+            self.train_batch(batch_idx, outputs)
+
+    def train_batch(self, batch_idx, outputs=NO_OUTPUT):
+        self.clock.now += self.seconds_per_batch
+        self.global_step += 1
+        self.step_outcome = SimpleNamespace(skipped=False, scale=65536.0, next_scale=32768.0)
+        self.bar.on_train_batch_end(self, None, outputs, None, batch_idx)
+
+    def end_epoch(self):
+        self.bar.on_train_epoch_end(self, None)
+        self.current_epoch += 1
+
+    def evaluate(self, stage="validation", batches=4, dataloader_idx=0):
+        getattr(self.bar, f"on_{stage}_start")(self, None)
+        batch_end = getattr(self.bar, f"on_{stage}_batch_end")
+        for batch_idx in range(batches):
+            self.clock.now += self.seconds_per_batch
+            batch_end(self, None, None, None, batch_idx, dataloader_idx)
+
+    def fit(self):
+        self.bar.on_train_start(self, None)
+        for _ in range(self.max_epochs):
+            self.train_epoch()
+            self.evaluate()
+            self.progress_bar_metrics["val_acc"] = torch.tensor(0.95)
+            self.bar.on_validation_end(self, None)
+            self.end_epoch()
+        self.bar.on_train_end(self, None)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def on_lines(clock, **options):
+    bar = ProgressBar(console=Console(file=io.StringIO(), width=80), **options)
+    bar._clock = clock
+    return bar
+
+
+def on_terminal(clock, seconds_per_write=0.0, color_system=None, **options):
+    file = Terminal(clock, seconds_per_write)
+    console = Console(file=file, force_terminal=True, width=120, color_system=color_system, _environ={})
+    bar = ProgressBar(console=console, **options)
+    bar._clock = clock
+    return bar
+
+
+def written(bar):
+    return bar._console.file.getvalue()
+
+
+def frames(bar):
+    """Each state of the live display, as plain text."""
+    drawn = re.split(r"(?:\r?\x1b\[\dK|\x1b\[1A|\r)+", written(bar))
+    text = [re.sub(r"\x1b\[\?*[\d;]*[a-zA-Z]", "", frame) for frame in drawn]
+    return [frame for frame in text if frame.strip()]
+
+
+# Plain lines
+
+
+def test_one_line_per_epoch(clock):
+    bar = on_lines(clock)
+    trainer = FakeTrainer(bar, clock)
+    trainer.skipped_steps = 1
+    trainer.fit()
+    assert written(bar).splitlines() == [
+        "epoch 1/3  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 1  50.0 it/s",
+        "epoch 2/3  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 1  50.0 it/s",
+        "epoch 3/3  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 1  50.0 it/s",
+    ]
+
+
+def test_a_line_every_so_often_in_a_long_epoch(clock):
+    bar = on_lines(clock, seconds_between_lines=30)
+    trainer = FakeTrainer(bar, clock, seconds_per_batch=1.0, batches=100, max_epochs=12, scaler=False)
+    bar.on_train_start(trainer, None)
+    trainer.train_epoch()
+    trainer.end_epoch()
+    assert written(bar).splitlines() == [
+        "epoch  1/12  batch  30/100  train_loss 0.2500  1.0 it/s",
+        "epoch  1/12  batch  60/100  train_loss 0.2500  1.0 it/s",
+        "epoch  1/12  batch  90/100  train_loss 0.2500  1.0 it/s",
+        "epoch  1/12  batch 100/100  train_loss 0.2500  1.0 it/s",
+    ]
+
+
+def test_rate_leaves_validation_out(clock):
+    bar = on_lines(clock, seconds_between_lines=1000)
+    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.5, scaler=False)
+    bar.on_train_start(trainer, None)
+    trainer.train_epoch(last=2)
+    trainer.evaluate()
+    clock.now += 60
+    bar.on_validation_end(trainer, None)
+    trainer.train_batch(2)
+    trainer.train_batch(3)
+    trainer.end_epoch()
+    assert written(bar) == "epoch 1/3  batch 4/4  train_loss 0.2500  2.0 it/s\n"
+
+
+@pytest.mark.parametrize(
+    ("stage", "fn", "label"),
+    [
+        ("validation", "VALIDATING", "validation"),
+        ("test", "TESTING", "testing"),
+        ("predict", "PREDICTING", "predicting"),
+    ],
+)
+def test_evaluation_is_one_line(clock, stage, fn, label):
+    bar = on_lines(clock)
+    trainer = FakeTrainer(bar, clock, scaler=False)
+    trainer.state.fn = TrainerFn[fn]
+    trainer.progress_bar_metrics = {} if stage == "predict" else {"acc": torch.tensor(0.5)}
+    trainer.evaluate(stage)
+    getattr(bar, f"on_{stage}_end")(trainer, None)
+    metrics = "" if stage == "predict" else "  acc 0.5000"
+    assert written(bar) == f"{label}  batch 4/4{metrics}  50.0 it/s\n"
+
+
+def test_loss_of_the_training_step_stands_in(clock):
+    bar = on_lines(clock)
+    trainer = FakeTrainer(bar, clock, scaler=False)
+    trainer.progress_bar_metrics = {"acc": torch.tensor(1)}
+    bar.on_train_start(trainer, None)
+    trainer.train_epoch(outputs={"loss": torch.tensor(0.5)})
+    trainer.end_epoch()
+    assert written(bar) == "epoch 1/3  batch 4/4  loss 0.5000  acc 1  50.0 it/s\n"
+
+
+def test_infinite_data_and_epochs(clock):
+    bar = on_lines(clock, seconds_between_lines=0.09)
+    trainer = FakeTrainer(bar, clock, batches=float("inf"), max_epochs=-1, scaler=False)
+    bar.on_train_start(trainer, None)
+    trainer.train_epoch(last=5)
+    assert written(bar) == "epoch 1  batch 5  train_loss 0.2500  50.0 it/s\n"
+
+
+def test_a_log_file_gets_lines_although_color_is_forced(clock, capsys, monkeypatch):
+    monkeypatch.setattr("trainer.callbacks.progress_bar.get_console", lambda: Console(_environ={"FORCE_COLOR": "1"}))
+    bar = ProgressBar()
+    bar._clock = clock
+    FakeTrainer(bar, clock, max_epochs=1).fit()
+    assert capsys.readouterr().out == (
+        "epoch 1/1  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 0  50.0 it/s\n"
+    )
+
+
+# The live bar
+
+
+def test_live_bar_shows_everything(clock):
+    bar = on_terminal(clock)
+    trainer = FakeTrainer(bar, clock)
+    trainer.skipped_steps = 2
+    trainer.progress_bar_metrics["lr"] = 1e-5
+    bar.on_train_start(trainer, None)
+    trainer.train_epoch(last=1)
+    clock.now += 1
+    trainer.train_batch(1)
+    bar.on_train_end(trainer, None)
+    first, second = frames(bar)[-1].splitlines()
+    assert re.fullmatch(r"epoch 1/3   ━+[╸╺]? *  2/4 {4}1\.9 it/s  eta 0:00:01", first.rstrip()), first
+    assert second.split("  ")[-5:-1] == ["train_loss 0.2500", "lr 1.000e-05", "scale 32768", "skipped 2"]
+    assert len(first) == 120  # the bar is padded, so that what follows it stands still
+
+
+def test_validation_has_a_bar_of_its_own(clock):
+    bar = on_terminal(clock)
+    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2)
+    trainer.num_val_batches = [4, 7]
+    bar.on_train_start(trainer, None)
+    trainer.train_epoch()
+    trainer.evaluate(batches=3, dataloader_idx=1)
+    train, validation, _ = frames(bar)[-1].splitlines()
+    assert train.startswith("epoch 1/3 ")
+    assert " 4/4 " in train
+    assert validation.startswith("validation 1 ")
+    assert " 3/7  " in validation
+    assert " 5.0 it/s" in validation
+    bar.on_validation_end(trainer, None)
+    bar.on_train_end(trainer, None)
+    assert "validation" not in frames(bar)[-1]
+
+
+def test_sanity_check_and_evaluation(clock):
+    bar = on_terminal(clock)
+    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2)
+    bar.on_sanity_check_start(trainer, None)
+    trainer.sanity_checking = True
+    trainer.evaluate(batches=1)
+    assert frames(bar)[-1].startswith("sanity checking ")
+    assert " 1/1 " in frames(bar)[-1]
+    bar.on_validation_end(trainer, None)
+    trainer.sanity_checking = False
+    bar.on_train_start(trainer, None)
+    assert frames(bar)[-1].startswith("epoch 1/3 ")
+    assert "sanity" not in frames(bar)[-1]
+    bar.on_train_end(trainer, None)
+    trainer.state.fn = TrainerFn.TESTING
+    trainer.evaluate("test")
+    bar.on_test_end(trainer, None)
+    assert frames(bar)[-1].startswith("testing  ")
+    assert " 4/4 " in frames(bar)[-1]
+
+
+def test_refreshes_are_bounded_by_the_period(clock):
+    reads = []
+
+    class Counting(ProgressBar):
+        def get_metrics(self, trainer, pl_module):
+            reads.append(clock.now)
+            return super().get_metrics(trainer, pl_module)
+
+    bar = Counting(refresh_rate=0.1, console=Console(file=io.StringIO(), force_terminal=True))
+    bar._clock = clock
+    # 1000 epochs of 3 batches of 1 ms: 3 seconds.
+    FakeTrainer(bar, clock, seconds_per_batch=0.001, batches=3, max_epochs=1000).fit()
+    assert 25 < len(reads) <= 62  # validation takes another 3 seconds, and reads nothing
+    gaps = [after - before for before, after in pairwise(reads[:-1])]
+    assert min(gaps) > 0.099
+
+
+def test_nothing_is_read_before_a_refresh_is_due(clock):
+    class Unreadable:
+        def __format__(self, spec):
+            raise AssertionError("read")
+
+        __str__ = __repr__ = item = __float__ = __format__
+
+    bar = on_terminal(clock)
+    trainer = FakeTrainer(bar, clock, batches=100)
+    trainer.progress_bar_metrics = {"train_loss": Unreadable()}
+    bar.on_train_start(trainer, None)
+    trainer.train_epoch(last=4)
+    clock.now += 0.01
+    with pytest.raises((AssertionError, TypeError)):
+        trainer.train_batch(4)  # 0.11 seconds after the first drawing
+    bar.teardown(trainer, None, "fit")
+
+
+def test_a_slow_terminal_is_written_to_less_often(clock):
+    bar = on_terminal(clock, seconds_per_write=0.05)
+    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.01, batches=2000)
+    bar.on_train_start(trainer, None)
+    began, before = clock.now, len(written(bar))
+    trainer.train_epoch(last=1000)
+    assert len(written(bar)) > before
+    writing = clock.now - began - 1000 * 0.01
+    assert 0 < writing <= 0.03 * 1000 * 0.01
+    bar.teardown(trainer, None, "fit")
+
+
+def test_mid_epoch_restart(clock):
+    bar = on_terminal(clock)
+    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2, batches=10)
+    trainer.current_epoch = 1
+    bar.on_train_start(trainer, None)  # and no start of an epoch
+    trainer.train_batch(6)
+    assert frames(bar)[-1].startswith("epoch 2/3 ")
+    assert "  7/10  " in frames(bar)[-1]
+    assert " 5.0 it/s  eta 0:00:01" in frames(bar)[-1]
+    bar.teardown(trainer, None, "fit")
+
+
+def test_unknown_total_has_no_eta(clock):
+    bar = on_terminal(clock)
+    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2, batches=float("inf"), max_epochs=-1)
+    bar.on_train_start(trainer, None)
+    trainer.train_epoch(last=3)
+    assert frames(bar)[-1].startswith("epoch 1 ")
+    assert re.search(r"━  3 +5\.0 it/s", frames(bar)[-1])
+    assert "eta" not in frames(bar)[-1]
+    bar.teardown(trainer, None, "fit")
+
+
+def test_narrow_terminal(clock):
+    bar = on_terminal(clock)
+    bar._console.width = 30
+    FakeTrainer(bar, clock).fit()
+    assert all(len(line) <= 30 for frame in frames(bar) for line in frame.splitlines())
+
+
+def test_no_color(clock):
+    bar = on_terminal(clock, color_system="truecolor")
+    FakeTrainer(bar, clock).fit()
+    assert re.search(COLOR, written(bar))
+    bar = on_terminal(clock)
+    file = Terminal(clock)
+    bar._console = Console(file=file, force_terminal=True, color_system="truecolor", _environ={"NO_COLOR": "1"})
+    FakeTrainer(bar, clock).fit()
+    assert not re.search(COLOR, file.getvalue())
+
+
+def test_leave_keeps_a_line_for_each_epoch(clock):
+    bar = on_terminal(clock, leave=True)
+    FakeTrainer(bar, clock, max_epochs=2).fit()
+    for epoch in (1, 2):
+        assert f"epoch {epoch}/2  batch 4/4  train_loss 0.2500  val_acc 0.9500" in written(bar)
+
+
+# The terminal belongs to the user
+
+
+def assert_given_back(bar, stdout):
+    assert sys.stdout is stdout
+    assert written(bar).rstrip().endswith("\x1b[?25h")  # the cursor
+    assert bar._live is None
+    before = written(bar)
+    bar._console.print("next")
+    assert written(bar)[len(before) :] == "next\n"
+
+
+def test_terminal_is_given_back(clock):
+    stdout = sys.stdout
+    bar = on_terminal(clock)
+    trainer = FakeTrainer(bar, clock)
+    trainer.fit()
+    assert_given_back(bar, stdout)
+    trainer.current_epoch = 0
+    trainer.fit()
+    assert_given_back(bar, stdout)
+
+
+@pytest.mark.parametrize("stop", ["on_exception", "teardown", "disable"])
+def test_terminal_is_given_back_after_an_accident(clock, stop):
+    stdout = sys.stdout
+    bar = on_terminal(clock)
+    trainer = FakeTrainer(bar, clock)
+    bar.on_train_start(trainer, None)
+    trainer.train_epoch(last=2)
+    assert sys.stdout is not stdout
+    arguments = {"on_exception": (trainer, None, KeyboardInterrupt()), "teardown": (trainer, None, "fit")}
+    getattr(bar, stop)(*arguments.get(stop, ()))
+    assert_given_back(bar, stdout)
+    trainer.train_batch(2)  # nothing is drawn any more
+    assert written(bar).endswith("next\n")
+
+
+def test_prints_and_log_records_come_above_the_bar(clock, monkeypatch):
+    stderr = Terminal(clock)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    logger = logging.getLogger("test_progress_bar")
+    handler = logging.StreamHandler()  # holds on to stderr as it is now
+    monkeypatch.setattr(logger, "handlers", [handler])
+    bar = on_terminal(clock)
+    trainer = FakeTrainer(bar, clock)
+    bar.on_train_start(trainer, None)
+    print("a user's line")
+    bar.print("a module's", "line", sep=" ")
+    logger.warning("a log record")
+    sys.stderr.write("a warning\n")
+    drawn = frames(bar)
+    for text in ("a user's line", "a module's line", "a log record", "a warning"):
+        (frame,) = [frame for frame in drawn if text in frame]
+        assert re.match(rf"{text} *\n+epoch 1/3 ", frame), frame
+    bar.on_train_end(trainer, None)
+    assert handler.stream is stderr
+    logger.warning("afterwards")
+    assert stderr.getvalue() == "afterwards\n"
+
+
+def test_stderr_that_goes_elsewhere_stays_there(clock, monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    bar = on_terminal(clock)
+    trainer = FakeTrainer(bar, clock)
+    bar.on_train_start(trainer, None)
+    sys.stderr.write("an error\n")
+    bar.teardown(trainer, None, "fit")
+    assert stderr.getvalue() == "an error\n"
+    assert "an error" not in written(bar)
+
+
+# Lightning's interface
+
+
+def test_switched_off(clock):
+    for bar in (on_lines(clock, refresh_rate=0), on_terminal(clock, refresh_rate=0)):
+        assert bar.is_disabled
+        FakeTrainer(bar, clock).fit()
+        assert written(bar) == ""
+    bar = on_lines(clock)
+    bar.disable()
+    FakeTrainer(bar, clock).fit()
+    assert written(bar) == ""
+    bar.enable()
+    assert bar.is_enabled
+    assert bar.refresh_rate == 0.1
+    FakeTrainer(bar, clock).fit()
+    assert written(bar).count("\n") == 3
+
+
+def test_only_rank_zero_shows_anything(clock):
+    bar = on_terminal(clock)
+    FakeTrainer(bar, clock, rank=1).fit()
+    assert bar.is_disabled
+    assert written(bar) == ""
+
+
+def test_get_metrics_may_be_overridden(clock):
+    class Custom(ProgressBar):
+        def get_metrics(self, trainer, pl_module):
+            return {"loss": torch.tensor(1.5), "note": "[b]good[/b]", "count": 3}
+
+    bar = Custom(console=Console(file=io.StringIO()))
+    bar._clock = clock
+    FakeTrainer(bar, clock, max_epochs=1, scaler=False).fit()
+    assert written(bar) == "epoch 1/1  batch 4/4  loss 1.500  note [b]good[/b]  count 3  50.0 it/s\n"
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda bar: pickle.loads(pickle.dumps(bar))])
+def test_can_be_duplicated_while_live(clock, duplicate):
+    bar = on_terminal(clock, refresh_rate=0.5)
+    trainer = FakeTrainer(bar, clock)
+    bar.on_train_start(trainer, None)
+    twin = duplicate(bar)
+    assert twin.refresh_rate == 0.5
+    assert twin._live is None
+    assert bar._live is not None
+    bar.teardown(trainer, None, "fit")
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="refresh_rate=-1: expected seconds"):
+        ProgressBar(refresh_rate=-1)
+    with pytest.raises(ValueError, match="seconds_between_lines=0: expected a positive"):
+        ProgressBar(seconds_between_lines=0)

@@ -1,0 +1,335 @@
+import io
+import json
+import re
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+
+from trainer.callbacks import run_summary
+from trainer.callbacks.curves import Curves
+from trainer.callbacks.run_summary import RunSummary
+
+
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class FakeTrainer:
+    """What a summary reads of a trainer, and the hooks of a fit in their order."""
+
+    precision = "16-mixed"
+    num_training_batches = 4
+    checkpoint_callback = None
+
+    def __init__(self, folder, summary, world_size=1, device="cpu", scaling=True):
+        self.default_root_dir = folder
+        self.summary = summary
+        self.clock = summary._clock = Clock()
+        self.world_size = world_size
+        self.strategy = SimpleNamespace(root_device=torch.device(device))
+        self.is_global_zero = True
+        self.current_epoch = self.global_step = 0
+        self.skipped_steps = 2
+        self.scaler = SimpleNamespace(is_enabled=lambda: scaling, get_scale=lambda: 32768.0)
+        self.callback_metrics = {"val_acc": torch.tensor(0.5)}
+        self.callbacks = []
+        self.loggers = []
+
+    def fit(self, epochs=2, sizes=(8, 8, 8, 3), error=None):
+        self.summary.on_fit_start(self, None)
+        self.validate(1)  # sanity check
+        self.summary.on_train_start(self, None)
+        try:
+            for _ in range(epochs):
+                self.summary.on_train_epoch_start(self, None)
+                for batch_idx, size in enumerate(sizes):
+                    self.clock.now += 0.5
+                    self.global_step += 1
+                    self.summary.on_train_batch_end(self, None, {}, [torch.zeros(size, 2)], batch_idx)
+                if error is not None:
+                    raise error
+                self.validate(10)
+                self.summary.on_train_epoch_end(self, None)
+                self.current_epoch += 1
+        except BaseException as exception:
+            assert exception is error  # the trainer raised it itself
+            self.summary.on_exception(self, None, exception)
+            return
+        self.summary.on_train_end(self, None)
+        self.clock.now += 7  # other callbacks draw and save
+        self.summary.on_fit_end(self, None)
+
+    def validate(self, seconds):
+        self.summary.on_validation_start(self, None)
+        self.clock.now += seconds
+        self.summary.on_validation_end(self, None)
+
+
+@pytest.fixture
+def summary():
+    return RunSummary(console=Console(file=io.StringIO(), width=80))
+
+
+def printed(summary):
+    return summary._console.file.getvalue()
+
+
+def rows(summary):
+    lines = (re.split(r"\s{2,}", line.strip()) for line in printed(summary).splitlines())
+    return {line[0]: line[1] for line in lines if len(line) == 2}
+
+
+def test_values(tmp_path, summary):
+    FakeTrainer(tmp_path, summary, world_size=2).fit()
+    peak = summary.summary.pop("peak_memory_bytes")
+    assert 2**26 < peak < 2**40
+    assert summary.summary == {
+        "status": "finished",
+        "error": None,
+        "precision": "16-mixed",
+        "devices": "2 x CPU",
+        "epochs": 2,
+        "steps": 8,
+        "skipped_steps": 2,
+        "seconds": 24.0,
+        "train_seconds": 4.0,
+        "samples": 108,
+        "samples_per_second": 27.0,
+        "metrics": {"val_acc": 0.5},
+        "scale": 32768.0,
+        "paths": {"run": str(tmp_path), "summary": str(tmp_path / "summary.json")},
+    }
+
+
+def test_json_is_the_summary(tmp_path, summary):
+    FakeTrainer(tmp_path / "new", summary).fit()
+    assert json.loads((tmp_path / "new" / "summary.json").read_text()) == summary.summary
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["summary.json"]  # nothing temporary
+
+
+def test_table(tmp_path, summary, monkeypatch):
+    monkeypatch.setattr(run_summary, "_peak_memory", lambda device: 3 * 2**30)
+    trainer = FakeTrainer(tmp_path, summary)
+    trainer.global_step = 1992
+    trainer.callback_metrics = {
+        "loss": torch.tensor(0.123456),
+        "loss_step": 0.2,
+        "loss_epoch": 0.1,
+        "a_step": 1.0,
+    }
+    trainer.fit()
+    assert printed(summary).startswith("fit finished")
+    assert rows(summary) == {
+        "precision": "16-mixed",
+        "devices": "1 x CPU",
+        "epochs": "2",
+        "optimizer steps": "2,000",
+        "time": "24.0 s (training 4.0 s)",
+        "samples/s": "13.5",
+        "peak memory": "3,072 MiB",
+        "scale": "32,768",
+        "skipped steps": "2",
+        "loss": "0.1235",
+        "a_step": "1",
+        "run folder": str(tmp_path),
+        "summary": str(tmp_path / "summary.json"),
+    }
+
+
+def test_what_is_not_known_is_left_out(tmp_path, summary):
+    trainer = FakeTrainer(tmp_path, summary, scaling=False)
+    del trainer.skipped_steps
+    trainer.fit(sizes=(0,))
+    assert summary.summary["scale"] is None
+    assert summary.summary["skipped_steps"] is None
+    assert summary.summary["samples_per_second"] is None
+    assert not {"scale", "skipped steps", "samples/s"} & rows(summary).keys()
+
+
+def test_paths(tmp_path, summary, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = FakeTrainer(tmp_path / "run", summary)
+    curves = Curves()
+    curves.path = tmp_path / "run" / "curves.png"
+    trainer.callbacks = [curves, summary]
+    trainer.checkpoint_callback = ModelCheckpoint()
+    trainer.checkpoint_callback.best_model_path = "run/best[1].ckpt"
+    trainer.loggers = [CSVLogger("run/logs", name="x", version=3), CSVLogger("run/logs", name="x", version=3)]
+    trainer.fit()
+    assert summary.summary["paths"] == {
+        "run": str(tmp_path / "run"),
+        "summary": str(tmp_path / "run" / "summary.json"),
+        "best_checkpoint": str(tmp_path / "run" / "best[1].ckpt"),
+        "curves": str(tmp_path / "run" / "curves.png"),
+        "loggers": [str(tmp_path / "run" / "logs" / "x" / "version_3")],
+    }
+    table = rows(summary)
+    assert table["best checkpoint"] == "run/best[1].ckpt"  # seen from the working directory
+    assert table["logger"] == "run/logs/x/version_3"
+    assert "last checkpoint" not in table
+
+
+def test_a_path_is_not_broken_in_a_log(tmp_path, summary):
+    folder = tmp_path / ("x" * 100) / "y"
+    FakeTrainer(folder, summary).fit()
+    assert str(folder / "summary.json") in printed(summary)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
+        (SystemExit(143), "interrupted", "SystemExit: 143"),
+        (RuntimeError("out of [b]luck[/b]"), "failed", "RuntimeError: out of [b]luck[/b]"),
+    ],
+)
+def test_a_fit_cut_short(tmp_path, summary, error, status, text):
+    FakeTrainer(tmp_path, summary).fit(error=error)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary.summary
+    assert summary.summary["status"] == status
+    assert summary.summary["error"] == text
+    assert printed(summary).startswith(f"fit {status}: {text}")
+    assert summary.summary["epochs"] == 0
+    assert summary.summary["samples"] == 27
+    assert summary.summary["train_seconds"] == summary.summary["seconds"] == 2.0
+
+
+def test_a_fit_that_fails_before_training(tmp_path, summary):
+    trainer = FakeTrainer(tmp_path, summary)
+    summary.on_fit_start(trainer, None)
+    summary.on_exception(trainer, None, ValueError("no data"))
+    assert summary.summary["error"] == "ValueError: no data"
+    assert summary.summary["seconds"] == 0
+
+
+def test_the_exception_of_a_fit_is_not_hidden_by_another(tmp_path, summary, caplog):
+    trainer = FakeTrainer(tmp_path, summary)
+
+    def get_scale():
+        raise RuntimeError("the device is gone")
+
+    trainer.scaler.get_scale = get_scale
+    trainer.fit(error=RuntimeError("first"))  # would raise "the device is gone"
+    assert "could not be written" in caplog.text
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        trainer.fit()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, summary):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="could not be written to .*file/summary.json"):
+        FakeTrainer(tmp_path / "file", summary).fit()
+    assert printed(summary).startswith("fit finished")
+
+
+def test_a_second_fit_starts_afresh(tmp_path, summary):
+    trainer = FakeTrainer(tmp_path, summary)
+    trainer.fit(epochs=3)
+    trainer.fit(epochs=1)
+    assert summary.summary["samples"] == 27
+    assert summary.summary["train_seconds"] == 2.0
+    assert summary.summary["seconds"] == 12.0
+    assert summary.summary["epochs"] == 4
+
+
+def test_validation_alone_summarises_nothing(tmp_path, summary):
+    trainer = FakeTrainer(tmp_path, summary)
+    trainer.validate(1)
+    summary.on_exception(trainer, None, ValueError())
+    assert summary.summary == {}
+    assert printed(summary) == ""
+
+
+def test_only_rank_zero(tmp_path, summary):
+    trainer = FakeTrainer(tmp_path, summary)
+    trainer.is_global_zero = False
+    trainer.fit()
+    assert printed(summary) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_ones_own(tmp_path):
+    summary = RunSummary(dirpath=tmp_path / "mine", console=Console(file=io.StringIO()))
+    FakeTrainer(tmp_path / "run", summary).fit()
+    assert summary.summary["paths"]["summary"] == str(tmp_path / "mine" / "summary.json")
+    assert (tmp_path / "mine" / "summary.json").exists()
+
+
+def test_cuda_memory_and_time(tmp_path, summary, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12345 + device.index)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
+    FakeTrainer(tmp_path, summary, device="cuda:1").fit()
+    assert summary.summary["peak_memory_bytes"] == 12346
+    assert summary.summary["devices"] == "1 x NVIDIA X"
+    assert calls[0] == "reset"
+    assert calls.count("synchronize") == 1 + 2 * 2 + 1  # train start, around each validation, train end
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_unit_of_the_peak_memory(monkeypatch, platform, unit):
+    monkeypatch.setattr(run_summary.sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1000))
+    assert run_summary._peak_memory(torch.device("cpu")) == 1000 * unit
+
+
+@dataclass
+class Batch:
+    name: str
+    points: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.zeros(5, 2), 5),
+        (torch.tensor(1.0), 1),
+        (["name", {"a": None, "b": (torch.zeros(7), torch.zeros(3))}], 7),
+        (Batch("name", torch.zeros(4)), 4),
+        ("text", 0),
+        (None, 0),
+    ],
+)
+def test_batch_size(batch, size):
+    assert run_summary._batch_size(batch) == size
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_under_lightnings_trainer(tmp_path, summary):
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        limit_train_batches=3,
+        limit_val_batches=2,
+        default_root_dir=tmp_path,
+        callbacks=[summary],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    assert summary.summary["status"] == "finished"
+    assert summary.summary["precision"] == "32-true"
+    assert summary.summary["epochs"] == 2
+    assert summary.summary["steps"] == 6
+    assert summary.summary["samples"] == 6
+    assert 0 < summary.summary["train_seconds"] < summary.summary["seconds"]
+    assert Path(summary.summary["paths"]["best_checkpoint"]).exists()
+    assert "skipped steps" not in rows(summary)

@@ -1,0 +1,115 @@
+"""A small project of a user's own: a module in the working directory, recipes and configs in ./conf."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+MODULE = '''
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Line(L.LightningModule):
+    """Fits y = 2x; ``fail_at`` raises in that training step."""
+
+    def __init__(self, optimizer, start=0.0, fail_at=None):
+        super().__init__()
+        self.make_optimizer = optimizer
+        self.fail_at = fail_at
+        self.net = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(self.net.weight, start)
+        torch.nn.init.constant_(self.net.bias, 0.0)
+
+    def loss(self, batch):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.net(x), y)
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == self.fail_at:
+            raise RuntimeError("asked to fail")
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+
+class Points(L.LightningDataModule):
+    def __init__(self, batch_size=4):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def loader(self):
+        x = torch.linspace(-1, 1, 16).unsqueeze(1)
+        return DataLoader(TensorDataset(x, 2 * x), batch_size=self.batch_size)
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
+'''
+
+FILES = {
+    "line_fit.py": MODULE,
+    "conf/model/line.yaml": """
+        _target_: line_fit.Line
+        optimizer: ${optimizer}
+        start: 0.0
+        fail_at: null
+    """,
+    "conf/data/points.yaml": """
+        _target_: line_fit.Points
+        batch_size: 4
+    """,
+    "conf/recipe/line.yaml": """
+        # @package _global_
+        # A straight line through sixteen points.
+        #   python -m trainer fit +recipe=line
+        defaults:
+          - override /model: line
+          - override /data: points
+          - override /optimizer: sgd
+          - override /trainer: cpu
+          - override /logger: csv
+        optimizer:
+          lr: 0.1
+        trainer:
+          max_epochs: 2
+          enable_progress_bar: false
+          enable_model_summary: false
+          log_every_n_steps: 1
+    """,
+    "conf/recipe/other.yaml": """
+        # @package _global_
+        # Another line, steeper.
+        defaults: [line]
+    """,
+}
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text).lstrip("\n"))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the user's project in it."""
+    write(tmp_path, FILES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "line_fit", raising=False)
+    yield tmp_path
+    sys.modules.pop("line_fit", None)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+
+from trainer.cli.arguments import UsageError, canonical_precisions, read
+
+
+def test_overrides_go_first_then_the_command_then_the_flags():
+    arguments = read(["fit", "-m", "+recipe=a", "--config-dir", "here", "seed=1,2"])
+    expected = ["+recipe=a", "seed=1,2", "command=fit", "--multirun", "--config-dir", "here"]
+    assert arguments.for_hydra() == expected
+
+
+def test_the_rewritten_form_is_read_as_the_same_command_line():
+    once = read(["validate", "--cfg", "job", "+recipe=a", "precision=16"])
+    assert read(once.for_hydra()) == once
+    assert once.for_hydra() == ["+recipe=a", "precision=16-mixed", "command=validate", "--cfg", "job"]
+
+
+def test_what_a_launcher_appends_for_another_rank_is_read():
+    words = [
+        *read(["fit", "+recipe=a"]).for_hydra(),
+        'hydra.run.dir="outputs/a b"',
+        "hydra.output_subdir=null",
+    ]
+    arguments = read(words)
+    assert arguments.command == "fit"
+    assert arguments.overrides == ["+recipe=a", 'hydra.run.dir="outputs/a b"', "hydra.output_subdir=null"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["fit", "seed=1", "--cfg", "job", "--resolve"],
+        ["--cfg", "job", "fit", "seed=1", "--resolve"],
+        ["--resolve", "seed=1", "--cfg=job", "fit"],
+        ["-c", "job", "seed=1", "--resolve", "fit"],
+    ],
+)
+def test_flags_stand_anywhere(argv):
+    arguments = read(argv)
+    assert arguments.command == "fit"
+    assert arguments.overrides == ["seed=1"]
+    assert arguments.flags == {"--cfg": "job", "--resolve": ""}
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"), [(["--info"], "all"), (["--info", "fit"], "all"), (["-i", "plugins"], "plugins")]
+)
+def test_info_takes_a_value_only_if_it_is_one_of_hydras(argv, value):
+    assert read(argv).flags == {"--info": value}
+
+
+@pytest.mark.parametrize("group", ["recipe", "debug", "sweep"])
+def test_the_plus_of_groups_outside_the_default_config_may_be_left_out(group):
+    assert read([f"{group}=a", "fit"]).overrides == [f"+{group}=a"]
+    assert read([f"+{group}=a", "fit"]).overrides == [f"+{group}=a"]
+
+
+def test_a_deletion_is_an_override():
+    assert read(["fit", "~callbacks.scale_monitor"]).overrides == ["~callbacks.scale_monitor"]
+
+
+@pytest.mark.parametrize(
+    ("given", "canonical"),
+    [
+        ("32", "32-true"),
+        ("16", "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("64", "64-true"),
+        ("fp32", "32-true"),
+        ("fp16-mixed", "16-mixed"),
+        ("BF16", "bf16-mixed"),
+        ("16-mixed", "16-mixed"),
+        ("32,16-mixed", "32-true,16-mixed"),
+        ("32, bf16", "32-true, bf16-mixed"),
+        ("'32'", "32-true"),
+        ('"32","16"', "32-true,16-mixed"),
+        ("'32,16'", "32-true,16-mixed"),
+        ("choice(32,16)", "choice(32-true,16-mixed)"),
+        ("mine16", "mine16"),
+    ],
+)
+def test_precision_aliases(given, canonical):
+    assert canonical_precisions(given) == canonical
+    for key in ("precision", "+precision", "hydra.sweeper.params.precision"):
+        assert read([f"{key}={given}"]).overrides == [f"{key}={canonical}"]
+
+
+def test_other_settings_keep_their_numbers():
+    assert read(["seed=32", "model.precision=16"]).overrides == ["seed=32", "model.precision=16"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["fitt"], "There is no command 'fitt'. Did you mean 'fit'?"),
+        (["command=tets"], "There is no command 'tets'. Did you mean 'test'?"),
+        (["fit", "test"], "Got two commands, 'fit' and 'test'"),
+        (["fit", "resnet50"], "Got the word 'resnet50', expected settings written as key=value."),
+        (["fit", "--multirum"], "There is no flag '--multirum'. Did you mean '--multirun'?"),
+        (["fit", "--cfg"], "--cfg needs a value"),
+        (["fit", "-m", "--cfg", "job"], "--multirun runs and --cfg shows"),
+    ],
+)
+def test_mistakes(argv, message):
+    with pytest.raises(UsageError) as caught:
+        read(argv)
+    assert message in str(caught.value)

@@ -1,0 +1,149 @@
+"""Mistakes in the command line or in a config: status 2, what was given, and the nearest right word."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.conftest import write
+from trainer.cli import main
+
+FIT = ["fit", "+recipe=line"]
+
+
+def complaint(argv, capsys) -> str:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("trainer: ")
+    assert err.count("\n") == 1  # one paragraph, no traceback
+    return err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["fitt", "+recipe=line"], "Did you mean 'fit'?"),
+        (["+recipe=line"], "No command given, expected one of fit, validate, test, predict or recipes"),
+        (["fit", "+recipe=lin"], "Config group 'recipe' has no option 'lin'. Did you mean 'line'?"),
+        (["fit", "+recpie=line"], "There is no config group 'recpie'. Did you mean 'recipe'?"),
+        (["fit"], "There is no model to fit. Choose a recipe, such as"),
+        ([*FIT, "precision=16-mixd"], "has no option '16-mixd'. Did you mean '16-mixed'?"),
+        ([*FIT, "precision=fp61"], "Did you mean 'fp"),
+        ([*FIT, "+precision=16"], "precision is in the config already: leave out the +"),
+        ([*FIT, "optimizer=adamm"], "Did you mean 'adam'?"),
+        ([*FIT, "callbacks=[default,early_stoping]"], "Did you mean 'early_stopping'?"),
+        ([*FIT, "optimizr=adam"], "There is no setting 'optimizr'. Did you mean 'optimizer'?"),
+        ([*FIT, "trainer.max_epoch=3"], "Did you mean 'trainer.max_epochs'?"),
+        ([*FIT, "+trainer.max_epoch=3"], "The Trainer has no argument 'trainer.max_epoch'."),
+        ([*FIT, "max_epochs=3"], "There is no setting 'max_epochs'. Did you mean 'trainer.max_epochs'?"),
+        ([*FIT, "lr=3"], "Did you mean 'optimizer.lr'?"),
+        ([*FIT, "model.strat=1"], "Did you mean 'model.start'?"),
+        ([*FIT, "callbacks.model_checkpoint.save_topk=1"], "'callbacks.model_checkpoint.save_top_k'?"),
+        ([*FIT, "precision=16", "precision.init_scal=8"], "Did you mean 'precision.init_scale'?"),
+        ([*FIT, "hydra.run.dri=x"], "Did you mean 'hydra.run.dir'?"),
+        ([*FIT, "~model.strat"], "Did you mean 'model.start'?"),
+        ([*FIT, "brightness=1"], "To add a new setting, write +brightness=1."),
+        ([*FIT, "model.optimizer.lr=1"], "set optimizer.lr instead of model.optimizer.lr"),
+        ([*FIT, "trainer.max_epochs=ten"], "trainer.max_epochs is ten, expected a whole number or null."),
+        ([*FIT, "trainer.max_epochs=1.5"], "trainer.max_epochs is 1.5, expected a whole number or null."),
+        ([*FIT, "trainer.benchmark=ture"], "expected true, false or null. Did you mean 'true'?"),
+        ([*FIT, "trainer.limit_val_batches=x"], "is x, expected a whole number, a number or null."),
+        ([*FIT, "trainer.accelerator=gpuu"], "Did you mean 'gpu'?"),
+        ([*FIT, "trainer.strategy=dpp"], "expected auto, ddp, "),
+        ([*FIT, "trainer.gradient_clip_algorithm=nrom"], "Did you mean 'norm'?"),
+        ([*FIT, "trainer.devices=aoto"], "Did you mean 'auto'?"),
+        ([*FIT, "trainer.devices=1.5"], "trainer.devices is 1.5, expected a number of devices"),
+        ([*FIT, "optimizer.lr=abc"], "optimizer.lr is abc, expected a number (it is 0.1 by default)."),
+        ([*FIT, "optimizer.nesterov=1"], "optimizer.nesterov is 1, expected true or false"),
+        ([*FIT, "optimizer=adam", "optimizer.betas=0.9"], "optimizer.betas is 0.9, expected a list"),
+        ([*FIT, "~model"], "There is no model to fit."),
+        ([*FIT, "data=null"], "to do without it, write ~data."),
+        ([*FIT, "optimizer=foo"], "has no option 'foo'. Choose one of: adam, adamw, sgd."),
+        ([*FIT, "precision=32,16"], "precision=32-true,16-mixed has several values: add -m"),
+        ([*FIT, "optimizer.lr=a b:{"], "Cannot read the setting 'optimizer.lr=a b:{'"),
+        ([*FIT, "ckpt_path=nowhere.ckpt"], "ckpt_path is nowhere.ckpt: there is no such file."),
+        ([*FIT, "--config-dir", "nowhere"], "--config-dir is nowhere, expected a folder that exists."),
+        ([*FIT, "model._target_=torh.nn.Linear"], "Did you mean 'torch'?"),
+        ([*FIT, "-m", "precision=32,15"], "Config group 'precision' has no option '15'."),
+        ([*FIT, "-m", "+recipe=line,lin"], "Config group 'recipe' has no option 'lin'."),
+        ([*FIT, "-m", "trainer.max_epochs=1,two"], "trainer.max_epochs is two"),
+        ([*FIT, "-m", "optimizer.lr=0.1,0.2,x"], "optimizer.lr is x"),
+        ([*FIT, "-m", "optimizer=sgd,adam", "optimizer.momentum=0.5"], "no setting 'optimizer.momentum'"),
+        ([*FIT, "+sweep=precison"], "Did you mean 'precision'?"),
+    ],
+)
+def test_mistakes_on_the_command_line(project, capsys, argv, message):
+    assert message in complaint(argv, capsys)
+    assert not (project / "outputs").exists()
+    assert not (project / "multirun").exists()
+
+
+def test_a_missing_recipe_names_those_there_are(project, capsys):
+    message = complaint(["test"], capsys)
+    assert "`python -m trainer test +recipe=line`" in message
+    assert "Recipes: line, other, resnet50 " in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "trainer: {max_epoch: 3}",
+            "conf/recipe/bad.yaml: There is no setting 'trainer.max_epoch'. Did you mean",
+        ),
+        (
+            "trainer: {max_epochs: ten}",
+            "conf/recipe/bad.yaml: trainer.max_epochs is ten, expected a whole number",
+        ),
+        ("a: [1", "A config file is not valid YAML"),
+        ("defaults: [override /model: lien]", "has no option 'lien'. Did you mean 'line'?"),
+        ("defaults: [override /modle: line]", "modle"),
+    ],
+)
+def test_mistakes_in_a_file(project, capsys, text, message):
+    write(project, {"conf/recipe/bad.yaml": f"# @package _global_\n{text}\n"})
+    assert message in complaint(["fit", "+recipe=bad"], capsys)
+
+
+def test_values_that_are_fine(project, capsys):
+    settings = [
+        "trainer.devices=auto", "trainer.devices=[0,1]", "trainer.devices='0,1'", "trainer.devices=-1",
+        "trainer.limit_train_batches=3", "trainer.limit_train_batches=0.5", "trainer.fast_dev_run=true",
+        "trainer.fast_dev_run=3", "trainer.deterministic=warn", "trainer.max_epochs=null", "optimizer.lr=1",
+        "precision.init_scale=1e3", "model.start=-1.5", "model.fail_at=3", "ckpt_path=last", "seed=null",
+        "callbacks.model_checkpoint=null", "callbacks=none", "optimizer={lr: 0.5}", "++anything.at.all=1",
+        "+optimizer.maximize=true", "~optimizer.nesterov", "model.start=${optimizer.lr}", "hydra.job.name=a",
+        "trainer.strategy={_target_: lightning.pytorch.strategies.DDPStrategy}", "+data.extra={a: [1, 2]}",
+        "hydra.run.dir='my runs/${now:%Y}'", "precision._target_=line_fit.Mine",
+    ]  # fmt: skip
+    for setting in settings:
+        status = main([*FIT, "precision=16", setting, "--cfg", "job"])
+        assert status == 0, f"{setting}: {capsys.readouterr().err}"
+
+
+def test_a_typo_help_and_recipes_import_neither_torch_nor_lightning(project):
+    lines = [
+        (["--help"], 0), (["fit", "--help"], 0), (["--version"], 0), (["recipes"], 0), ([], 0),
+        (["fitt"], 2), ([*FIT, "trainer.max_epoch=1"], 2), ([*FIT, "precision=1"], 2),
+        ([*FIT, "optimizer.lr=x"], 2), (["fit"], 2), ([*FIT, "--cfg", "job"], 0), ([*FIT, "-m", "precision=32,1"], 2),
+    ]  # fmt: skip
+    program = (
+        "import sys\nfrom trainer.cli import main\n"
+        f"for argv, status in {lines!r}:\n"
+        "    assert main(argv) == status, argv\n"
+        "    loaded = {'torch', 'lightning', 'numpy'}.intersection(sys.modules)\n"
+        "    assert not loaded, (argv, loaded)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_the_exit_status_reaches_the_shell(project):
+    done = subprocess.run([sys.executable, "-m", "trainer", "fitt"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "trainer: There is no command 'fitt'. Did you mean 'fit'?"
+        " The commands are fit, validate, test, predict, recipes.\n"
+    )

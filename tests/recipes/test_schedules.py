@@ -1,0 +1,126 @@
+import math
+import pickle
+
+import pytest
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from recipes.schedules import cosine, onecycle, warmup_cosine
+
+
+def sgd(*rates: float) -> Optimizer:
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
+    return torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+
+
+def rates_of(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> list[float]:
+    """The first group's learning rate at each step, and after the last."""
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_onecycle_rises_to_the_optimizers_lr_and_falls_far_below_the_start():
+    optimizer = sgd(0.5)
+    rates = rates_of(optimizer, onecycle(optimizer, 101, pct_start=31 / 101), 101)
+
+    assert rates[0] == pytest.approx(0.5 / 25)
+    assert rates[15] == pytest.approx((0.5 + 0.5 / 25) / 2)
+    assert rates[30] == pytest.approx(0.5)
+    assert rates[65] == pytest.approx((0.5 + 0.5 / 25e4) / 2)
+    assert rates[100] == pytest.approx(0.5 / 25 / 1e4)
+
+
+def test_onecycle_takes_each_groups_own_peak_and_leaves_the_momentum_alone():
+    optimizer = sgd(0.5, 0.1)
+    scheduler = onecycle(optimizer, 10, pct_start=0.5)
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5, 0.1])
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
+
+
+def test_onecycle_can_cycle_the_momentum():
+    optimizer = sgd(0.5)
+    onecycle(optimizer, 10, cycle_momentum=True)
+    assert optimizer.param_groups[0]["momentum"] == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize(("steps", "pct_start"), [(4, 0.25), (10, 0.1), (2, 0.5)])
+def test_onecycle_with_a_rise_of_no_length_falls_from_the_peak(steps: int, pct_start: float):
+    # torch's own raises ZeroDivisionError for these.
+    optimizer = sgd(0.5)
+    rates = rates_of(optimizer, onecycle(optimizer, steps, pct_start=pct_start), steps)
+
+    assert all(0.0 < rate < 0.5 for rate in rates)
+    assert rates[steps - 1] == pytest.approx(0.5 / 25 / 1e4)
+
+
+def test_cosine_falls_from_the_optimizers_lr_to_eta_min():
+    optimizer = sgd(0.5)
+    rates = rates_of(optimizer, cosine(optimizer, 100, eta_min=0.1), 100)
+
+    assert rates[0] == 0.5
+    assert rates[50] == pytest.approx(0.3)
+    assert rates[99] == pytest.approx(0.1 + 0.4 * 0.5 * (1 + math.cos(math.pi * 0.99)))
+    assert rates[100] == pytest.approx(0.1)
+
+
+def test_warmup_cosine_rises_in_a_line_and_falls_along_a_cosine():
+    optimizer = sgd(0.5)
+    rates = rates_of(optimizer, warmup_cosine(optimizer, 100, warmup=0.2, final_factor=0.1), 120)
+
+    assert rates[0] == pytest.approx(0.5 / 21)
+    assert rates[9] == pytest.approx(0.5 * 10 / 21)
+    assert rates[19] == pytest.approx(0.5 * 20 / 21)
+    assert rates[20] == 0.5
+    assert rates[60] == pytest.approx(0.5 * 0.55)
+    assert rates[100] == pytest.approx(0.05)
+    assert rates[120] == pytest.approx(0.05)
+
+
+def test_warmup_cosine_without_warmup_starts_at_the_peak():
+    optimizer = sgd(0.5)
+    assert rates_of(optimizer, warmup_cosine(optimizer, 10, warmup=0.0), 10)[0] == 0.5
+
+
+@pytest.mark.parametrize("schedule", [onecycle, cosine, warmup_cosine])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_shortest_runs_have_a_schedule(schedule, steps: int):
+    optimizer = sgd(0.5)
+    rates = rates_of(optimizer, schedule(optimizer, steps), steps)
+    assert all(0.0 <= rate <= 0.5 for rate in rates)
+
+
+@pytest.mark.parametrize("schedule", [onecycle, cosine, warmup_cosine])
+def test_a_schedule_can_be_pickled_and_goes_on_from_its_state(schedule):
+    optimizer = sgd(0.5)
+    scheduler = schedule(optimizer, 20)
+    rates_of(optimizer, scheduler, 7)
+    pickle.loads(pickle.dumps(scheduler))
+
+    other = sgd(0.5)
+    resumed = schedule(other, 20)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(scheduler.state_dict())))
+    other.load_state_dict(optimizer.state_dict())
+    assert rates_of(other, resumed, 13) == rates_of(optimizer, scheduler, 13)
+
+
+@pytest.mark.parametrize("schedule", [onecycle, cosine, warmup_cosine])
+def test_a_run_without_steps_is_refused(schedule):
+    with pytest.raises(ValueError, match="total_steps is 0, expected at least 1"):
+        schedule(sgd(0.5), 0)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 500])
+def test_a_fraction_out_of_range_is_refused(fraction: float):
+    with pytest.raises(ValueError, match=f"pct_start is {fraction}"):
+        onecycle(sgd(0.5), 10, pct_start=fraction)
+    with pytest.raises(ValueError, match=f"warmup is {fraction}"):
+        warmup_cosine(sgd(0.5), 10, warmup=fraction)

@@ -1,0 +1,35 @@
+"""Mixed precision done right, in Lightning's style, at almost no overhead.
+
+::
+
+    from trainer import Trainer
+
+    Trainer(precision="16-mixed", max_epochs=3).fit(module, datamodule=data)
+
+Importing this package does not import torch; using a name of it does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainer._lazy import attribute_from
+
+if TYPE_CHECKING:
+    from trainer.optimization import StepOutcome
+    from trainer.precision import LossScaler, Precision
+    from trainer.trainer import Trainer
+
+__all__ = ["LossScaler", "Precision", "StepOutcome", "Trainer", "__version__"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LossScaler": "trainer.precision.scaler",
+    "Precision": "trainer.precision.base",
+    "StepOutcome": "trainer.optimization",
+    "Trainer": "trainer.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return attribute_from(__name__, _HOMES, name)

@@ -1,0 +1,150 @@
+"""The Trainer's arguments: what each may be, what goes together, and what is not supported yet.
+
+Everything is refused here, when the Trainer is built, not in epoch 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import ConfigurationError, UnsupportedError
+
+
+@dataclass
+class Limits:
+    """How much of everything to run. ``fast_dev_run`` overrides most of it.
+
+    Attributes:
+        max_epochs: None where nobody said.
+        max_steps: optimizer steps; -1 for no limit.
+        train, val, test, predict: batches, or a share of them (float).
+        val_check_interval: batches between validations, or a share of the epoch (float).
+        check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
+        num_sanity_val_steps: batches of the sanity check; inf for all.
+    """
+
+    max_epochs: int | None
+    max_steps: int
+    train: int | float
+    val: int | float
+    test: int | float
+    predict: int | float
+    val_check_interval: int | float
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int | float
+
+
+def parse_limits(
+    *,
+    fast_dev_run: int | bool,
+    overfit_batches: int | float,
+    max_epochs: int | None,
+    max_steps: int,
+    limit_train_batches: int | float | None,
+    limit_val_batches: int | float | None,
+    limit_test_batches: int | float | None,
+    limit_predict_batches: int | float | None,
+    val_check_interval: Any,
+    check_val_every_n_epoch: int | None,
+    num_sanity_val_steps: int | None,
+) -> Limits:
+    """The limits that these arguments mean, checked.
+
+    Raises:
+        ConfigurationError: a value out of range.
+        UnsupportedError: a time-based ``val_check_interval``.
+    """
+    if fast_dev_run < 0:
+        raise ConfigurationError(f"Got fast_dev_run={fast_dev_run!r}, expected True, False or a number of batches.")
+    if max_epochs is not None and max_epochs < -1:
+        raise ConfigurationError(f"`max_epochs` must be a non-negative integer or -1. You passed in {max_epochs}.")
+    if max_steps < -1:
+        raise ConfigurationError(f"`max_steps` must be a non-negative integer or -1. You passed in {max_steps}.")
+    if val_check_interval is not None and not isinstance(val_check_interval, (int, float)):
+        raise UnsupportedError(
+            f"Got val_check_interval={val_check_interval!r}, expected a number of batches or a share of the epoch:"
+            " intervals of time are not supported yet."
+        )
+    if check_val_every_n_epoch is not None and not isinstance(check_val_every_n_epoch, int):
+        raise ConfigurationError(f"`check_val_every_n_epoch` should be an integer, found {check_val_every_n_epoch!r}.")
+    if check_val_every_n_epoch is None and not isinstance(val_check_interval, int):
+        raise ConfigurationError(
+            f"Got check_val_every_n_epoch=None and val_check_interval={val_check_interval!r}, expected a whole number"
+            " of batches as the interval where it does not follow the epochs."
+        )
+    train, val = (
+        _amount(limit_train_batches, "limit_train_batches"),
+        _amount(limit_val_batches, "limit_val_batches"),
+    )
+    if overfit_batches:
+        train = val = _amount(overfit_batches, "overfit_batches")
+    limits = Limits(
+        max_epochs=max_epochs,
+        max_steps=max_steps,
+        train=train,
+        val=val,
+        test=_amount(limit_test_batches, "limit_test_batches"),
+        predict=_amount(limit_predict_batches, "limit_predict_batches"),
+        val_check_interval=_amount(val_check_interval, "val_check_interval"),
+        check_val_every_n_epoch=check_val_every_n_epoch,
+        num_sanity_val_steps=_sanity_steps(num_sanity_val_steps),
+    )
+    if fast_dev_run:
+        batches = int(fast_dev_run)
+        if not overfit_batches:
+            limits.train = limits.val = batches
+        limits.test = limits.predict = batches
+        limits.max_steps, limits.max_epochs = batches, 1
+        limits.num_sanity_val_steps, limits.val_check_interval, limits.check_val_every_n_epoch = 0, 1.0, 1
+    return limits
+
+
+def expect_default(**given: tuple[Any, Any]) -> None:
+    """Refuse arguments that are not supported yet.
+
+    Args:
+        **given: for each argument, its value and its default.
+
+    Raises:
+        UnsupportedError: one is not its default.
+    """
+    for name, (value, default) in given.items():
+        if value != default:
+            raise UnsupportedError(
+                f"Got {name}={value!r}, expected its default {default!r}: this argument is not supported yet."
+            )
+
+
+def refuse_twice(argument: str, value: Any, callbacks: Sequence[Any], kind: type) -> None:
+    """Refuse a setting that an argument and a callback both make.
+
+    Raises:
+        ConfigurationError: ``value`` is given and ``callbacks`` has one of ``kind``.
+    """
+    if value is not None and any(isinstance(callback, kind) for callback in callbacks):
+        raise ConfigurationError(
+            f"Got {argument}={value!r} and a {kind.__name__} callback, expected one of them: they set the same thing."
+        )
+
+
+def _amount(given: int | float | None, name: str) -> int | float:
+    """A number of batches (int) or a share of them (float); None is all."""
+    if given is None:
+        return 1.0
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise ConfigurationError(f"Got {name}={given!r}, expected a number of batches or a share from 0.0 to 1.0.")
+    if 0 <= given <= 1:
+        return given
+    if given > 1 and given % 1 == 0:
+        return int(given)
+    raise ConfigurationError(f"You have passed invalid value {given} for {name}, it has to be in [0.0, 1.0] or an int.")
+
+
+def _sanity_steps(given: int | None) -> int | float:
+    if given is None:
+        return 2
+    if given < -1:
+        raise ConfigurationError(f"Got num_sanity_val_steps={given!r}, expected a number of batches, or -1 for all.")
+    return float("inf") if given == -1 else given

@@ -1,0 +1,40 @@
+"""Callbacks that ship with the Trainer. Plain ``lightning.Callback``s; Lightning's own work beside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainer._lazy import attribute_from
+
+if TYPE_CHECKING:
+    from trainer.callbacks.curves import Curves
+    from trainer.callbacks.gradient_accumulation import GradientAccumulation
+    from trainer.callbacks.gradient_clipping import GradientClipping
+    from trainer.callbacks.progress_bar import ProgressBar
+    from trainer.callbacks.run_summary import RunSummary
+    from trainer.callbacks.scale_monitor import ScaleMonitor
+    from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+
+__all__ = [
+    "Curves",
+    "GradientAccumulation",
+    "GradientClipping",
+    "ProgressBar",
+    "RunSummary",
+    "ScaleMonitor",
+    "ScalerCheckpoint",
+]
+
+_HOMES = {
+    "Curves": "trainer.callbacks.curves",
+    "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
+    "GradientClipping": "trainer.callbacks.gradient_clipping",
+    "ProgressBar": "trainer.callbacks.progress_bar",
+    "RunSummary": "trainer.callbacks.run_summary",
+    "ScaleMonitor": "trainer.callbacks.scale_monitor",
+    "ScalerCheckpoint": "trainer.callbacks.scaler_checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return attribute_from(__name__, _HOMES, name)

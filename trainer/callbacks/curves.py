@@ -1,0 +1,412 @@
+"""A picture of the run: ``curves.png``."""
+
+import logging
+import math
+import os
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+if TYPE_CHECKING:  # takes a second to import, and is needed at the end of a fit only
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
+
+_INK, _FAINT = "#333333", "#bbbbbb"
+_TRAIN, _VAL, _SKIPPED = "#0072b2", "#d55e00", "#cc3311"
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+_OTHERS = ("#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+
+
+class Curves(Callback):
+    """Draws loss, accuracy and loss scale over the optimizer steps into ``curves.png`` when a fit has ended.
+
+    It needs no logger: the points are its own, at most `max_points` of each curve (then every second one is
+    dropped), and they are saved in checkpoints, so that the picture of a resumed run is whole. What is drawn:
+
+    - Loss: what ``training_step`` returned, and every metric of the validation with "loss" in its name.
+    - Score: every metric of the validation that lies in [0, 1], and those of the training named "acc".
+    - Loss scale: on a logarithmic axis, with the skipped steps marked; left out without loss scaling.
+
+    Per batch it reads the loss on the CPU, where that is free, and copies it on a GPU without waiting for it;
+    reading is done once an epoch. Only rank zero draws, its own losses.
+
+    Args:
+        dirpath: Folder of ``curves.png``. Default: ``trainer.default_root_dir``.
+        max_points: The most points kept of each curve.
+
+    Attributes:
+        path: The picture of the last fit, or None when there is none.
+        losses: Training loss of a batch.
+        scales: Loss scale, a point for each change.
+        skipped: Loss scale of the skipped steps.
+        metrics: By stage ("train" or "val") and name, a point for each time that stage came to an end.
+
+    Raises:
+        ValueError: If `max_points` is less than 2.
+    """
+
+    def __init__(self, dirpath: str | os.PathLike[str] | None = None, max_points: int = 2048) -> None:
+        if max_points < 2:
+            raise ValueError(f"max_points={max_points}: a curve needs at least 2.")
+        self.path: Path | None = None
+        self.losses = Series(max_points)
+        self.scales = Series(max_points)
+        self.skipped = Series(max_points)
+        self.metrics: dict[str, dict[str, Series]] = {"train": {}, "val": {}}
+        self._dirpath = dirpath
+        self._max_points = max_points
+        self._batches = 0
+        self._scale: float | None = None
+        self._known: dict[str, Tensor] = {}  # callback_metrics as last seen, to tell which ones are new
+        self._fitting = False
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Forgets points that are not of this run: ahead of the step it starts from."""
+        self._fitting = True
+        self._scale = None
+        self._known = dict(trainer.callback_metrics)
+        for series in self._all():
+            series.truncate(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Records the loss."""
+        batches = self._batches
+        self._batches = batches + 1
+        if batches % self.losses.stride:
+            return
+        loss = training_loss(trainer, outputs, batch_idx)
+        if loss is not None:
+            # On a GPU `item` would wait for the device. A copy, because CUDA graphs reuse their outputs.
+            value = loss.item() if loss.device.type == "cpu" else loss.clone()
+            self.losses.append(trainer.global_step, value)
+
+    def on_after_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any, outcome: Any
+    ) -> None:
+        """Records a change of the scale, and a skipped step."""
+        if outcome.skipped and self.skipped.steps[-1:] != [trainer.global_step]:  # once for several optimizers
+            self.skipped.append(trainer.global_step, outcome.scale)
+        if outcome.scale != self._scale:
+            self._scale = outcome.scale
+            self.scales.append(trainer.global_step, outcome.scale)
+
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Notes what the training has logged up to here."""
+        self._known = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Records what the validation has logged."""
+        if self._fitting:
+            self._record(trainer, "val")
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Records what the training has logged for the epoch, and reads the losses."""
+        self._record(trainer, "train")
+        self.losses.read()
+
+    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Draws."""
+        self._fitting = False
+        if trainer.is_global_zero:
+            try:
+                self._save(trainer, pl_module)
+            except OSError as problem:  # no reason to fail a fit that went through
+                warnings.warn(f"The curves could not be written: {problem}", stacklevel=2)
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Draws what there is."""
+        if self._fitting and trainer.is_global_zero:
+            try:
+                self._save(trainer, pl_module)
+            except Exception:  # what the user has to see is the exception that ended the fit
+                log.warning("The run's curves could not be drawn.", exc_info=True)
+        self._fitting = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The points, as lists of numbers."""
+        return {
+            "losses": self.losses.state_dict(),
+            "scales": self.scales.state_dict(),
+            "skipped": self.skipped.state_dict(),
+            "metrics": {
+                stage: {name: series.state_dict() for name, series in metrics.items()}
+                for stage, metrics in self.metrics.items()
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up the points of a checkpoint."""
+        self.losses.load_state_dict(state_dict["losses"])
+        self.scales.load_state_dict(state_dict["scales"])
+        self.skipped.load_state_dict(state_dict["skipped"])
+        for stage, metrics in state_dict["metrics"].items():
+            for name, state in metrics.items():
+                self._metric(stage, name).load_state_dict(state)
+
+    def draw(self, title: str = "") -> "Figure | None":
+        """Draws the recorded points.
+
+        Args:
+            title: Headline of the figure.
+
+        Returns:
+            The figure, bound to no window and unknown to ``pyplot``, or None without any points.
+        """
+        scores = [name for _, name, _ in self._scores()]
+        accuracies = all("acc" in name.lower() for name in scores)
+        panels = [
+            ("Loss", self._draw_loss, bool(self.losses or [*self._named("val", "loss")])),
+            ("Accuracy" if accuracies else "Score", self._draw_scores, bool(scores)),
+            ("Loss scale", self._draw_scale, any(scale != 1 for scale in self.scales.read())),
+        ]
+        panels = [panel for panel in panels if panel[-1]]
+        if not panels:
+            return None
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 0.8 + 2.3 * len(panels)), dpi=150, facecolor="white", layout="constrained")
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=_INK)
+        column = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+        for axes, (name, draw_panel, _) in zip(column, panels, strict=True):
+            _style(axes, name)
+            draw_panel(axes)
+        column[-1].set_xlabel("optimizer step", color=_INK)
+        return figure
+
+    def _save(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self.path = None
+        figure = self.draw(f"{type(pl_module).__name__}, {trainer.precision}")
+        if figure is not None:
+            folder = Path(self._dirpath or trainer.default_root_dir).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.savefig(folder / "curves.png")
+            self.path = folder / "curves.png"
+
+    def _record(self, trainer: "pl.Trainer", stage: str) -> None:
+        for name, value in trainer.callback_metrics.items():
+            if self._known.get(name) is not value and not name.endswith("_step"):
+                # Host-device synchronisation on a GPU, at the end of an epoch or a validation.
+                self._metric(stage, name).append(trainer.global_step, float(value))
+        self._known = dict(trainer.callback_metrics)
+
+    def _metric(self, stage: str, name: str) -> "Series":
+        return self.metrics[stage].setdefault(name, Series(self._max_points))
+
+    def _all(self) -> Iterable["Series"]:
+        yield from (self.losses, self.scales, self.skipped)
+        for metrics in self.metrics.values():
+            yield from metrics.values()
+
+    def _named(self, stage: str, word: str) -> Iterable[tuple[str, "Series"]]:
+        return ((name, series) for name, series in self.metrics[stage].items() if len(series) and word in name.lower())
+
+    def _scores(self) -> Iterable[tuple[str, str, "Series"]]:
+        for stage, metrics in self.metrics.items():
+            for name, series in metrics.items():
+                wanted = "acc" in name.lower() or (stage == "val" and "loss" not in name.lower())
+                # A metric logged per step and per epoch comes under two names here, as well as under its own.
+                twin = name.endswith("_epoch") and name.removesuffix("_epoch") in metrics
+                if len(series) and wanted and not twin and all(0 <= value <= 1 for value in series.read()):
+                    yield stage, name, series
+
+    def _draw_loss(self, axes: "Axes") -> None:
+        steps, losses = self.losses.steps, self.losses.read()
+        labels = []
+        shown = [loss for loss in losses if math.isfinite(loss)]
+        if shown:
+            smooth = _smooth(losses)
+            axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
+            axes.plot(steps, smooth, color=_TRAIN, linewidth=1.8)
+            labels.append((smooth[-1], "train", _TRAIN))
+            # A spike in a single batch must not flatten the rest.
+            shown = sorted(shown)[: math.ceil(0.995 * len(shown))]
+            shown += [loss for loss in smooth if math.isfinite(loss)]
+        for (name, series), color in zip(self._named("val", "loss"), cycle((_VAL, *_OTHERS)), strict=False):
+            values = series.read()
+            axes.plot(series.steps, values, color=color, linewidth=1.8, marker="o", markersize=3.5)
+            labels.append((values[-1], name, color))
+            shown += [value for value in values if math.isfinite(value)]
+        if shown and min(shown) > 0 and max(shown) > 100 * min(shown):
+            axes.set_yscale("log")
+        elif shown:
+            margin = 0.05 * (max(shown) - min(shown)) or 0.5
+            axes.set_ylim(min(shown) - margin, max(shown) + margin)
+        _label(axes, labels)
+
+    def _draw_scores(self, axes: "Axes") -> None:
+        labels = []
+        colors = {"train": [_TRAIN, *_OTHERS[::-1]], "val": [_VAL, *_OTHERS]}
+        for stage, name, series in self._scores():
+            color = colors[stage].pop(0) if colors[stage] else _INK
+            values = series.read()
+            axes.plot(series.steps, values, color=color, linewidth=1.8, marker="o", markersize=3.5)
+            labels.append((values[-1], f"{name} {values[-1]:.3f}", color))
+        _label(axes, labels)
+
+    def _draw_scale(self, axes: "Axes") -> None:
+        steps, scales = list(self.scales.steps), self.scales.read()
+        last = max(series.steps[-1] for series in self._all() if len(series))
+        axes.plot([*steps, last], [*scales, scales[-1]], color=_INK, linewidth=1.8, drawstyle="steps-post")
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(min(scales) / 2, max(scales) * 2)
+        axes.minorticks_off()
+        labels = [(scales[-1], f"{scales[-1]:,.10g}", _INK)]
+        if len(self.skipped):
+            axes.plot(
+                self.skipped.steps,
+                self.skipped.read(),
+                "x",
+                color=_SKIPPED,
+                markersize=6,
+                markeredgewidth=1.6,
+            )
+            labels.append((self.skipped.read()[-1], "x skipped", _SKIPPED))
+        _label(axes, labels)
+
+
+class Series:
+    """Points of a curve, thinned out to every second one whenever there are too many.
+
+    Args:
+        max_points: The most points that are kept.
+
+    Attributes:
+        steps: x-values, in optimizer steps, ascending.
+        stride: How many points there were for one that is kept: a power of two.
+    """
+
+    def __init__(self, max_points: int) -> None:
+        self.steps: list[int] = []
+        self.stride = 1
+        self._max_points = max_points
+        self._floats: list[float] = []  # y-values
+        self._tensors: list[Tensor] = []  # those that follow, still unread on their device; all 0-dim
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def append(self, step: int, value: float | Tensor) -> None:
+        """Adds a point; a 0-dim tensor stays on its device until `read`."""
+        if len(self.steps) >= self._max_points:
+            self.read()  # host-device synchronisation, once in `max_points / 2` points
+            del self.steps[1::2], self._floats[1::2]
+            self.stride *= 2
+        self.steps.append(step)
+        if isinstance(value, Tensor):
+            self._tensors.append(value)
+        else:
+            self.read()
+            self._floats.append(value)
+
+    def read(self) -> list[float]:
+        """Returns the y-values. One host-device synchronisation, if any are still on the device."""
+        if self._tensors:
+            self._floats += torch.stack(self._tensors).float().tolist()
+            self._tensors.clear()
+        return self._floats
+
+    def truncate(self, step: int) -> None:
+        """Drops the points after `step`."""
+        keep = bisect_right(self.steps, step)
+        del self.steps[keep:], self.read()[keep:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The points, as lists of numbers."""
+        return {"steps": list(self.steps), "values": list(self.read()), "stride": self.stride}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes up the points of a checkpoint in place of its own."""
+        self.steps = list(state_dict["steps"])
+        self._floats = list(state_dict["values"])
+        self._tensors.clear()
+        self.stride = state_dict["stride"]
+
+
+def training_loss(trainer: "pl.Trainer", outputs: Any, batch_idx: int) -> Tensor | None:
+    """The loss of a batch, as ``training_step`` returned it, from what ``on_train_batch_end`` is given.
+
+    The latter is divided by the number of batches in the accumulation window, and that is undone here.
+
+    Args:
+        trainer: Says how many batches a window and the epoch have.
+        outputs: A mapping with a "loss", a tensor, or anything else.
+        batch_idx: Zero-based, within the epoch.
+
+    Returns:
+        A tensor with one element, unread and without a graph, or None if there is no loss.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return None
+    if loss.requires_grad:
+        loss = loss.detach()
+    window = trainer.accumulate_grad_batches
+    if window == 1:
+        return loss
+    return loss * min(window, trainer.num_training_batches - batch_idx // window * window)
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Centred moving average over about a fortieth of the points, stepping over those that are not finite."""
+    import numpy as np
+
+    points = np.asarray(values)
+    finite = np.isfinite(points)
+    window = np.ones(2 * (len(values) // 80) + 1)
+    counts = np.convolve(finite, window, mode="same")
+    sums = np.convolve(np.where(finite, points, 0.0), window, mode="same")
+    smooth: list[float] = np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0).tolist()
+    return smooth
+
+
+def _style(axes: "Axes", title: str) -> None:
+    axes.set_title(title, loc="left", size=10, color=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_FAINT)
+    axes.tick_params(colors=_INK, labelsize=9, length=3, color=_FAINT)
+    axes.grid(axis="y", color="#eeeeee", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01)
+
+
+def _label(axes: "Axes", labels: list[tuple[float, str, str]]) -> None:
+    """Writes each curve's name at its end, in its colour, and keeps the names apart.
+
+    Args:
+        axes: Where the curves are, with their final scale.
+        labels: For each curve its last y-value, its name and its colour.
+    """
+    to_axes = axes.transData + axes.transAxes.inverted()
+    axes.autoscale_view()
+    ends = [(float(to_axes.transform((0, y))[1]), name, color) for y, name, color in labels if math.isfinite(y)]
+    ends.sort()
+    heights = [end[0] for end in ends]
+    for _ in range(50):  # push neighbours apart
+        for lower, upper in pairwise(range(len(heights))):
+            overlap = max(0.0, 0.1 - (heights[upper] - heights[lower]))
+            heights[lower] -= overlap / 2
+            heights[upper] += overlap / 2
+    for height, (_, name, color) in zip(heights, ends, strict=True):
+        axes.annotate(
+            name,
+            xy=(1, height),
+            xycoords="axes fraction",
+            xytext=(6, 0),
+            textcoords="offset points",
+            verticalalignment="center",
+            fontsize=9,
+            color=color,
+        )

@@ -1,0 +1,53 @@
+"""Gradient accumulation: several batches make one weight update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+
+from trainer.errors import ConfigurationError
+
+
+class GradientAccumulation(Callback):
+    """Sets how many batches make one weight update: always the same number, or one that changes with the epochs.
+
+    The gradients of a window of k batches are averaged over k; an epoch's last, short window is averaged over the
+    batches it has (Lightning divides it by the full number) and is stepped. Processes exchange gradients once a
+    window. ``Trainer(accumulate_grad_batches=...)`` is the short form.
+
+    Args:
+        batches: batches in a window.
+        schedule: instead of ``batches``: the number from each of some epochs on, ``{0: 8, 10: 4}``. Before the
+            first epoch named, 1.
+
+    Raises:
+        ConfigurationError: both or neither given, or a number below 1.
+    """
+
+    def __init__(self, batches: int | None = None, schedule: Mapping[int, int] | None = None) -> None:
+        if (batches is None) == (schedule is None):
+            raise ConfigurationError(
+                f"Got batches={batches!r} and schedule={schedule!r}, expected exactly one of them."
+            )
+        steps = {0: batches} if schedule is None else {int(epoch): number for epoch, number in schedule.items()}
+        for epoch, number in steps.items():
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1 or epoch < 0:
+                raise ConfigurationError(
+                    f"Got {number!r} batches from epoch {epoch!r} on, expected a whole number of at least 1 from an"
+                    " epoch of at least 0."
+                )
+        self.schedule: dict[int, int] = {epoch: int(steps[epoch] or 1) for epoch in sorted(steps)}
+
+    def batches_in(self, epoch: int) -> int:
+        """The number of batches in a window of ``epoch``."""
+        number = 1
+        for first, batches in self.schedule.items():
+            if epoch >= first:
+                number = batches
+        return number
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Windows do not straddle epochs, so this is where their size may change."""
+        trainer.accumulate_grad_batches = self.batches_in(trainer.current_epoch)

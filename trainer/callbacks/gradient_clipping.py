@@ -1,0 +1,77 @@
+"""Gradient clipping, on true gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.errors import ConfigurationError
+from trainer.optimization import StepOutcome, clip_gradients
+
+
+class GradientClipping(Callback):
+    """Limits the gradients just before each optimizer step: by their total norm, or value by value.
+
+    Runs after the gradients are unscaled and after every callback's and the module's ``on_before_optimizer_step``,
+    in the place of ``LightningModule.configure_gradient_clipping``, which a module may override. Works with fused
+    optimizers too. ``Trainer(gradient_clip_val=...)`` is the short form.
+
+    Logs ``grad_norm``, the norm before clipping, for every step that was taken; the norm of a skipped step (inf or
+    nan) enters neither the logs nor the epoch's mean.
+
+    Args:
+        max_norm: the largest total norm; gradients of a larger one are scaled down to it (``clip_grad_norm_``).
+        clip_value: the largest absolute value of a gradient element (``clip_grad_value_``).
+        norm_type: which norm; 2 for L2, inf for the largest element.
+        log_norm: whether to log ``grad_norm``.
+
+    Raises:
+        ConfigurationError: both or neither of ``max_norm`` and ``clip_value``, or one that is not positive.
+    """
+
+    def __init__(
+        self,
+        max_norm: float | None = None,
+        clip_value: float | None = None,
+        norm_type: float = 2.0,
+        log_norm: bool = True,
+    ) -> None:
+        if (max_norm is None) == (clip_value is None):
+            raise ConfigurationError(
+                f"Got max_norm={max_norm!r} and clip_value={clip_value!r}, expected exactly one of them."
+            )
+        limit = max_norm if max_norm is not None else clip_value
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+            raise ConfigurationError(f"Got {limit!r} as the limit of gradient clipping, expected a number above 0.")
+        self.max_norm = max_norm
+        self.clip_value = clip_value
+        self.norm_type = norm_type
+        self.log_norm = log_norm
+
+    @property
+    def limit(self) -> float:
+        """The limit, of whichever kind."""
+        return float(self.max_norm if self.max_norm is not None else self.clip_value or 0.0)
+
+    @property
+    def algorithm(self) -> str:
+        """``"norm"`` or ``"value"``, as in ``Trainer(gradient_clip_algorithm=...)``."""
+        return "norm" if self.max_norm is not None else "value"
+
+    def clip(self, optimizer: Optimizer) -> Tensor | None:
+        """Clip the (unscaled) gradients of one optimizer, in place, without a host-device synchronisation.
+
+        Returns:
+            The total norm before clipping, a 0-dim tensor; None when clipping by value without ``log_norm``.
+        """
+        return clip_gradients(optimizer, self.limit, self.algorithm, self.norm_type, measure=self.log_norm)
+
+    def on_after_optimizer_step(
+        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+    ) -> None:
+        """Log the norm of a step that was taken."""
+        if self.log_norm and outcome.grad_norm is not None and not outcome.skipped:
+            pl_module.log("grad_norm", outcome.grad_norm, on_step=True, on_epoch=True, batch_size=1)

@@ -1,0 +1,477 @@
+"""The progress bar: live on a terminal, plain lines anywhere else."""
+
+import logging
+import math
+import sys
+import time
+from datetime import timedelta
+from typing import Any, TextIO
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+from rich import get_console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar as Bar
+from rich.segment import Segment
+from rich.text import Text
+from torch import Tensor
+
+from trainer.callbacks.curves import training_loss
+
+# Drawing may take this share of the time at most: a terminal that is slow (a busy ssh connection, say) is
+# written to less often than `refresh_rate` asks for.
+_MAX_SHARE = 0.02
+# Span of the moving average behind the rate, in seconds.
+_RATE_MEMORY = 5.0
+
+
+class ProgressBar(LightningProgressBar):
+    """Shows epoch, batch, rate, loss, the metrics logged with ``prog_bar=True``, scale and skipped steps.
+
+    On a terminal this is a live bar, with a second one while validating; ``print``, warnings and log records
+    appear above it. Anywhere else (a file, a pipe, a notebook, ``TERM=dumb``) it is plain lines: one at the
+    end of every epoch, and one every `seconds_between_lines` during a long one. Only rank zero shows
+    anything.
+
+    A batch on which no refresh is due costs one look at the clock. Metrics are read when a refresh is due and
+    not before, because on a GPU each read waits for the device; the scale comes from
+    ``trainer.step_outcome``, which is on the host already. There is no background thread.
+
+    Without a metric whose name contains "loss", the loss that ``training_step`` returned is shown. Override
+    ``get_metrics`` to show other things.
+
+    Args:
+        refresh_rate: Seconds between two refreshes of the live bar (drawing takes about half a millisecond).
+            0 switches the progress bar off, lines included.
+        seconds_between_lines: Seconds between two plain lines within an epoch.
+        leave: Keep a line for every finished epoch above the live bar.
+        console: Where to draw. Default: rich's global console, which writes to ``sys.stdout``.
+
+    Raises:
+        ValueError: If `refresh_rate` is negative or `seconds_between_lines` is not positive.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: float = 0.1,
+        seconds_between_lines: float = 30.0,
+        leave: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        super().__init__()
+        if refresh_rate < 0:
+            raise ValueError(f"refresh_rate={refresh_rate}: expected seconds between refreshes, or 0 to disable.")
+        if seconds_between_lines <= 0:
+            raise ValueError(f"seconds_between_lines={seconds_between_lines}: expected a positive number of seconds.")
+        self._refresh_rate = refresh_rate
+        self._seconds_between_lines = seconds_between_lines
+        self._leave = leave
+        self._console = console
+        self._clock = time.monotonic
+        self._enabled = True
+        self._running = False
+        self._live: Live | None = None  # None while running: plain lines
+        self._redirected: list[tuple[logging.StreamHandler[Any], TextIO]] = []
+        self._due = math.inf  # when to refresh next; infinite while nothing is to be shown
+        self._train = _Row("", math.inf, 0.0)
+        self._evaluation: _Row | None = None
+        self._loss: Tensor | None = None
+        self._display = _Display()
+
+    # Lightning's interface of a progress bar
+
+    @property
+    def refresh_rate(self) -> float:
+        """Seconds between two refreshes of the live bar."""
+        return self._refresh_rate
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is shown; false on every rank but zero."""
+        return self._enabled and self._refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """The opposite of `is_enabled`."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        """Shows progress from the next stage on."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Shows nothing from now on, and takes a live bar down."""
+        self._enabled = False
+        self._stop()
+
+    def get_metrics(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule"
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """The metrics to show, by name: those logged with ``prog_bar=True``. Values may be 0-dim tensors."""
+        return dict(trainer.progress_bar_metrics)
+
+    # Training
+
+    def on_sanity_check_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Starts the display."""
+        self._start()
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Starts the display, also in the middle of an epoch, where no epoch start will follow."""
+        self._start()
+        self._begin_epoch(trainer)
+        self._draw()
+
+    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Begins an epoch."""
+        self._begin_epoch(trainer)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch, and refreshes when that is due."""
+        row = self._train
+        row.completed = batch_idx + 1
+        row.seen += 1
+        due = self._clock() >= self._due
+        if due or row.completed == row.total:  # the last loss goes into the epoch's line
+            self._loss = training_loss(trainer, outputs, batch_idx)
+        if due:
+            self._refresh(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Prints the epoch's line, if lines are what is shown."""
+        if not self._running:
+            return
+        if self._live is None or self._leave:
+            self._read(trainer, pl_module)
+            self._print_line(self._train, self._display.items)
+        elif self._clock() >= self._due:
+            self._refresh(trainer, pl_module)
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Draws the final state and stops."""
+        if self._live is not None:
+            self._read(trainer, pl_module)
+        self._stop()
+
+    # Validation, test and prediction
+
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Starts the display, or pauses the training rate."""
+        self._train.mark(self._clock())
+        self._start()
+
+    def on_test_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Starts the display."""
+        self._start()
+
+    def on_predict_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Starts the display."""
+        self._start()
+
+    def on_validation_batch_end(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts the batch, and refreshes when that is due."""
+        if self.has_dataloader_changed(dataloader_idx):
+            label = self.sanity_check_description if trainer.sanity_checking else self.validation_description
+            self._begin_evaluation(label, dataloader_idx, self.total_val_batches_current_dataloader)
+        self._advance_evaluation(batch_idx)
+
+    def on_test_batch_end(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts the batch, and refreshes when that is due."""
+        if self.has_dataloader_changed(dataloader_idx):
+            self._begin_evaluation(self.test_description, dataloader_idx, self.total_test_batches_current_dataloader)
+        self._advance_evaluation(batch_idx)
+
+    def on_predict_batch_end(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts the batch, and refreshes when that is due."""
+        if self.has_dataloader_changed(dataloader_idx):
+            total = self.total_predict_batches_current_dataloader
+            self._begin_evaluation(self.predict_description, dataloader_idx, total)
+        self._advance_evaluation(batch_idx)
+
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Goes back to training, or draws the final state and stops."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._end_evaluation(trainer, pl_module)
+            return
+        self.reset_dataloader_idx_tracker()
+        self._evaluation = None
+        self._display.rows = [self._train] if self._train.label else []
+        self._train.resume(self._clock())
+
+    def on_test_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Draws the final state and stops."""
+        self._end_evaluation(trainer, pl_module)
+
+    def on_predict_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Draws the final state and stops."""
+        self._end_evaluation(trainer, pl_module)
+
+    # Whatever happens, the terminal is given back
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Stops, and reads nothing: the device may be what failed."""
+        self._stop()
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Stops."""
+        self._stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A live display and a console hold locks and streams, which neither pickle nor deepcopy.
+        stopped = {"_live": None, "_console": None, "_redirected": [], "_running": False, "_due": math.inf}
+        return self.__dict__ | stopped
+
+    # The display
+
+    def _start(self) -> None:
+        if self._running or not self.is_enabled:
+            return
+        self._running = True
+        self._train = _Row("", math.inf, self._clock())
+        self._evaluation = None
+        self._loss = None
+        self._display = _Display()
+        self.reset_dataloader_idx_tracker()
+        console = self._console or get_console()
+        # Under FORCE_COLOR rich takes a log file for a terminal, and a bar would fill it.
+        terminal = console.is_terminal and (self._console is not None or console.file.isatty())
+        if not terminal or console.is_dumb_terminal:
+            self._due = self._clock() + self._seconds_between_lines
+            return
+        # Somebody who sends stderr elsewhere (`2> errors.txt`) wants it there and not above the bar.
+        redirect_stderr = sys.stderr is not None and sys.stderr.isatty()
+        self._live = Live(self._display, console=console, auto_refresh=False, redirect_stderr=redirect_stderr)
+        self._live.start()
+        self._redirected = _redirect_logging()
+        self._due = self._clock()
+
+    def _stop(self) -> None:
+        self._running = False
+        self._due = math.inf
+        self._loss = None
+        for handler, stream in self._redirected:
+            handler.setStream(stream)
+        self._redirected = []
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()  # draws once more
+
+    def _refresh(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._train.mark(self._clock())
+        if self._live is not None:
+            self._read(trainer, pl_module)
+            self._draw()
+        elif self._train.completed < self._train.total:  # else the epoch's line is about to come
+            self._read(trainer, pl_module)
+            self._print_line(self._train, self._display.items)
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            began = self._clock()
+            self._live.refresh()
+            ended = self._clock()
+            self._due = ended + max(self._refresh_rate, (ended - began) / _MAX_SHARE)
+
+    def _print_line(self, row: "_Row", items: list[tuple[str, str]]) -> None:
+        now = self._clock()
+        row.mark(now)
+        words = [row.label, f"batch {row.count}", *(f"{name} {value}" for name, value in items), row.speed]
+        line = "  ".join(filter(None, words))
+        # Not wrapped: a line of a log is one line.
+        console = self._console or get_console()
+        console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        if self._live is None:
+            self._due = now + self._seconds_between_lines
+
+    def _read(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Brings the shown metrics up to date; each that lives on a GPU is a host-device synchronisation."""
+        metrics = self.get_metrics(trainer, pl_module)
+        if self._loss is not None and not any("loss" in name.lower() for name in metrics):
+            metrics = {"loss": self._loss.item(), **metrics}
+        items = [(name, _format(value)) for name, value in metrics.items()]
+        scaler = trainer.scaler
+        outcome = getattr(trainer, "step_outcome", None)  # which `lightning.Trainer` does not have
+        if scaler is not None and scaler.is_enabled() and outcome is not None:
+            skipped = getattr(trainer, "skipped_steps", 0)
+            items += [("scale", f"{outcome.next_scale:.10g}"), ("skipped", str(skipped))]
+        self._display.items = items
+
+    def _begin_epoch(self, trainer: "pl.Trainer") -> None:
+        epoch, max_epochs = trainer.current_epoch + 1, trainer.max_epochs
+        label = f"epoch {epoch}"
+        if max_epochs is not None and max_epochs > 0:
+            label = f"epoch {epoch:>{len(str(max_epochs))}}/{max_epochs}"
+        rate = self._train.rate  # to be shown until there is a new one
+        self._train = _Row(label, self.total_train_batches, self._clock(), rate)
+        self._display.rows = [self._train]
+
+    def _begin_evaluation(self, label: str, dataloader_idx: int, total: float) -> None:
+        label = label.lower() + (f" {dataloader_idx}" if dataloader_idx else "")
+        self._evaluation = _Row(label, total, self._clock())
+        self._display.rows = [row for row in (self._train, self._evaluation) if row.label]
+
+    def _advance_evaluation(self, batch_idx: int) -> None:
+        row = self._evaluation
+        if row is None:
+            return
+        row.completed = batch_idx + 1
+        row.seen += 1
+        now = self._clock()
+        if row.seen == 1:
+            row.resume(now)  # the first batch waited for the dataloader's workers
+        if now >= self._due:
+            row.mark(now)
+            if self._live is not None:
+                self._draw()
+            elif row.completed < row.total:
+                self._print_line(row, [])
+
+    def _end_evaluation(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        row, self._evaluation = self._evaluation, None
+        if self._running and row is not None:
+            row.mark(self._clock())
+            self._read(trainer, pl_module)
+            if self._live is None:
+                self._print_line(row, self._display.items)
+        self.reset_dataloader_idx_tracker()
+        self._stop()
+
+
+class _Row:
+    """How far one pass over a dataloader has come.
+
+    Attributes:
+        label: Such as ``epoch 3/10``; empty when there is nothing to show.
+        total: Batches of the pass; infinite when unknown.
+        completed: Batches of the pass that are done, those before a resume included.
+        seen: Batches that were done in this process, for the rate.
+        rate: Batches per second, a moving average over some seconds, or None before the first measurement.
+    """
+
+    __slots__ = ("_marked_at", "_marked_seen", "_measured", "completed", "label", "rate", "seen", "total")
+
+    def __init__(self, label: str, total: float, now: float, rate: float | None = None) -> None:
+        self.label = label
+        self.total = total
+        self.completed = 0
+        self.seen = 0
+        self.rate = rate
+        self._marked_at = now
+        self._marked_seen = 0
+        self._measured = 0.0
+
+    def mark(self, now: float) -> None:
+        """Takes the batches since the last mark into the rate."""
+        seconds, batches = now - self._marked_at, self.seen - self._marked_seen
+        if seconds <= 0 or batches == 0:
+            return
+        self._measured += seconds
+        share = min(1.0, seconds / min(self._measured, _RATE_MEMORY))  # the plain mean, to begin with
+        self.rate = (1 - share) * (self.rate or 0.0) + share * batches / seconds
+        self.resume(now)
+
+    def resume(self, now: float) -> None:
+        """Leaves the time since the last mark out of the rate."""
+        self._marked_at = now
+        self._marked_seen = self.seen
+
+    @property
+    def count(self) -> str:
+        if not math.isfinite(self.total):
+            return str(self.completed)
+        return f"{self.completed:>{len(str(int(self.total)))}}/{int(self.total)}"
+
+    @property
+    def speed(self) -> str:
+        return "" if self.rate is None else f"{self.rate:.1f} it/s"
+
+    @property
+    def eta(self) -> str:
+        if not self.rate or self.completed >= self.total or not math.isfinite(self.total):
+            return ""
+        return f"eta {timedelta(seconds=round((self.total - self.completed) / self.rate))}"
+
+
+class _Display:
+    """The live display: a bar for each row, and the metrics below.
+
+    Drawn by hand rather than with `rich.progress.Progress`, whose table layout takes four times as long.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[_Row] = []
+        self.items: list[tuple[str, str]] = []
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        indent = max(10, *(len(row.label) for row in self.rows)) + 2 if self.rows else 0
+        for row in self.rows:
+            left = Text(f"{row.label:<{indent}}", style="bold", end="")
+            right = Text(f"  {row.count}", style="progress.download", no_wrap=True, overflow="ellipsis")
+            right.append(f"  {row.speed:>10}", style="default")
+            right.append(f"  {row.eta:<11}", style="progress.remaining")
+            width = options.max_width - left.cell_len - right.cell_len
+            yield left
+            if width >= 4:
+                known = math.isfinite(row.total)
+                bar = Bar(row.total if known else None, row.completed, pulse=not known)
+                # Padded to its width: without colours rich draws no more than the completed part.
+                segments = list(console.render(bar, options.update_width(width)))
+                yield from Segment.adjust_line_length(segments, width)
+            yield right
+        if self.items:
+            text = Text(" " * indent, no_wrap=True, overflow="ellipsis")
+            for name, value in self.items:
+                skips = name == "skipped" and value != "0"
+                text.append(f"{name} ", style="dim").append(f"{value}  ", style="bold yellow" if skips else "")
+            yield text
+
+
+def _format(value: object) -> str:
+    if isinstance(value, Tensor):
+        value = value.item()  # host-device synchronisation on a GPU
+    return f"{value:#.4g}" if isinstance(value, float) else str(value)
+
+
+def _redirect_logging() -> list[tuple[logging.StreamHandler[Any], TextIO]]:
+    """Sends log records above the bar: handlers hold on to the streams from before rich replaced them.
+
+    Returns:
+        The handlers that were changed, with the streams they had.
+    """
+    proxies = {id(getattr(proxy, "rich_proxied_file", None)): proxy for proxy in (sys.stdout, sys.stderr)}
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
+    redirected = []
+    for handler in handlers:
+        if isinstance(handler, logging.StreamHandler) and id(handler.stream) in proxies:
+            redirected.append((handler, handler.stream))
+            handler.setStream(proxies[id(handler.stream)])
+    return redirected

@@ -1,0 +1,52 @@
+"""The scaler's state in checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import rank_zero_only
+
+KEY = "MixedPrecision"
+"""Where Lightning keeps it (the class name of its precision plugin), so that either side restores the other's."""
+OLD_KEY = "native_amp_scaling_state"
+"""Where Lightning kept it before 1.6."""
+
+
+class ScalerCheckpoint(Callback):
+    """Puts the scale and the growth tracker into every checkpoint, and restores them.
+
+    On by default wherever a scaler is enabled. The settings (factors, interval, floor and ceiling) are saved for
+    the record; on restore the current ones win. One message says so when a checkpoint has no scaler state, or has
+    one that this run's precision does not need.
+    """
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the scaler's state. Between updates there is always one to save, and never half of one."""
+        state = trainer.scaler.state_dict()
+        if state:
+            checkpoint[KEY] = state
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Restore it, or say why not."""
+        state = checkpoint.get(KEY) or checkpoint.get(OLD_KEY)
+        enabled = trainer.scaler.is_enabled()
+        if state and enabled:
+            trainer.scaler.load_state_dict(state)
+        elif enabled and trainer.training:
+            _say(
+                f"The checkpoint has no loss-scaler state (it was saved by a run without loss scaling), but"
+                f" precision={trainer.precision!r} scales the loss. The scale starts anew at"
+                f" {trainer.scaler.current_scale:g}; a few steps may be skipped until it has settled."
+            )
+        elif state and trainer.training:
+            _say(
+                f"The checkpoint has a loss-scaler state (scale {state['scale']:g}), but"
+                f" precision={trainer.precision!r} does not scale the loss. The state is not used."
+            )
+
+
+@rank_zero_only
+def _say(message: str) -> None:
+    warnings.warn(message, stacklevel=3)

@@ -1,0 +1,178 @@
+"""What a checkpoint holds, and how it is put back. The keys are Lightning's; ``amp_trainer`` is ours beside them.
+
+=========================  ============================================================================
+``epoch``, ``global_step``    for people and file names; not used to restore
+``state_dict``                the module
+``loops``                     the counters in Lightning's shape
+``amp_trainer``               the counters in ours, which the former cannot express in full
+``callbacks``                 the callbacks' states
+``optimizer_states``          one for each optimizer
+``lr_schedulers``             one for each schedule
+``MixedPrecision``            the loss scaler (from the ScalerCheckpoint callback)
+``hyper_parameters`` ...      what ``save_hyperparameters`` kept
+=========================  ============================================================================
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Protocol
+
+from trainer.engine import Engine
+from trainer.errors import CheckpointError
+from trainer.progress import FitProgress
+
+OUR_KEY = "amp_trainer"
+FORMAT = 1
+"""Version of what stands under ``amp_trainer``."""
+
+
+class Run(Protocol):
+    """What is saved and restored: the parts of a Trainer that have state."""
+
+    progress: FitProgress
+    callbacks: list[Any]
+
+    @property
+    def engine(self) -> Engine:
+        """Devices and processes."""
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module."""
+
+    @property
+    def datamodule(self) -> Any:
+        """The datamodule, or None."""
+
+
+def dump(run: Run, loops: dict[str, Any], hyper_parameters: dict[str, Any], *, weights_only: bool) -> dict[str, Any]:
+    """A checkpoint of this moment.
+
+    Args:
+        run: whose state.
+        loops: the counters in Lightning's shape.
+        hyper_parameters: keys and values that go in as they are.
+        weights_only: leave optimizers, schedules and callbacks out.
+    """
+    import lightning
+
+    module, datamodule, engine, progress = run.lightning_module, run.datamodule, run.engine, run.progress
+    checkpoint: dict[str, Any] = {
+        "epoch": progress.epoch,
+        "global_step": progress.optimizer_steps,
+        "pytorch-lightning_version": lightning.__version__,
+        "state_dict": engine.module_state(),
+        "loops": loops,
+        OUR_KEY: {"format": FORMAT, "progress": progress.state_dict()},
+    }
+    if not weights_only:
+        states = ((callback.state_key, callback.state_dict()) for callback in run.callbacks)
+        checkpoint["callbacks"] = {key: state for key, state in states if state}
+        checkpoint["optimizer_states"] = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
+        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.schedules]
+    checkpoint.update(hyper_parameters)
+    if datamodule is not None and (state := datamodule.state_dict()):
+        checkpoint[type(datamodule).__qualname__] = state
+    if not weights_only:
+        for callback in run.callbacks:
+            callback.on_save_checkpoint(run, module, checkpoint)
+    module.on_save_checkpoint(checkpoint)
+    return checkpoint
+
+
+def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint file.
+
+    Args:
+        engine: reads it.
+        path: the file; a path or a URL.
+        weights_only: None and True load tensors and plain containers only. False runs whatever code the file
+            asks for: for files of one's own making.
+
+    Raises:
+        CheckpointError: no such file, a damaged one, or one that is not a checkpoint.
+    """
+    if weights_only is False:
+        warnings.warn(
+            f"Loading {path} with weights_only=False: the file may run any code it likes. Do this with files of your"
+            " own making only.",
+            stacklevel=2,
+        )
+    try:
+        checkpoint = engine.load(path, weights_only is not False)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"Got ckpt_path={str(path)!r}, expected a file that exists.") from error
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain containers, or is damaged: {str(error).splitlines()[0]}"
+            " If you made the file yourself and trust it, pass weights_only=False."
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint; it may be cut short: {error}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CheckpointError(f"{path} is not a checkpoint: it has no 'state_dict'.")
+    return checkpoint
+
+
+def restore_module_and_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
+    """Put back what has to be there before the module is moved to its device: weights, datamodule, callbacks."""
+    module, datamodule = run.lightning_module, run.datamodule
+    if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
+        datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+    module.on_load_checkpoint(checkpoint)
+    run.engine.load_module_state(checkpoint, strict=module.strict_loading)
+    states = checkpoint.get("callbacks")
+    if states is None:
+        return
+    missing = states.keys() - {callback.state_key for callback in run.callbacks}
+    if missing:
+        warnings.warn(
+            "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"
+            f" `Trainer` instantiation. Please add the following callbacks: {sorted(missing)}.",
+            stacklevel=2,
+        )
+    for callback in run.callbacks:
+        callback.on_load_checkpoint(run, module, checkpoint)
+    for callback in run.callbacks:
+        if state := states.get(callback.state_key):
+            callback.load_state_dict(deepcopy(state))
+
+
+def restore_training(
+    run: Run, checkpoint: dict[str, Any], progress_from: Callable[[dict[str, Any], FitProgress], None]
+) -> None:
+    """Put back what needs the optimizers to exist: counters, optimizers, schedules.
+
+    Args:
+        run: whose state.
+        checkpoint: from :func:`read`.
+        progress_from: sets the counters from a ``loops`` part of Lightning's.
+
+    Raises:
+        CheckpointError: the checkpoint has weights only, or another number of optimizers.
+    """
+    engine = run.engine
+    ours = checkpoint.get(OUR_KEY)
+    if ours is not None:
+        run.progress.load_state_dict(ours["progress"])
+    elif "loops" in checkpoint:
+        progress_from(checkpoint["loops"], run.progress)
+    for key, what in (("optimizer_states", engine.optimizers), ("lr_schedulers", engine.schedules)):
+        if key not in checkpoint:
+            raise CheckpointError(
+                "Trying to restore optimizer state but checkpoint contains only the model."
+                f" This is probably due to `ModelCheckpoint.save_weights_only` being set to `True`. It has no {key!r}."
+            )
+        if len(checkpoint[key]) != len(what):
+            raise CheckpointError(
+                f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(what)}."
+                " Return the same ones as the run that saved it did."
+            )
+    engine.load_optimizer_states(checkpoint)
+    for config, state in zip(engine.schedules, checkpoint["lr_schedulers"], strict=True):
+        config.scheduler.load_state_dict(state)

@@ -1,0 +1,146 @@
+"""The command line: ``python -m trainer`` and the console script ``trainer``.
+
+In the order in which a command passes through them: ``arguments`` takes the line apart, ``validate`` checks
+it against the configs that ``compose`` finds, ``run`` builds the objects (``build``) and trains; ``sweep``
+does that for each of many jobs. Nothing before ``run`` imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from trainer.cli.arguments import RUNS, Arguments, UsageError, read
+from trainer.cli.folders import search_here
+from trainer.errors import ConfigurationError
+
+__all__ = ["main"]
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the words after the program's name; those of this process by default.
+
+    Returns:
+        The exit status: 0, or 1 after an error in a run, 2 for a mistake in the command line or a config, 130
+        when interrupted.
+    """
+    search_here()
+    try:
+        return _dispatch(read(sys.argv[1:] if argv is None else argv))
+    except ConfigurationError as error:
+        print(f"trainer: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("trainer: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _dispatch(arguments: Arguments) -> int:
+    flags = arguments.flags
+    if "--version" in flags:
+        from trainer.cli.help import versions
+
+        print(versions())
+        return OK
+    if "--help" in flags or not (arguments.command or arguments.overrides or flags):
+        from trainer.cli.help import help_text
+
+        print(help_text(arguments.command, flags.get("--config-dir")))
+        return OK
+    if arguments.command == "recipes":
+        from trainer.cli.recipes import table
+
+        print(table(flags.get("--config-dir")))
+        return OK
+    if arguments.command is None:
+        if not arguments.shows:
+            raise UsageError(
+                f"No command given, expected one of {', '.join(RUNS)} or recipes:"
+                f" `python -m trainer fit {' '.join(arguments.overrides)}`."
+            )
+        arguments.command = "fit"
+    return _hydra(arguments)
+
+
+def _hydra(arguments: Arguments) -> int:
+    """Check the command line, claim a folder, and let Hydra compose the config again and run it."""
+    from trainer.cli.validate import validate
+    from trainer.cli.workdir import claim, sweeps
+
+    folder = None
+    if "--experimental-rerun" not in arguments.flags and "--hydra-help" not in arguments.flags:
+        config = validate(arguments)
+        if not arguments.shows:
+            claimed = claim(arguments, config)
+            folder = claimed if sweeps(arguments, config) else None
+    try:
+        status = _call_hydra(arguments)
+    finally:
+        failed = _report(folder)
+    return status or (FAILED if failed else OK)
+
+
+def _call_hydra(arguments: Arguments) -> int:
+    import hydra
+    from hydra.errors import HydraException
+
+    from trainer.cli.compose import CONFIG_NAME, VERSION_BASE
+    from trainer.cli.folders import packaged_conf
+    from trainer.cli.run import task
+
+    start = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
+    try:
+        with _as_command_line(arguments):
+            start(task)()
+    except ConfigurationError:
+        raise
+    except SystemExit as end:  # how Hydra ends after --hydra-help
+        return end.code if isinstance(end.code, int) else OK
+    except Exception as error:
+        own = _from_run(error)
+        if own is None and isinstance(error, HydraException):
+            raise UsageError(str(error)) from error
+        traceback.print_exception(error.with_traceback(own or error.__traceback__))
+        return FAILED
+    return OK
+
+
+def _report(folder: Path | None) -> int:
+    """Print the table of the sweep in ``folder``, if there was one; the number of jobs that failed."""
+    if folder is None:
+        return 0
+    from trainer.cli.sweep import report
+
+    return report(folder)
+
+
+@contextmanager
+def _as_command_line(arguments: Arguments) -> Iterator[None]:
+    """``sys.argv`` in Hydra's form, from which launchers start the other ranks; errors come out whole."""
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [argv[0], *arguments.for_hydra()]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints the error its own way and exits
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+
+
+def _from_run(error: BaseException) -> TracebackType | None:
+    """The traceback from the run on, without Hydra's frames before it; None if it was not in the run."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_globals.get("__name__") != "trainer.cli.run":
+        entry = entry.tb_next
+    return entry

@@ -1,0 +1,156 @@
+"""Reading the command line: which word is the subcommand, which are overrides, which are flags.
+
+Hydra wants overrides and nothing else, all of them side by side. People write ``fit -m +recipe=a
+precision=32,16``. `read` takes the second form apart, and `Arguments.for_hydra` puts it together as the
+first: ``+recipe=a precision=32-true,16-mixed command=fit --multirun``. It reads that form too, because the
+other ranks of a run are started with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trainer.errors import ConfigurationError, did_you_mean
+from trainer.precision.names import ALIASES
+
+RUNS = ("fit", "validate", "test", "predict")
+"""Subcommands that run something, by the name of the Trainer's method."""
+
+COMMANDS = (*RUNS, "recipes")
+
+GROUPS_TO_ADD = ("recipe", "debug", "sweep")
+"""Not in the default config: Hydra wants a ``+`` in front. It may be left out here."""
+
+# Hydra's flags: every spelling, the long one, and how many values follow ("?": one, if it is one of those
+# listed).
+_FLAGS = (
+    (("--help", "-h"), 0),
+    (("--version",), 0),
+    (("--hydra-help",), 0),
+    (("--cfg", "-c"), 1),
+    (("--resolve",), 0),
+    (("--package", "-p"), 1),
+    (("--run", "-r"), 0),
+    (("--multirun", "-m"), 0),
+    (("--shell-completion", "-sc"), 0),
+    (("--config-path", "-cp"), 1),
+    (("--config-name", "-cn"), 1),
+    (("--config-dir", "-cd"), 1),
+    (("--experimental-rerun",), 1),
+    (("--info", "-i"), "?"),
+)
+_LONG = {spelling: spellings[0] for spellings, _ in _FLAGS for spelling in spellings}
+_VALUES = {spellings[0]: count for spellings, count in _FLAGS}
+_SHOW = {"--cfg", "--info", "--hydra-help", "--shell-completion"}
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+class UsageError(ConfigurationError):
+    """The command line, or a config, is wrong. The message is all the user is shown; exit status 2."""
+
+
+@dataclass
+class Arguments:
+    """A command line, taken apart.
+
+    Args:
+        command: one of `COMMANDS`, or None when none was given.
+        overrides: Hydra's, in the order given; aliases are already replaced, ``command=`` is taken out.
+        flags: value by long spelling, ``""`` for those that have none.
+    """
+
+    command: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    flags: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def multirun(self) -> bool:
+        """Whether ``-m`` was given."""
+        return "--multirun" in self.flags
+
+    @property
+    def shows(self) -> bool:
+        """Whether Hydra is to print something instead of running."""
+        return not _SHOW.isdisjoint(self.flags)
+
+    def for_hydra(self) -> list[str]:
+        """Overrides, then ``command=...``, then flags: what ``sys.argv[1:]`` is to be."""
+        flags = [word for flag, value in self.flags.items() for word in (flag, value) if word]
+        return [*self.overrides, f"command={self.command}", *flags]
+
+
+def read(argv: Sequence[str]) -> Arguments:
+    """Take ``argv`` (without the program's name) apart.
+
+    Raises:
+        UsageError: an unknown subcommand or flag, a flag without its value, or a word that is neither.
+    """
+    arguments = Arguments()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word.startswith("-"):
+            _read_flag(word, words, arguments)
+        elif "=" in word or word.startswith("~"):
+            _read_override(word, arguments)
+        else:
+            _read_command(word, arguments)
+    if arguments.multirun and arguments.shows:
+        raise UsageError(f"--multirun runs and {' '.join(set(arguments.flags) & _SHOW)} shows: leave one of them out.")
+    return arguments
+
+
+def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
+    spelling, equals, value = word.partition("=")
+    flag = _LONG.get(spelling)
+    if flag is None:
+        raise UsageError(
+            f"There is no flag {spelling!r}.{did_you_mean(spelling, _LONG)} `python -m trainer --help` lists the flags."
+        )
+    count = _VALUES[flag]
+    if not equals:
+        if count == 1:
+            if not words:
+                raise UsageError(f"{spelling} needs a value, such as `{flag} job`.")
+            value = words.pop(0)
+        elif count == "?":
+            value = words.pop(0) if words and words[0] in _INFO else "all"
+    arguments.flags[flag] = value
+
+
+def _read_override(word: str, arguments: Arguments) -> None:
+    key, _, value = word.partition("=")
+    bare = key.lstrip("+")
+    if bare == "command":
+        _read_command(value, arguments)
+        return
+    if key in GROUPS_TO_ADD:
+        word = f"+{word}"
+    elif bare in ("precision", "hydra.sweeper.params.precision") and not value.startswith("{"):
+        word = f"{key}={canonical_precisions(value)}"
+    arguments.overrides.append(word)
+
+
+def _read_command(word: str, arguments: Arguments) -> None:
+    if word not in COMMANDS:
+        hint = did_you_mean(word, COMMANDS)
+        if arguments.command is not None and not hint:
+            raise UsageError(f"Got the word {word!r}, expected settings written as key=value.")
+        raise UsageError(f"There is no command {word!r}.{hint} The commands are {', '.join(COMMANDS)}.")
+    if arguments.command not in (None, word):
+        raise UsageError(f"Got two commands, {arguments.command!r} and {word!r}, expected one.")
+    arguments.command = word
+
+
+def canonical_precisions(value: str) -> str:
+    """Every alias in the value of a ``precision=`` override replaced by the name of the option it stands for.
+
+    Hydra reads 32 as a number and refuses it as an option. Quotes are dropped: no precision needs them.
+
+    >>> canonical_precisions("32, 'bf16',16-mixed")
+    '32-true, bf16-mixed,16-mixed'
+    """
+    unquoted = value.replace('"', "").replace("'", "")
+    return re.sub(r"[^\s,()\[\]]+", lambda found: ALIASES.get(found[0].lower(), found[0]), unquoted)

@@ -1,0 +1,165 @@
+"""Composing the config with Hydra: where configs are found, and what its complaints mean in plain words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.folders import packaged_conf, user_conf
+from trainer.cli.schema import TYPES, TrainerSettings, expected
+from trainer.errors import did_you_mean
+
+CONFIG_NAME = "amp_trainer"
+VERSION_BASE = "1.3"
+
+
+class UserConfigs(SearchPathPlugin):
+    """Puts the user's ``./conf`` before ours, where there is one."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Called by Hydra whenever it makes a search path."""
+        folder = user_conf()
+        if folder is not None:
+            search_path.prepend(provider="user", path=f"file://{folder}", anchor="main")
+
+
+def register() -> None:
+    """Tell Hydra of the user's configs and of the types of the ``trainer`` node. Harmless when repeated."""
+    version.setbase(VERSION_BASE)
+    setup_globals()
+    Plugins.instance().register(UserConfigs)
+    ConfigStore.instance().store(group="_schema", name="trainer", node=TrainerSettings, provider="trainer")
+
+
+class Composer:
+    """Composes what `hydra.main` would compose for the same arguments, and raises `UsageError` where it
+    fails.
+
+    Args:
+        arguments: the command line.
+
+    Raises:
+        UsageError: ``--config-dir`` names no folder.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        register()
+        main = arguments.flags.get("--config-path")
+        search_path = create_config_search_path(str(Path(main).resolve()) if main else str(packaged_conf()))
+        extra = arguments.flags.get("--config-dir")
+        if extra is not None:
+            if not Path(extra).is_dir():
+                raise UsageError(f"--config-dir is {extra}, expected a folder that exists.")
+            path = f"file://{Path(extra).resolve()}"
+            search_path.prepend(provider="command-line", path=path, anchor=SearchPathQuery(provider="schema"))
+        self.config_name = arguments.flags.get("--config-name", CONFIG_NAME)
+        self.loader = ConfigLoaderImpl(search_path)
+        self.parser = OverridesParser.create(config_loader=self.loader)
+
+    def parse(self, overrides: Sequence[str]) -> list[Override]:
+        """The overrides as Hydra reads them.
+
+        Raises:
+            UsageError: one that Hydra cannot read.
+        """
+        parsed = []
+        for override in overrides:
+            try:
+                parsed.extend(self.parser.parse_overrides([override]))
+            except HydraException as error:
+                reason = str(error).removeprefix("LexerNoViableAltException: ").partition("\nSee http")[0]
+                raise UsageError(
+                    f"Cannot read the setting {override!r}: {_one_paragraph(reason)}. Expected key=value; a"
+                    " value with spaces, commas, brackets or quotes wants quotes of its own: \"key='a, b'\"."
+                ) from error
+        return parsed
+
+    def is_group(self, key: str) -> bool:
+        """Whether ``key`` names a config group."""
+        return bool(self.loader.repository.group_exists(key))
+
+    def options(self, group: str) -> list[str]:
+        """The options of ``group``."""
+        return self.loader.get_group_options(group)
+
+    def has_option(self, group: str, option: str) -> bool:
+        """Whether ``group`` has ``option``, which may be in a folder of the group."""
+        return bool(self.loader.repository.config_exists(f"{group}/{option}"))
+
+    def groups(self) -> list[str]:
+        """The config groups, Hydra's own and the schema's left out."""
+        return [group for group in self.loader.list_groups("") if group not in ("hydra", "_schema")]
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """The config, with Hydra's own node.
+
+        Raises:
+            UsageError: a config or an override that does not fit.
+        """
+        try:
+            return self.loader.load_configuration(self.config_name, list(overrides), RunMode.RUN)
+        except (ConfigCompositionException, OmegaConfBaseException, MissingConfigException) as error:
+            raise UsageError(explain(error)) from error
+        except YAMLError as error:
+            raise UsageError(f"A config file is not valid YAML: {_one_paragraph(str(error))}.") from error
+        except HydraException as error:
+            raise UsageError(f"{_one_paragraph(str(error))}.") from error
+
+
+def explain(error: Exception) -> str:
+    """What is wrong, in one paragraph."""
+    if isinstance(error, OverrideParseException):
+        return f"Cannot read the setting {error.override!r}."
+    if isinstance(error, MissingConfigException):
+        wanted = (error.missing_cfg_file or "").removesuffix(".yaml")
+        group, _, option = wanted.rpartition("/")
+        hint = did_you_mean(option or wanted, error.options or ())
+        one_of = f" Choose one of: {', '.join(error.options)}." if error.options else ""
+        place = f"Config group {group}" if group else "The config folder"
+        return f"{place} has no option {option or wanted!r}.{hint}{one_of}"
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+    where = re.match(r"In '([^']+)'", str(error))
+    if twice := re.match(r"Multiple values for (\S+)\.", str(error)):
+        return f"{twice[1]} is in the config already: leave out the + in front of it."
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        key = cause.full_key
+        file = f"conf/{where[1]}.yaml: " if where else ""
+        name = key.removeprefix("trainer.")
+        if key.startswith("trainer.") and name in TYPES:
+            return f"{file}{key} is {_value_in(cause)}, expected {expected(TYPES[name])}."
+        if key.startswith("trainer."):
+            return f"{file}There is no setting {key!r}.{did_you_mean(name, TYPES)}"
+        return f"{file}{key}: {_one_paragraph(str(cause.msg or cause))}."
+    return f"{_one_paragraph(str(error))}."
+
+
+def _value_in(error: OmegaConfBaseException) -> str:
+    found = re.search(r"Value '(.*?)' of type", str(error.msg))
+    return found[1] if found else "wrong"
+
+
+def _one_paragraph(text: str) -> str:
+    return " ".join(text.split()).rstrip(".^ ")

@@ -1,0 +1,64 @@
+"""Which process of a run this is, and what the others must know of it, as told by the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+# What a launcher leaves behind for the processes of one run, and no other run may see.
+_LEAKS = (
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "RANK",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "WORLD_SIZE",
+)
+
+
+def is_first() -> bool:
+    """Whether this is global rank 0, as far as the launcher (torchrun, Lightning's own, SLURM) has said."""
+    for name in ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
+        if name in os.environ:
+            return int(os.environ[name]) == 0
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0 and int(os.environ.get("NODE_RANK", 0)) == 0
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process together with others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without what belongs to a single run, for a run of its own."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _LEAKS and not name.startswith("TORCHELASTIC_")
+    }
+
+
+def agree(folder: str) -> str:
+    """Rank 0's ``folder``, on every rank that torchrun started; elsewhere ``folder`` itself.
+
+    Every rank composes the config, and with it the time in the folder's name, for itself. torchrun serves a
+    key-value store for the ranks to find each other; the name goes through that before there is a process
+    group.
+    """
+    if not under_torchrun() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return folder
+    from torch.distributed import TCPStore
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    key = f"amp_trainer/folder/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if is_first():
+        store.set(key, folder)
+    return str(store.get(key).decode())

@@ -1,0 +1,173 @@
+"""One run: from the config to objects, from objects to a result. The only module here that needs torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.cli.arguments import UsageError
+from trainer.cli.build import build, locate
+from trainer.cli.folders import merge_recipes
+from trainer.cli.processes import is_first
+
+RESULT = "result.json"
+"""The file a run leaves in its folder; a sweep's table is made of these."""
+
+log = logging.getLogger(__name__)
+
+
+def task(config: DictConfig) -> dict[str, float]:
+    """What Hydra calls: the run itself or, in a sweep, the start of one."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        from trainer.cli.sweep import run_job
+
+        return run_job()
+    return run(config)
+
+
+def run(config: DictConfig) -> dict[str, float]:
+    """Build the objects, do ``config.command``, and write down how it went.
+
+    Returns:
+        The metrics at the end.
+
+    Raises:
+        UsageError: a config that cannot be resolved, or a ``_target_`` that cannot be built.
+    """
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    result: dict[str, Any] = {
+        "command": config.command,
+        "recipe": hydra.runtime.choices.get("recipe"),
+        "precision": hydra.runtime.choices.get("precision"),
+        "overrides": list(hydra.overrides.task),
+        "run_dir": str(folder),
+        "status": "failed",
+    }
+    trainer = None
+    started = time.monotonic()
+    try:
+        settings = _plain(config)
+        module, data, trainer = assemble(settings, folder)
+        _execute(settings, folder, module, data, trainer)
+        interrupted = getattr(trainer, "interrupted", False)
+        if interrupted:
+            raise KeyboardInterrupt
+        result["status"] = "completed"
+    except KeyboardInterrupt:
+        result["status"] = "interrupted"
+        raise
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        result["seconds"] = round(time.monotonic() - started, 3)
+        result |= _facts(trainer)
+        if is_first():
+            write_result(folder, result)
+    return dict(result["metrics"])
+
+
+def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
+    """The LightningModule, the LightningDataModule (or None) and the Trainer that the config describes.
+
+    Args:
+        settings: the resolved config, as plain containers.
+        folder: of the run; the Trainer's ``default_root_dir``.
+    """
+    import lightning as L
+    from lightning.pytorch.callbacks import Checkpoint
+
+    merge_recipes()
+    allowed = settings["allowed_packages"]
+    if settings["seed"] is not None:
+        L.seed_everything(settings["seed"], workers=True, verbose=False)
+
+    arguments = dict(settings["trainer"])
+    trainer_class = locate(arguments.pop("_target_"), "trainer", allowed)
+    arguments = build(arguments, "trainer", allowed)
+    arguments["default_root_dir"] = arguments["default_root_dir"] or str(folder)
+    arguments["precision"] = build(settings["precision"], "precision", allowed)
+    arguments["callbacks"] = _build_all(settings["callbacks"], "callbacks", allowed)
+    if arguments["enable_checkpointing"] is False:  # the ModelCheckpoint among them is the default config's
+        arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, Checkpoint)]
+    arguments["logger"] = _build_all(settings["logger"], "logger", allowed) or False
+
+    data = build(settings["data"], "data", allowed)
+    module = build(settings["model"], "model", allowed)
+    return module, data, trainer_class(**arguments)
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write ``result.json`` into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    try:
+        settings = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}.") from error
+    assert isinstance(settings, dict)
+    return {str(name): value for name, value in settings.items()}
+
+
+def _build_all(nodes: dict[str, Any] | None, key: str, allowed: list[str]) -> list[Any]:
+    """The objects of a group of named nodes; without a target are those a recipe sets but nobody chose."""
+    return [
+        build(node, f"{key}.{name}", allowed) for name, node in (nodes or {}).items() if node and "_target_" in node
+    ]
+
+
+def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, trainer: Any) -> None:
+    command, checkpoint = settings["command"], settings["ckpt_path"]
+    if command != "fit" and checkpoint is None and is_first():
+        log.warning(
+            "%s uses fresh weights, because ckpt_path is not set: ckpt_path=RUN/checkpoints/last.ckpt",
+            command,
+        )
+    if command == "predict":
+        import torch
+
+        predictions = trainer.predict(module, datamodule=data, ckpt_path=checkpoint)
+        name = "predictions.pt" if trainer.world_size == 1 else f"predictions_{trainer.global_rank}.pt"
+        torch.save(predictions, folder / name)
+        return
+    getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint)
+
+
+def _facts(trainer: Any) -> dict[str, Any]:
+    """What the table of a sweep shows of a run, as far as it came."""
+    scaler = getattr(trainer, "scaler", None)
+    metrics = getattr(trainer, "callback_metrics", {})
+    return {
+        "epochs": getattr(trainer, "current_epoch", None),
+        "steps": getattr(trainer, "global_step", None),
+        "skipped_steps": getattr(trainer, "skipped_steps", None),
+        "scale": scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "peak_memory": _peak_memory(),
+    }
+
+
+def _peak_memory() -> dict[str, int]:
+    """Bytes: torch's largest allocation on a GPU, else the largest size of the process."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return {"gpu": torch.cuda.max_memory_allocated()}
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

@@ -1,0 +1,168 @@
+"""The types of the config's ``trainer`` node: every argument of `trainer.Trainer` that a config can give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from trainer.errors import did_you_mean
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
+STRATEGIES = (
+    "auto",
+    "ddp",
+    "ddp_find_unused_parameters_true",
+    "ddp_find_unused_parameters_false",
+    "ddp_spawn",
+    "ddp_spawn_find_unused_parameters_true",
+    "ddp_spawn_find_unused_parameters_false",
+    "ddp_fork",
+    "ddp_fork_find_unused_parameters_true",
+    "ddp_fork_find_unused_parameters_false",
+    "ddp_notebook",
+    "ddp_notebook_find_unused_parameters_true",
+    "ddp_notebook_find_unused_parameters_false",
+    "fsdp",
+    "fsdp_cpu_offload",
+    "deepspeed",
+    "deepspeed_stage_1",
+    "deepspeed_stage_1_offload",
+    "deepspeed_stage_2",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3",
+    "deepspeed_stage_3_offload",
+    "deepspeed_stage_3_offload_nvme",
+    "single_device",
+    "single_xla",
+    "xla",
+    "xla_debug",
+    "xla_fsdp",
+)
+
+
+@dataclass
+class TrainerSettings:
+    """Names and defaults as in `trainer.Trainer`; ``precision``, ``callbacks`` and ``logger`` are config
+    groups.
+
+    OmegaConf holds every value to its type. What it has no type for is Any here, and checked by `mistake`.
+    """
+
+    _target_: str = "trainer.Trainer"
+    accelerator: Any = "auto"
+    strategy: Any = "auto"
+    devices: Any = "auto"
+    num_nodes: int = 1
+    fast_dev_run: bool | int = False
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = None
+    log_every_n_steps: int | None = None
+    enable_checkpointing: bool | None = None
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool | None = None
+    accumulate_grad_batches: int | None = None
+    gradient_clip_val: int | float | None = None
+    gradient_clip_algorithm: Any = None
+    deterministic: Any = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    use_distributed_sampler: bool = True
+    profiler: Any = None
+    detect_anomaly: bool = False
+    plugins: Any = None
+    default_root_dir: str | None = None
+
+
+TYPES = {field.name: str(field.type) for field in fields(TrainerSettings)}
+"""The type of every setting, as it is written above."""
+
+# The words that the settings of type Any understand; None stands for null.
+_WORDS: dict[str, tuple[str | bool | None, ...]] = {
+    "accelerator": ACCELERATORS,
+    "strategy": STRATEGIES,
+    "gradient_clip_algorithm": ("norm", "value", None),
+    "deterministic": (True, False, "warn", None),
+    "profiler": ("simple", "advanced", "pytorch", None),
+}
+
+
+def mistake(settings: Mapping[str, Any]) -> str | None:
+    """What is wrong with the settings of type Any, as a sentence; None when they are fine.
+
+    Args:
+        settings: the resolved ``trainer`` node, as plain values.
+    """
+    for name, words in _WORDS.items():
+        value = settings.get(name)
+        if value not in words and not _is_node(value):
+            written = [describe(word) for word in words]
+            shown = written if len(written) < 10 else [*written[:3], "another of Lightning's"]
+            return (
+                f"trainer.{name} is {describe(value)}, expected {_either(shown)}."
+                f"{did_you_mean(describe(value), written)}"
+            )
+    devices = settings.get("devices")
+    if not _is_devices(devices):
+        return (
+            f"trainer.devices is {describe(devices)}, expected a number of devices, a list of their indices"
+            f" such as [0,1], or auto.{did_you_mean(str(devices), ['auto'])}"
+        )
+    return None
+
+
+def describe(value: Any) -> str:
+    """``value`` as one would write it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def expected(annotation: str) -> str:
+    """A type annotation in words.
+
+    >>> expected("int | float | None")
+    'a whole number, a number or null'
+    >>> expected("bool | None")
+    'true, false or null'
+    """
+    words = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true, false",
+        "str": "text",
+        "None": "null",
+        "Any": "a value",
+    }
+    return _either([words.get(part, part) for part in annotation.split(" | ")])
+
+
+def _either(words: list[str]) -> str:
+    words = ", ".join(words).split(", ")
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Mapping) and "_target_" in value
+
+
+def _is_devices(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, str):
+        return value == "auto" or all(part.strip().lstrip("-").isdigit() for part in value.split(","))
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(isinstance(index, int) and not isinstance(index, bool) for index in value)
+    return isinstance(value, int)

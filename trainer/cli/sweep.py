@@ -1,0 +1,182 @@
+"""Sweeps: every job in a process and a folder of its own, and one table at the end.
+
+Hydra's sweeper makes the jobs and its launcher calls `trainer.cli.run.task` for each, in whatever process or
+machine the launcher likes. There, `run_job` starts the same command line once more, with the overrides of
+that job alone. So nothing leaks from job to job (peak memory, random state, torch's global flags, the
+variables of a process group), several processes per job work, and the sweep itself never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from trainer.cli.arguments import read
+from trainer.cli.processes import clean_environment
+from trainer.cli.run import RESULT, write_result
+from trainer.cli.workdir import quoted
+
+# Hydra's settings for the sweep, which are none of a job's business.
+_SWEEP_ONLY = (
+    "hydra.mode",
+    "hydra.run.dir",
+    "hydra.sweep",
+    "hydra.launcher",
+    "hydra/launcher",
+    "hydra/sweeper",
+)
+
+
+def run_job() -> dict[str, float]:
+    """Run the job that Hydra has composed, in a process of its own, and wait for it. Its failure is not ours.
+
+    Returns:
+        The job's metrics; none if it failed.
+    """
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    overrides = list(hydra.overrides.task)
+    ours = [word for word in hydra.overrides.hydra if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
+    placement = [
+        f"hydra.run.dir={quoted(str(folder))}",
+        f"hydra.job.num={hydra.job.num}",
+        f"hydra.job.id={hydra.job.id}",
+        "hydra.mode=RUN",
+    ]
+    flags = read(sys.argv[1:]).flags
+    places = [
+        word
+        for flag in ("--config-dir", "--config-path", "--config-name")
+        if flag in flags
+        for word in (flag, flags[flag])
+    ]
+    (folder / RESULT).unlink(missing_ok=True)
+    print(f"\nJob {hydra.job.num}: {' '.join(shown(overrides))}", flush=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *overrides, *ours, *placement, *places],
+        cwd=hydra.runtime.cwd,
+        env=clean_environment(os.environ),
+    )
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # the terminal has interrupted the job too
+        raise
+    finally:
+        result = _finish(folder, hydra.job.num, overrides, process.returncode)
+    return dict(result["metrics"])
+
+
+def _finish(folder: Path, number: int, overrides: list[str], status: int | None) -> dict[str, Any]:
+    """Complete the job's result, or write one for a job that could not."""
+    file = folder / RESULT
+    result: dict[str, Any] = {"status": "failed", "metrics": {}, "run_dir": str(folder)}
+    if file.is_file():
+        result = json.loads(file.read_text(encoding="utf-8"))
+    if status != 0 and result["status"] == "completed":
+        result["status"] = "failed"
+    if status != 0 and "error" not in result:
+        result["error"] = f"ended by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+    result |= {"job": number, "overrides": overrides, "exit_status": status}
+    write_result(folder, result)
+    return result
+
+
+def shown(overrides: Sequence[str]) -> list[str]:
+    """The overrides a person wants to see."""
+    return [override for override in overrides if not override.startswith("command=")]
+
+
+def report(folder: Path) -> int:
+    """Print the table of the sweep in ``folder``; write it to ``summary.md`` and the numbers to
+    ``summary.json``.
+
+    Returns:
+        How many jobs did not complete.
+    """
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in folder.rglob(RESULT)]
+    results = sorted((result for result in results if "job" in result), key=lambda result: result["job"])
+    if not results:
+        return 0
+    (folder / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    header, rows = _rows(results, folder)
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    (folder / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _print(header, rows, results, folder)
+    return sum(result["status"] != "completed" for result in results)
+
+
+def _rows(results: list[dict[str, Any]], folder: Path) -> tuple[list[str], list[list[str]]]:
+    common = set.intersection(*(set(result["overrides"]) for result in results)) if len(results) > 1 else set()
+    metrics = _metrics(results)
+    header = [
+        "job",
+        "overrides",
+        "status",
+        "epochs",
+        "time",
+        *metrics,
+        "skipped",
+        "scale",
+        "memory",
+        "run dir",
+    ]
+    rows = []
+    for result in results:
+        own = [override for override in shown(result["overrides"]) if override not in common]
+        values = result["metrics"]
+        rows.append(
+            [
+                str(result["job"]),
+                " ".join(own),
+                result["status"],
+                _number(result.get("epochs")),
+                f"{result['seconds']:.1f} s" if "seconds" in result else "-",
+                *(f"{values[name]:.4g}" if name in values else "-" for name in metrics),
+                _number(result.get("skipped_steps")),
+                _number(result.get("scale")),
+                " ".join(f"{size / 2**20:,.0f} MiB" for size in result.get("peak_memory", {}).values()) or "-",
+                os.path.relpath(result["run_dir"], folder),
+            ]
+        )
+    return header, rows
+
+
+def _metrics(results: list[dict[str, Any]], most: int = 4) -> list[str]:
+    """The metrics worth a column: validation before test before the rest; no per-step or -epoch doubles."""
+    names = {name for result in results for name in result["metrics"]}
+    names = {name for name in names if not name.endswith(("_step", "_epoch"))} or names
+    ranks = {"val": 0, "test": 1}
+    return sorted(names, key=lambda name: (ranks.get(name[:4].rstrip("_/").removesuffix("_"), 2), name))[:most]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _print(header: list[str], rows: list[list[str]], results: list[dict[str, Any]], folder: Path) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(title=f"Sweep of {len(rows)} jobs", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in header:
+        left = name in ("overrides", "status", "run dir")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
+    for cells in rows:
+        style = None if "completed" in cells else "red"
+        table.add_row(*(Text(cell.replace(" ", "\n") if cell is cells[1] else cell) for cell in cells), style=style)
+    console.print(table)
+    for result in results:
+        if "error" in result:
+            console.print(f"Job {result['job']} {result['status']}: {result['error']}", markup=False, highlight=False)
+    console.print(f"Everything is in {folder}", soft_wrap=True, markup=False, highlight=False)

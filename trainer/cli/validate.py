@@ -1,0 +1,285 @@
+"""Checking a command line before anything expensive is imported; mistakes are named with the right word."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
+from trainer.cli.build import check_targets
+from trainer.cli.compose import Composer
+from trainer.cli.recipes import options
+from trainer.cli.schema import TYPES, TrainerSettings, describe, expected, mistake
+from trainer.errors import did_you_mean
+from trainer.precision.names import ALIASES
+
+# A sweep over a long range is checked by its first values; Hydra composes every job before it starts the
+# first.
+_MOST_VALUES = 50
+_NAMED_CHECKPOINTS = ("last", "best", "hpc")
+
+
+def validate(arguments: Arguments) -> DictConfig:
+    """The composed config, Hydra's node included, after all checks. Of a sweep: that of its first job.
+
+    Every value of a sweep is checked once, in the company of the first values of the others.
+
+    Raises:
+        UsageError: with what was given, what was expected, and the nearest known word.
+    """
+    composer = Composer(arguments)
+    overrides = composer.parse([*arguments.overrides, f"command={arguments.command}"])
+    for override in overrides:
+        _check_option(composer, override)
+
+    choices = tuple(_choices(composer, [values[0] for values in _values(overrides)]))
+    config = composer.compose(choices)
+    checked = {choices: config}  # composing is what takes the time
+    if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
+        overrides = [*_sweeper_params(composer, config), *overrides]
+    else:
+        _refuse_several_values(overrides)
+
+    for job in _jobs(overrides):
+        choices = tuple(_choices(composer, job))
+        if choices not in checked:
+            checked[choices] = composer.compose(choices)
+        _check_settings(composer, checked[choices], composer.parse(job))
+
+    first = [values[0] for values in _values(overrides)]
+    config = composer.compose(first)
+    _check_whole(config, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
+    return config
+
+
+def _values(overrides: Sequence[Override]) -> list[list[str]]:
+    """For each override the values it stands for, written as overrides without a sweep."""
+    return [
+        [
+            f"{override.get_key_element()}={value}"
+            for value, _ in zip(_sweep(override), range(_MOST_VALUES), strict=False)
+        ]
+        if override.is_sweep_override()
+        else [str(override.input_line)]
+        for override in overrides
+        if not override.is_interval_sweep()  # a sweeper plugin draws from it; there are no values to check
+    ]
+
+
+def _sweep(override: Override) -> Iterator[str]:
+    try:
+        yield from override.sweep_string_iterator()
+    except Exception as error:
+        raise UsageError(f"Cannot sweep over {override.input_line!r}: {error}.") from error
+
+
+def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
+    """So many jobs of the sweep that every value takes part in one."""
+    values = _values(overrides)
+    yield [choices[0] for choices in values]
+    for position, choices in enumerate(values):
+        for choice in choices[1:]:
+            yield [choice if index == position else others[0] for index, others in enumerate(values)]
+
+
+def _choices(composer: Composer, overrides: Sequence[str]) -> list[str]:
+    """Those of ``overrides`` that choose an option of a config group, or tell Hydra where to search."""
+    return [
+        str(override.input_line)
+        for override in composer.parse(overrides)
+        if override.key_or_group == "hydra.searchpath"
+        or (composer.is_group(override.key_or_group) and not isinstance(override.value(), dict))
+    ]
+
+
+def _sweeper_params(composer: Composer, config: DictConfig) -> list[Override]:
+    """The part of a sweep that is written in a config (conf/sweep)."""
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    written = [
+        f"{key}={canonical_precisions(str(value)) if key == 'precision' else value}" for key, value in params.items()
+    ]
+    overrides = composer.parse(written)
+    for override in overrides:
+        _check_option(composer, override)
+    return overrides
+
+
+def _refuse_several_values(overrides: Sequence[Override]) -> None:
+    for override in overrides:
+        if override.is_sweep_override():
+            raise UsageError(
+                f"{override.input_line} has several values: add -m to run them one after the other."
+                " If it is one value, put quotes around it; if it is a list, brackets."
+            )
+
+
+def _check_option(composer: Composer, override: Override) -> None:
+    group = override.key_or_group
+    if not composer.is_group(group) or override.is_delete() or override.is_interval_sweep():
+        return
+    written = list(_sweep(override)) if override.is_sweep_override() else override.value()
+    for option in written if isinstance(written, list) else [written]:
+        if isinstance(option, dict):
+            continue
+        if option is None:
+            raise UsageError(f"{group} is null, expected the name of an option; to do without it, write ~{group}.")
+        name = str(option).strip("'\"")
+        if not composer.has_option(group, name):
+            known = composer.options(group)
+            aliases = list(ALIASES) if group == "precision" else []
+            raise UsageError(
+                f"Config group {group!r} has no option {name!r}.{did_you_mean(name, [*known, *aliases])}"
+                f" Choose one of: {', '.join(known)}."
+            )
+
+
+def _check_settings(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
+    """Hold the settings among ``overrides`` against the config they change."""
+    known = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(known, dict)
+    for override in overrides:
+        key = override.key_or_group
+        if override.package is not None or "[" in key or key == "hydra.searchpath":
+            continue  # Hydra judges these
+        if composer.is_group(key) and not isinstance(override.value(), dict):
+            continue
+        if override.is_add() or override.is_force_add():
+            _check_new_key(composer, override)
+        elif _exists(known, override, composer) and not override.is_delete():
+            _check_value(known, override)
+
+
+def _check_new_key(composer: Composer, override: Override) -> None:
+    key = override.key_or_group
+    if key.startswith("trainer.") and key.count(".") == 1 and key.removeprefix("trainer.") not in TYPES:
+        raise UsageError(f"The Trainer has no argument {key!r}.{_nearest(key, {'trainer': dict.fromkeys(TYPES)})}")
+    near = did_you_mean(key, [group for group in composer.groups() if group != key])
+    if "." not in key and near and not override.is_force_add():
+        raise UsageError(f"There is no config group {key!r}.{near} To add a setting of that name, write ++{key}.")
+
+
+def _exists(known: dict[Any, Any], override: Override, composer: Composer) -> bool:
+    """Whether the key is there; False where that cannot be told, because a node on the way is null.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    node: Any = known
+    parts = override.key_or_group.split(".")
+    for position, part in enumerate(parts):
+        if node is None or node == "???" or isinstance(node, list):
+            return False
+        here = ".".join(parts[:position])
+        if isinstance(node, str) and node.startswith("${"):
+            rest = ".".join(parts[position:])
+            raise UsageError(f"{here} is {node}: set {node.strip('${}')}.{rest} instead of {here}.{rest}.")
+        if not isinstance(node, dict) or part not in node:
+            _refuse_unknown(known, override, composer)
+        node = node[part]
+    return True
+
+
+def _refuse_unknown(known: dict[Any, Any], override: Override, composer: Composer) -> None:
+    key = override.key_or_group
+    near = _nearest(key, known) or did_you_mean(key, composer.groups())
+    is_new = not near and not override.is_delete() and not key.startswith("trainer.")
+    new = f" To add a new setting, write +{override.input_line}." if is_new else ""
+    raise UsageError(f"There is no setting {key!r}.{near}{new}")
+
+
+def _nearest(key: str, known: dict[Any, Any]) -> str:
+    """A did-you-mean over full keys, or over their last parts for a key that was shortened."""
+    keys = [name for name in _keys(known) if name.partition(".")[0] != "hydra" or key.startswith("hydra")]
+    same_end = [name for name in keys if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    if same_end and len(same_end) <= 3:
+        return f" Did you mean {' or '.join(map(repr, same_end))}?"
+    last = {name.rpartition(".")[2]: name for name in keys}
+    near = difflib.get_close_matches(key, keys, n=1) or [
+        last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)
+    ]
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _keys(node: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+    for name, child in node.items():
+        yield f"{prefix}{name}"
+        if isinstance(child, dict):
+            yield from _keys(child, f"{prefix}{name}.")
+
+
+def _check_value(known: dict[Any, Any], override: Override) -> None:
+    """A setting keeps the kind of value it has: a number stays a number."""
+    key, value = override.key_or_group, override.value()
+    default: Any = known
+    for part in key.split("."):
+        default = default[part]
+    if isinstance(value, str) and value.startswith("${"):
+        return  # known only once the whole config is there
+    if key.startswith("trainer.") and key.count(".") == 1:
+        name = key.removeprefix("trainer.")
+        try:
+            OmegaConf.update(OmegaConf.structured(TrainerSettings), name, value)
+        except OmegaConfBaseException as error:
+            kinds = expected(TYPES[name])
+            words = ["true", "false"] if "true" in kinds else []
+            hint = did_you_mean(describe(value), words)
+            raise UsageError(f"{key} is {describe(value)}, expected {kinds}.{hint}") from error
+        if problem := mistake({**TrainerSettings().__dict__, name: value}):
+            raise UsageError(problem)
+        return
+    if value is None or default is None or default == "???" or str(default).startswith("${"):
+        return
+    kind = _kind(default)
+    if kind != "text" and _kind(value) != kind:
+        hint = did_you_mean(str(value), ["true", "false"]) if kind == "true or false" else ""
+        was = "" if kind == "a node with settings of its own" else f" (it is {describe(default)} by default)"
+        raise UsageError(f"{key} is {describe(value)}, expected {kind}{was}.{hint}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, (int, float)):
+        return "a number"
+    if isinstance(value, dict):
+        return "a node with settings of its own"
+    if isinstance(value, list):
+        return "a list"
+    return "text"
+
+
+def _check_whole(config: DictConfig, *, runs: bool, config_dir: str | None) -> None:
+    """What only the whole config shows: a model, a checkpoint that exists, targets that are allowed."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    del plain["hydra"]
+    settings = {name: value for name, value in plain.get("trainer", {}).items() if not str(value).startswith("${")}
+    if problem := mistake({**TrainerSettings().__dict__, **settings}):
+        raise UsageError(problem)
+    check_targets(plain, allowed_packages=plain.get("allowed_packages") or [])
+    if not runs:
+        return
+    command = plain["command"]
+    if plain.get("model") is None:
+        names = list(options("recipe", config_dir))
+        example = names[0] if names else "NAME"
+        raise UsageError(
+            f"There is no model to {command}. Choose a recipe, such as"
+            f" `python -m trainer {command} +recipe={example}`, or a model: model=NAME."
+            f" Recipes: {', '.join(names) or 'none, put one into conf/recipe/'}"
+            " (`python -m trainer recipes` describes them)."
+        )
+    path = plain.get("ckpt_path")
+    if path is None or path in _NAMED_CHECKPOINTS or "://" in path or path.startswith(("registry", "${")):
+        return
+    if not Path(path).exists():
+        folder = Path(path).parent
+        near = did_you_mean(Path(path).name, [file.name for file in folder.iterdir()] if folder.is_dir() else [])
+        raise UsageError(f"ckpt_path is {path}: there is no such file.{near}")

@@ -1,0 +1,63 @@
+"""The folder of a run or a sweep: made here, before Hydra, so that all ranks and all jobs agree on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.processes import agree, is_first, under_torchrun
+
+
+def sweeps(arguments: Arguments, config: DictConfig) -> bool:
+    """Whether the command line, or a config it chose, asks for several jobs."""
+    return arguments.multirun or config.hydra.mode == RunMode.MULTIRUN
+
+
+def claim(arguments: Arguments, config: DictConfig) -> Path:
+    """Make the folder that ``config`` names and write it into ``arguments``; ranks but the first only read it
+    there.
+
+    A folder with the time in its name gets a number when another run was given the same second.
+
+    Raises:
+        UsageError: a sweep under torchrun, where every rank would start all the jobs.
+    """
+    sweeping = sweeps(arguments, config)
+    if sweeping and under_torchrun():
+        raise UsageError(
+            "A sweep starts its processes itself: run it without torchrun, as in"
+            " `python -m trainer fit -m ... trainer=ddp trainer.devices=2`."
+        )
+    key = "hydra.sweep.dir" if sweeping else "hydra.run.dir"
+    HydraConfig.instance().set_config(config)  # for folders named with ${hydra:...}
+    folder = str(OmegaConf.select(config, key))
+    if is_first():
+        chosen = any(override.startswith(f"{key}=") for override in arguments.overrides)
+        folder = str(_make(Path(folder), exist_ok=chosen))
+    else:
+        arguments.overrides += ["hydra.output_subdir=null", "hydra/job_logging=none"]
+    folder = agree(folder)
+    arguments.overrides.append(f"{key}={quoted(folder)}")
+    return Path(folder)
+
+
+def quoted(text: str) -> str:
+    """``text`` as the value of an override, whatever is in it."""
+    return str(QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes())
+
+
+def _make(folder: Path, *, exist_ok: bool) -> Path:
+    wanted, number = folder, 1
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=exist_ok)
+        except FileExistsError:
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}_{number}")
+        else:
+            return folder

@@ -1,0 +1,483 @@
+"""The base class of ``Trainer``: what modules, callbacks, loggers, strategies and launchers expect to find on it.
+
+Nothing here does anything. It shows the state that ``Trainer`` and its loops keep, under the names and in the shapes
+that ``lightning.pytorch.Trainer`` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.compat.data import DataSource
+from trainer.compat.engine import LightningEngine
+from trainer.compat.logging import ModuleLog, ResultsView
+from trainer.compat.precision import PrecisionAdapter
+from trainer.compat.views import EvalLoopView, FitLoopView
+from trainer.eval_loop import EvalLoop
+from trainer.fit_loop import FitLoop
+from trainer.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.progress import FitProgress
+
+
+class TrainerBase:
+    """Lightning's Trainer as others see it. ``Trainer`` assigns every attribute declared here in its constructor."""
+
+    # what Trainer assigns
+    engine: LightningEngine
+    data: DataSource
+    progress: FitProgress
+    published: PublishedMetrics
+    recorder: Recorder
+    loop: FitLoop
+    eval_loops: dict[RunningStage, EvalLoop]
+    state: TrainerState
+    callbacks: list[Any]
+    module: LightningModule | None
+    module_log: ModuleLog | None
+    profiler: Profiler
+    ckpt_path: Any
+    fast_dev_run: int | bool
+    overfit_batches: int | float
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    limit_test_batches: int | float
+    limit_predict_batches: int | float
+    val_check_interval: int | float
+    num_sanity_val_steps: int | float
+    fit_loop: FitLoopView
+    validate_loop: EvalLoopView
+    test_loop: EvalLoopView
+    predict_loop: EvalLoopView
+
+    barebones = False
+    received_sigterm = False
+    reload_dataloaders_every_n_epochs = 0
+    enable_autolog_hparams = True
+    _val_check_time_interval = None
+    _model_registry = None
+
+    # --- devices and processes --------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> Strategy:
+        """Lightning's strategy."""
+        return self.engine.strategy
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Lightning's accelerator."""
+        accelerator = self.strategy.accelerator
+        assert accelerator is not None
+        return accelerator
+
+    @property
+    def precision(self) -> str:
+        """The name of the precision: ``"16-mixed"``."""
+        return self.engine.adapter.plugin.name
+
+    @property
+    def precision_plugin(self) -> PrecisionAdapter:
+        """Our plugin in Lightning's shape; the plugin itself is its ``plugin``."""
+        return self.engine.adapter
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number, over all nodes."""
+        return self.engine.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return int(getattr(self.strategy, "local_rank", 0))
+
+    @property
+    def node_rank(self) -> int:
+        """This node's number."""
+        return int(getattr(self.strategy, "node_rank", 0))
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.engine.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return int(getattr(self.strategy, "num_nodes", 1))
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process writes the files."""
+        return self.strategy.is_global_zero
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of this node's devices."""
+        strategy = self.strategy
+        devices = strategy.parallel_devices if isinstance(strategy, ParallelStrategy) else [strategy.root_device]
+        return [device.index if device.index is not None else i for i, device in enumerate(devices or [])]
+
+    @property
+    def num_devices(self) -> int:
+        """The number of this node's devices."""
+        return len(self.device_ids)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """What a ``DistributedSampler`` needs to know."""
+        return self.strategy.distributed_sampler_kwargs if isinstance(self.strategy, ParallelStrategy) else None
+
+    @property
+    def _accelerator_connector(self) -> Any:
+        return self.engine.connector
+
+    @property
+    def _data_connector(self) -> Any:
+        return self.data.connector
+
+    # --- the module and its data ------------------------------------------------------------------------------
+
+    @property
+    def lightning_module(self) -> Any:
+        """The user's module."""
+        return self.module
+
+    @property
+    def model(self) -> nn.Module | None:
+        """Its strategy-wrapped form."""
+        return self.strategy.model
+
+    @property
+    def datamodule(self) -> LightningDataModule | None:
+        """The user's datamodule."""
+        return self.data.datamodule
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The bare optimizers."""
+        return self.engine.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self.strategy.optimizers = optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The learning-rate schedules."""
+        return self.strategy.lr_scheduler_configs
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of one epoch; inf where nobody knows, 0 before a fit."""
+        return self.loop.batches.num_batches
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Validation batches of each dataloader."""
+        return self._limits(RunningStage.VALIDATING)
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """Sanity-check batches of each dataloader."""
+        return [min(self.num_sanity_val_steps, batches) for batches in self.num_val_batches]
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """Test batches of each dataloader."""
+        return self._limits(RunningStage.TESTING)
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """Prediction batches of each dataloader."""
+        return self._limits(RunningStage.PREDICTING)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training dataloader(s), as the loop iterates them."""
+        return self._iterables(RunningStage.TRAINING)
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation dataloader(s)."""
+        return self._iterables(RunningStage.VALIDATING)
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test dataloader(s)."""
+        return self._iterables(RunningStage.TESTING)
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The prediction dataloader(s)."""
+        return self._iterables(RunningStage.PREDICTING)
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether a fit validates."""
+        return self.loop.validate is not None
+
+    def _limits(self, stage: RunningStage) -> list[float]:
+        loaders = self.data.loaders(stage) if self.data.is_ready(stage) else None
+        return [] if loaders is None else loaders.limits
+
+    def _iterables(self, stage: RunningStage) -> Any:
+        loaders = self.data.loaders(stage) if self.data.is_ready(stage) else None
+        return None if loaders is None else loaders.combined.iterables
+
+    # --- progress ---------------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed."""
+        return self.progress.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps attempted, skipped ones included."""
+        return self.progress.optimizer_steps
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the current training batch is its epoch's last."""
+        return self.progress.is_last_batch
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training is to end after the current batch."""
+        return self.loop.should_stop
+
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        self.loop.should_stop = stop
+
+    @property
+    def max_epochs(self) -> int:
+        """Epochs to train in all; -1 for no limit."""
+        return self.loop.max_epochs
+
+    @property
+    def min_epochs(self) -> int:
+        """Epochs before ``should_stop`` is heeded."""
+        return self.loop.min_epochs
+
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps to take in all; -1 for no limit."""
+        return self.loop.max_steps
+
+    @property
+    def min_steps(self) -> int:
+        """Optimizer steps before ``should_stop`` is heeded."""
+        return self.loop.min_steps
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """Epochs between validations."""
+        return self.loop.check_val_every_n_epoch
+
+    @property
+    def val_check_batch(self) -> float:
+        """Batches between validations; inf for the end of the epoch."""
+        return self.loop.val_check_batch
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """Weight updates between two rows in the loggers."""
+        return self.loop.log_every_n_steps
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches in one weight update."""
+        return self.loop.window.batches
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, batches: int) -> None:
+        self.loop.window.batches = batches
+
+    # --- what is running --------------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Whether training batches run."""
+        return self.state.stage is RunningStage.TRAINING
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self.state.stage = RunningStage.TRAINING if value else None
+
+    @property
+    def validating(self) -> bool:
+        """Whether validation runs."""
+        return self.state.stage is RunningStage.VALIDATING
+
+    @property
+    def testing(self) -> bool:
+        """Whether test runs."""
+        return self.state.stage is RunningStage.TESTING
+
+    @property
+    def predicting(self) -> bool:
+        """Whether predict runs."""
+        return self.state.stage is RunningStage.PREDICTING
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the sanity check runs."""
+        return self.state.stage is RunningStage.SANITY_CHECKING
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether any evaluation with metrics runs."""
+        return self.state.stage is not None and self.state.stage.evaluating
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last run was interrupted."""
+        return self.state.status is TrainerStatus.INTERRUPTED
+
+    @property
+    def _active_loop(self) -> Any:
+        if self.state.fn is TrainerFn.FITTING:
+            return self.fit_loop
+        views = {
+            TrainerFn.VALIDATING: self.validate_loop,
+            TrainerFn.TESTING: self.test_loop,
+            TrainerFn.PREDICTING: self.predict_loop,
+        }
+        return views.get(self.state.fn) if self.state.fn is not None else None
+
+    # --- metrics and loggers ----------------------------------------------------------------------------------
+
+    @property
+    def active_metrics(self) -> MetricStore | None:
+        """Where ``self.log`` puts its values now; None where nothing may be logged."""
+        stage = self.state.stage
+        if stage is RunningStage.TRAINING:
+            return self.loop.metrics
+        if stage is None or stage is RunningStage.PREDICTING:
+            return None
+        return self.eval_loops[stage].metrics
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """Everything logged so far, for callbacks to monitor; 0-dim tensors. One live dict."""
+        return self._fresh().callback
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """Everything logged so far that is meant for loggers; 0-dim tensors."""
+        return self._fresh().logged
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """Everything logged so far that is meant for the progress bar; 0-dim tensors, not read from the device."""
+        return self._fresh().progress_bar
+
+    def _fresh(self) -> PublishedMetrics:
+        """The published metrics, with what the running stage has logged since they were published."""
+        store = self.active_metrics
+        if store is not None and store.entries and not self.sanity_checking:
+            self.published.take(store.current())
+        return self.published
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers."""
+        return self.recorder.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Iterable[Logger] | None) -> None:
+        self.recorder.loggers = list(loggers or [])
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [] if logger is None else [logger]
+
+    @property
+    def log_dir(self) -> str | None:
+        """The first logger's folder, the same on all ranks."""
+        if self.loggers:
+            first = self.loggers[0]
+            folder = first.log_dir if isinstance(first, (TensorBoardLogger, CSVLogger)) else first.save_dir
+        else:
+            folder = self.default_root_dir
+        return self.engine.broadcast(folder)
+
+    @property
+    def default_root_dir(self) -> str:
+        """Where files go that no logger has a folder for."""
+        raise NotImplementedError
+
+    @property
+    def _results(self) -> Any:
+        return None if self.active_metrics is None or self.module_log is None else ResultsView(self.module_log)
+
+    @property
+    def _logger_connector(self) -> Any:
+        loop, progress = self.loop, self.progress
+        every = loop.log_every_n_steps
+
+        def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
+            self.recorder.send(metrics, progress.windows if step is None else step, exact_step=step is not None)
+
+        return SimpleNamespace(
+            should_update_logs=every > 0 and ((progress.windows + 1) % every == 0 or loop.should_stop),
+            should_reset_tensors=lambda fx: False,
+            log_metrics=log_metrics,
+            _current_fx=None,
+        )
+
+    # --- callbacks --------------------------------------------------------------------------------------------
+
+    def _first_callback(self, kind: type) -> Any:
+        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
+
+    @property
+    def checkpoint_callback(self) -> Checkpoint | None:
+        """The first callback that writes checkpoints."""
+        found: Checkpoint | None = self._first_callback(Checkpoint)
+        return found
+
+    @property
+    def checkpoint_callbacks(self) -> list[Checkpoint]:
+        """All callbacks that write checkpoints."""
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first EarlyStopping callback."""
+        found: EarlyStopping | None = self._first_callback(EarlyStopping)
+        return found
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """All EarlyStopping callbacks."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        """The progress bar."""
+        found: ProgressBar | None = self._first_callback(ProgressBar)
+        return found
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``, once, from rank 0."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)

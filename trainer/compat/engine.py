@@ -1,0 +1,191 @@
+"""The engine over ``lightning.pytorch.strategies``, built by Lightning's own accelerator connector.
+
+Chosen over Fabric's strategies because stock callbacks ask ``trainer.strategy`` for what only these have, because
+``DDPStrategy(...)`` objects that users build are these, and because manual optimization under DDP works with them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.compat.precision import PrecisionAdapter
+from trainer.errors import PrecisionError, UnsupportedError
+from trainer.optimization import ScheduleConfig
+from trainer.precision.base import Precision
+
+T = TypeVar("T")
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class LightningEngine:
+    """Devices and processes by one of Lightning's strategies. Implements ``trainer.engine.Engine``.
+
+    Args:
+        trainer: the Trainer, which strategies and launchers ask for its state.
+        precision: our precision plugin.
+        plugins: Lightning plugins (cluster environment, checkpoint IO, layer sync); no precision among them.
+        options: ``accelerator``, ``strategy``, ``devices``, ``num_nodes``, ``sync_batchnorm``, ``benchmark``,
+            ``deterministic``, ``use_distributed_sampler``, as in Lightning's Trainer.
+
+    Raises:
+        PrecisionError: a precision plugin of Lightning's, alone or inside a strategy.
+        UnsupportedError: a strategy that is not supported yet.
+    """
+
+    def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
+        if plugins is not None and not isinstance(plugins, (list, tuple)):
+            plugins = [plugins]
+        for plugin in plugins or ():
+            _refuse_lightning_precision(plugin, "plugins")
+        strategy = options.get("strategy")
+        if isinstance(strategy, Strategy):
+            _refuse_lightning_precision(strategy._precision_plugin, f"{type(strategy).__name__}(precision_plugin)")
+        self._trainer = trainer
+        self.connector = _AcceleratorConnector(plugins=plugins, precision=None, **options)
+        self.strategy: Strategy = self.connector.strategy
+        if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
+            raise UnsupportedError(
+                f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device or"
+                " DDP. Sharded strategies are not supported yet: use strategy='ddp'."
+            )
+        self.adapter = PrecisionAdapter(precision)
+        self.strategy.precision_plugin = self.adapter
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The bare optimizers; a live list."""
+        return self.strategy.optimizers
+
+    @property
+    def schedules(self) -> list[ScheduleConfig]:
+        """The schedules; a live list."""
+        return self.strategy.lr_scheduler_configs  # type: ignore[return-value]
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self.strategy.root_device
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return int(getattr(self.strategy, "world_size", 1))
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number."""
+        return int(getattr(self.strategy, "global_rank", 0))
+
+    @property
+    def model(self) -> nn.Module:
+        """The strategy-wrapped form of the module."""
+        assert self.strategy.model is not None
+        return self.strategy.model
+
+    @property
+    def launch(self) -> Callable[..., Any]:
+        """``function(*args)`` here, or in every process of the strategy's launcher."""
+        launcher = self.strategy.launcher
+        return operator.call if launcher is None else partial(launcher.launch, trainer=self._trainer)
+
+    def connect(self, module: nn.Module) -> None:
+        """Make ``module`` the strategy's."""
+        self.strategy.connect(module)  # type: ignore[arg-type]
+
+    def setup_environment(self) -> None:
+        """Select the device and join the process group."""
+        self.strategy.setup_environment()
+
+    def setup(self, *, fitting: bool) -> None:
+        """Convert, move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
+        self.strategy.setup(self._trainer)
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """The module's step, through the wrapper where there is one; one that takes no ``batch_idx`` gets none."""
+        module = self.strategy.lightning_module
+        assert module is not None
+        method = getattr(module, name)
+        step: Callable[..., Any] = method
+        if self.strategy.model is not module:
+            step = partial(self.strategy._forward_redirection, self.strategy.model, module, name)  # type: ignore[arg-type]
+        if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
+            return lambda batch, batch_idx, *more: step(batch, *more)
+        return step
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
+        """DDP's ``no_sync`` inside a window; nothing on one device."""
+        if enabled or not isinstance(self.strategy, DDPStrategy):
+            return _NOTHING
+        return self.strategy.block_backward_sync()
+
+    def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
+        """``tensor`` reduced over the processes."""
+        reduced: Tensor = self.strategy.reduce(tensor, group=group, reduce_op=op)
+        return reduced
+
+    def any_rank(self, decision: bool) -> bool:
+        """Whether ``decision`` is true on any process."""
+        return self.strategy.reduce_boolean_decision(decision, all=False)
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's ``value``."""
+        return self.strategy.broadcast(value)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the other processes."""
+        self.strategy.barrier(name)
+
+    def module_state(self) -> dict[str, Any]:
+        """The module's state dict."""
+        return self.strategy.lightning_module_state_dict()
+
+    def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load ``checkpoint["state_dict"]``."""
+        self.strategy.load_model_state_dict(checkpoint, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """One optimizer's state dict."""
+        return self.strategy.optimizer_state(optimizer)
+
+    def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load ``checkpoint["optimizer_states"]``."""
+        self.strategy.load_optimizer_state_dict(checkpoint)
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint from rank 0, and wait until it is written."""
+        self.strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        self.strategy.barrier("Trainer.save_checkpoint")
+
+    def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
+        """Read a checkpoint."""
+        return self.strategy.load_checkpoint(path, weights_only=weights_only)
+
+    def on_exception(self, error: BaseException) -> None:
+        """Let the strategy add what it knows to the message; end the processes that it started."""
+        self.strategy.on_exception(error)
+
+    def teardown(self) -> None:
+        """Unwrap the module and move it back to the CPU."""
+        self.strategy.teardown()
+
+
+def _refuse_lightning_precision(plugin: Any, where: str) -> None:
+    if isinstance(plugin, LightningPrecision):
+        raise PrecisionError(
+            f"Got {type(plugin).__name__} through {where}, expected no precision plugin there: Lightning's bring"
+            " autocast and a scaler of their own. Use Trainer(precision='16-mixed') or a plugin from"
+            " trainer.precision, such as Trainer(precision=MixedPrecision('float16', init_scale=1024.0))."
+        )

@@ -1,0 +1,31 @@
+"""Hyper-parameters: into checkpoints and loggers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.loggers.utilities import _log_hyperparams
+from lightning.pytorch.utilities.parsing import clean_namespace
+
+
+def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
+    """What ``save_hyperparameters`` of a module or datamodule kept, under the keys of a checkpoint."""
+    kept: dict[str, Any] = {}
+    for owner in owners:
+        if owner is None or not owner.hparams:
+            continue
+        if hasattr(owner, "_hparams_name"):
+            kept[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
+        kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+    return kept
+
+
+def log_hyper_parameters(trainer: Any) -> None:
+    """Send them to the loggers."""
+    _log_hyperparams(trainer)
+
+
+def drop_unpicklable(module: Any) -> None:
+    """Remove from ``module.hparams`` what could not be sent to another process."""
+    if hasattr(module, "hparams"):
+        clean_namespace(module.hparams)

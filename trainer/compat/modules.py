@@ -1,0 +1,66 @@
+"""Modules: what may be passed as one, what it must have to be run, and its bookkeeping around a run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
+from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from trainer.compat.data import refuse_dataloader_iter
+from trainer.precision.base import Precision
+
+
+def as_module(model: Any) -> LightningModule:
+    """``model``, or the LightningModule inside what ``torch.compile`` returned.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    return _maybe_unwrap_optimized(model)
+
+
+def verify(trainer: Any, module: LightningModule) -> None:
+    """Check that the module and the Trainer's settings go together, before anything is set up."""
+    _verify_strategy_supports_compile(module, trainer.strategy)
+    _verify_loop_configurations(trainer)
+    refuse_dataloader_iter(module)
+
+
+def announce_device(trainer: Any, module: LightningModule) -> None:
+    """Let ``module.device`` tell where the module will be; it is moved there after the ``setup`` hooks."""
+    for part in module.modules():
+        if isinstance(part, _DeviceDtypeModuleMixin):
+            part._device = trainer.strategy.root_device
+
+
+def configure_model(trainer: Any, module: LightningModule, precision: Precision) -> None:
+    """Run ``module.configure_model()``, whose parameters are made on the device and in the precision's dtype."""
+    if not is_overridden("configure_model", module):
+        return
+    with ExitStack() as stack:
+        stack.enter_context(trainer.strategy.tensor_init_context())
+        stack.enter_context(trainer.strategy.model_sharded_context())
+        module._current_fx_name = "configure_model"
+        module.configure_model()
+    module._current_fx_name = None
+
+
+def forget_run(module: LightningModule) -> None:
+    """Forget what belonged to the run that has ended."""
+    module._current_fx_name = None
+    module._metric_attributes = None
+
+
+def last_checkpoints(trainer: Any) -> set[str]:
+    """The files that ``ckpt_path="last"`` may mean."""
+    found: set[str] = set()
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            found |= callback._find_last_checkpoints(trainer)
+    return found

@@ -1,0 +1,79 @@
+"""The precision plugin that Lightning's strategies and optimizer wrappers talk to.
+
+Autocast and the scaler are the loop's business. What reaches this object is what a user's code does by itself:
+``manual_backward``, ``optimizer.step()`` of a wrapped optimizer, ``clip_gradients``. It passes them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.precision.base import Precision
+
+
+class SideDoor(Protocol):
+    """Where the module's own backward passes and optimizer steps go (``trainer.side_doors``)."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Evaluate the closure and step."""
+
+
+class PrecisionAdapter(LightningPrecision):
+    """Our precision plugin, in the shape Lightning expects of one.
+
+    Args:
+        plugin: our plugin.
+    """
+
+    def __init__(self, plugin: Precision) -> None:
+        self.plugin = plugin
+        self.side_door: Any = None
+        self.clip: Callable[[Optimizer, float, str], None] | None = None
+
+    @property
+    def precision(self) -> str:  # type: ignore[override]  # Lightning's is a class attribute of fixed names
+        """Its name."""
+        return self.plugin.name
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Called by the strategy before it moves and wraps the module."""
+        return self.plugin.convert_module(module)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Used by the model summary for its example forward."""
+        return self.plugin.autocast()
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Nothing: scaling and hooks are in ``backward``."""
+        return tensor
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """The loss without its graph."""
+        return tensor.detach()
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """``LightningModule.manual_backward`` ends up here."""
+        self.side_door.backward(tensor, lambda scaled: model.backward(scaled, *args, **kwargs))
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """``LightningOptimizer.step`` ends up here."""
+        return self.side_door.step(optimizer, closure, **kwargs)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """``LightningModule.clip_gradients`` ends up here."""
+        if clip_val > 0 and self.clip is not None:
+            self.clip(optimizer, clip_val, GradClipAlgorithmType(gradient_clip_algorithm).value)

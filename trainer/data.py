@@ -1,0 +1,132 @@
+"""Batches: how many there are, where they come from, and how they get to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Batch = Any
+
+
+class Loaders(Protocol):
+    """The dataloaders of one stage, ready to run: samplers distributed, limits applied."""
+
+    @property
+    def limits(self) -> list[float]:
+        """Batches to run of each dataloader; inf where it has no length."""
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether the dataloaders run one after the other, not side by side."""
+
+    def num_batches(self) -> float:
+        """Batches in one pass over all of them; inf where nobody knows."""
+
+    def start_epoch(self, epoch: int) -> None:
+        """Tell the samplers which epoch it is: they shuffle by it."""
+
+    def batches(self) -> Iterator[tuple[Batch, int, int]]:
+        """One pass: (batch, batch_idx, dataloader_idx)."""
+
+    def only(self) -> Iterable[Batch] | None:
+        """The one plain dataloader that there is, or None where there are several."""
+
+
+class TrainingBatches:
+    """The training data as the fit loop sees it: iterate for (batch, batch_idx, is_last).
+
+    Args:
+        loaders: the training dataloaders; None for none.
+    """
+
+    def __init__(self, loaders: Loaders | None) -> None:
+        self.loaders = loaders
+        self.num_batches: float = loaders.num_batches() if loaders is not None else 0
+        self._skip = 0
+
+    def __bool__(self) -> bool:
+        return self.num_batches > 0
+
+    def start_epoch(self, epoch: int, skip: int) -> None:
+        """The next pass is that of ``epoch``, without its first ``skip`` batches (they are loaded and dropped)."""
+        assert self.loaders is not None
+        self.loaders.start_epoch(epoch)
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[tuple[Batch, int, bool]]:
+        assert self.loaders is not None
+        only = self.loaders.only()
+        source = iter(only) if only is not None else (batch for batch, *_ in self.loaders.batches())
+        first, count = self._skip, self.num_batches
+        if count == float("inf"):
+            batches = _with_last(source)
+            return ((batch, i, last) for i, (batch, last) in enumerate(batches) if i >= first)
+        count = int(count)
+        numbered = enumerate(islice(source, count))
+        return ((batch, i, i + 1 == count) for i, batch in numbered if i >= first)
+
+
+def _with_last(source: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Each batch with whether it is the last; known by looking one ahead, so only for loaders without a length."""
+    iterator = iter(source)
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        return
+    for following in iterator:
+        yield batch, False
+        batch = following
+    yield batch, True
+
+
+class Transfer:
+    """Moves batches to the device, through the user's hooks where there are any.
+
+    Args:
+        device: where to.
+        convert: what the precision does to a batch beforehand (``Precision.convert_batch``).
+        move: moves any collection of tensors: (batch, device).
+        before, transfer, after: the user's ``on_before_batch_transfer(batch, dataloader_idx)``,
+            ``transfer_batch_to_device(batch, device, dataloader_idx)`` and ``on_after_batch_transfer``; each None
+            where it is not overridden.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        convert: Callable[[Batch], Batch],
+        move: Callable[[Batch, torch.device], Batch],
+        before: Callable[..., Batch] | None = None,
+        transfer: Callable[..., Batch] | None = None,
+        after: Callable[..., Batch] | None = None,
+    ) -> None:
+        self._device = device
+        self._convert = convert
+        self._move = move
+        self._before = before
+        self._transfer = transfer
+        self._after = after
+
+    def __call__(self, batch: Batch, dataloader_idx: int = 0) -> Batch:
+        """``batch`` as the step function gets it."""
+        batch = self._convert(batch)
+        if self._before is not None:
+            batch = self._before(batch, dataloader_idx)
+        if self._transfer is not None:
+            batch = self._transfer(batch, self._device, dataloader_idx)
+        elif not _is_on(batch, self._device):
+            batch = self._move(batch, self._device)
+        if self._after is not None:
+            batch = self._after(batch, dataloader_idx)
+        return batch
+
+
+def _is_on(batch: Batch, device: torch.device) -> bool:
+    """Whether a batch of the commonest kinds (a tensor, a list or tuple of tensors) is on the device already."""
+    if type(batch) in (list, tuple):
+        return all(type(item) is Tensor and item.device == device for item in batch)
+    return type(batch) is Tensor and batch.device == device

@@ -1,0 +1,39 @@
+"""What can go wrong because of something a user gave us.
+
+Each message says what was given, what was expected, and what to do. Invariants of our own are ``assert``s.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TrainerError(Exception):
+    """Base class of the exceptions this package raises."""
+
+
+class ConfigurationError(TrainerError, ValueError):
+    """An argument, or a combination of arguments, that cannot work."""
+
+
+class UnsupportedError(ConfigurationError, NotImplementedError):
+    """Something Lightning offers and this package does not (yet). Raised when the Trainer is built."""
+
+
+class PrecisionError(ConfigurationError):
+    """A precision that does not exist, or that the chosen device cannot compute in."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint that cannot be written, found or restored."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The sentence `` Did you mean 'x'?`` for the nearest known word, or an empty string.
+
+    >>> did_you_mean("16-mixd", ["16-mixed", "bf16-mixed"])
+    " Did you mean '16-mixed'?"
+    """
+    near = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,190 @@
+"""Validate, test, predict, and the sanity check: forward passes under autocast, without gradients or a scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data import Loaders
+from trainer.engine import Engine
+from trainer.hooks import NO_HOOKS, Hooks
+from trainer.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.precision.base import Precision
+from trainer.progress import EvalProgress, FitProgress
+
+Metrics = dict[str, Tensor]
+
+
+class EvalLoop:
+    """One pass over the validation, test or prediction data.
+
+    Args:
+        stage: ``"validation"``, ``"test"`` or ``"predict"``: the prefix of its hooks and of its step function.
+        engine: devices and processes.
+        precision: the context of a forward.
+        published: the metrics that callbacks and progress bars read.
+        recorder: sends metrics to the loggers.
+        fit_progress: the training's counters; metrics are logged at its step.
+
+    Attributes:
+        keep_predictions: whether to collect what ``predict_step`` returns.
+        predictions: what it returned, a list for each dataloader.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        *,
+        engine: Engine,
+        precision: Precision,
+        published: PublishedMetrics,
+        recorder: Recorder,
+        fit_progress: FitProgress,
+    ) -> None:
+        self.stage = stage
+        self.engine = engine
+        self.precision = precision
+        self.published = published
+        self.recorder = recorder
+        self.fit_progress = fit_progress
+        self.progress = EvalProgress()
+        self.metrics = MetricStore(training=False)
+        self.sanity_checking = False
+        self.keep_predictions = False
+        self.predictions: list[list[Any]] = []
+        # what belongs to one run; see prepare
+        self.hooks: Hooks = NO_HOOKS
+        self.module: nn.Module = nn.Module()
+        self.transfer: Callable[[Any, int], Any] = _as_it_is
+        self.loaders: Loaders | None = None
+        self.inference_mode = False
+        self.step: Callable[..., Any] = _as_it_is
+        self.on_batch_start = NO_HOOKS.of(f"on_{stage}_batch_start")
+        self.on_batch_end = NO_HOOKS.of(f"on_{stage}_batch_end")
+
+    def prepare(
+        self,
+        *,
+        hooks: Hooks,
+        module: nn.Module,
+        transfer: Callable[[Any, int], Any],
+        loaders: Loaders | None,
+        inference_mode: bool,
+    ) -> None:
+        """Take in what belongs to one run.
+
+        Args:
+            hooks: what callbacks and the module do at each point.
+            module: the LightningModule; its modules' train and eval modes are put back after each pass.
+            transfer: moves a batch to the device: (batch, dataloader_idx).
+            loaders: the data; None for none.
+            inference_mode: run in ``torch.inference_mode`` (its tensors can never take part in training)
+                instead of ``torch.no_grad``.
+        """
+        self.hooks = hooks
+        self.module = module
+        self.transfer = transfer
+        self.loaders = loaders
+        self.inference_mode = inference_mode
+        self.step = self.engine.step_function(f"{self.stage}_step")
+        self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
+        self.on_batch_end = hooks.of(f"on_{self.stage}_batch_end")
+
+    def run(self, limit: float = float("inf")) -> list[Metrics]:
+        """One pass. Returns, for each dataloader, what was logged.
+
+        Args:
+            limit: batches at most of each dataloader (a sanity check's).
+        """
+        loaders = self.loaders
+        if loaders is None or sum(loaders.limits) == 0 or limit == 0:
+            return []
+        several = loaders.is_sequential and len(loaders.limits) > 1
+        logged: list[Metrics] = []
+        self.progress.batches = 0
+        self.metrics.reset()
+        self.predictions = [[] for _ in loaders.limits]
+        with self.gradient_context(), self.eval_mode():
+            self.hooks.of(f"on_{self.stage}_start")()
+            self.hooks.of(f"on_{self.stage}_epoch_start")()
+            loaders.start_epoch(self.fit_progress.epochs_trained)
+            current = 0
+            for batch, batch_idx, dataloader_idx in loaders.batches():
+                if batch_idx >= limit:
+                    continue
+                if dataloader_idx != current:
+                    logged.append(self.close_dataloader())
+                    current = dataloader_idx
+                self.evaluate_batch(batch, batch_idx, dataloader_idx if several else None)
+            logged.append(self.close_dataloader())
+            self.metrics.dataloader_idx = None
+            self.hooks.of(f"on_{self.stage}_epoch_end")()
+            at_the_end = self.publish()
+            for metrics in logged:
+                metrics.update(at_the_end)
+            if not self.sanity_checking:
+                self.recorder.send(
+                    {k: v for one in reversed(logged) for k, v in one.items()}, self.fit_progress.windows
+                )
+            self.hooks.of(f"on_{self.stage}_end")()
+        self.metrics.reset()
+        return logged
+
+    def evaluate_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
+        """One forward pass and its hooks. ``dataloader_idx`` is None where there is only one."""
+        progress = self.progress
+        batch = self.transfer(batch, dataloader_idx or 0)
+        where = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
+        progress.batches += 1
+        self.metrics.begin_batch(batch, dataloader_idx)
+        self.on_batch_start(batch, *where)
+        outer = self.hooks.scope.enter(f"{self.stage}_step")
+        with self.precision.autocast():
+            output = self.step(batch, *where)
+        self.hooks.scope.enter(outer)
+        if self.keep_predictions:
+            self.predictions[dataloader_idx or 0].append(output)
+        self.on_batch_end(output, batch, *where)
+        self.metrics.end_batch()
+        if not self.sanity_checking:
+            progress.has_run = True
+            progress.total_batches += 1
+            self.recorder.send(self.metrics.current().logger, batch_idx, exact_step=True)
+
+    def close_dataloader(self) -> Metrics:
+        """A dataloader's last batch is over: its metrics are those of the epoch now."""
+        self.metrics.end_epoch()
+        return self.publish()
+
+    def publish(self) -> Metrics:
+        """Show the epoch's metrics to everybody; returns those meant for loggers. A sanity check shows nothing."""
+        if self.sanity_checking:
+            return {}
+        metrics = self.metrics.current()
+        self.published.take(metrics)
+        return dict(metrics.logger)
+
+    def gradient_context(self) -> AbstractContextManager[object]:
+        """No gradients are recorded."""
+        return torch.inference_mode() if self.inference_mode else torch.no_grad()
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """The module in eval mode, and every part of it back in its own mode afterwards."""
+        modes = {part: part.training for part in self.module.modules()}
+        self.hooks.of_module(f"on_{self.stage}_model_eval")()
+        yield
+        put_back = self.hooks.override_of(f"on_{self.stage}_model_train")
+        if put_back is not None:
+            put_back()
+        else:
+            for part, training in modes.items():
+                part.training = training
+
+
+def _as_it_is(batch: Any, *_: Any) -> Any:
+    return batch

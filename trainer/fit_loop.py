@@ -1,0 +1,397 @@
+"""The training loop: epochs, one batch, one weight update.
+
+Read ``FitLoop.run``, ``train_batch`` and ``update_weights``: they are the whole path from a batch to the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer import optimization
+from trainer.data import TrainingBatches
+from trainer.engine import Engine
+from trainer.errors import ConfigurationError
+from trainer.hooks import NO_HOOKS, Hook, Hooks
+from trainer.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.optimization import AccumulationWindow, Schedules, StepOutcome
+from trainer.precision.base import Precision
+from trainer.precision.scaler import LossScaler
+from trainer.progress import FitProgress
+
+Clip = Callable[[Optimizer], Tensor | None]
+"""Clips one optimizer's gradients in place; returns their norm before that, if it measured it."""
+
+
+class FitLoop:
+    """Trains a module, epoch by epoch.
+
+    The arguments live as long as the Trainer; what belongs to one run comes with :meth:`prepare`.
+
+    Args:
+        engine: devices and processes.
+        precision: the context of a forward.
+        scaler: scales losses, unscales gradients, skips steps that overflowed. A disabled one does nothing.
+        window: which batches make one weight update.
+        progress: the counters.
+        published: the metrics that callbacks and progress bars read.
+        recorder: sends metrics to the loggers.
+        max_epochs: epochs to train in all; -1 for no limit.
+        min_epochs: epochs before ``should_stop`` is heeded.
+        max_steps: optimizer steps (skipped ones included) to take in all; -1 for no limit.
+        min_steps: optimizer steps before ``should_stop`` is heeded.
+        check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
+        log_every_n_steps: weight updates between two rows in the loggers; 0 for none.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        precision: Precision,
+        scaler: LossScaler,
+        window: AccumulationWindow,
+        progress: FitProgress,
+        published: PublishedMetrics,
+        recorder: Recorder,
+        max_epochs: int,
+        min_epochs: int,
+        max_steps: int,
+        min_steps: int,
+        check_val_every_n_epoch: int | None,
+        log_every_n_steps: int,
+    ) -> None:
+        self.engine = engine
+        self.precision = precision
+        self.scaler = scaler
+        self.window = window
+        self.progress = progress
+        self.published = published
+        self.recorder = recorder
+        self.metrics = MetricStore(training=True)
+        # public knobs: stock callbacks and the tuner write them between batches
+        self.max_epochs = max_epochs
+        self.min_epochs = min_epochs
+        self.max_steps = max_steps
+        self.min_steps = min_steps
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        self.log_every_n_steps = log_every_n_steps
+        self.val_check_batch: float = float("inf")
+        self.should_stop = False
+        self.outcome: StepOutcome | None = None
+        self.grad_norm: Tensor | None = None
+        self.skips_epoch = False
+        self.validates_this_epoch = False
+        # what belongs to one run; see prepare
+        self.hooks: Hooks = NO_HOOKS
+        self.batches = TrainingBatches(None)
+        self.transfer: Callable[[Any], Any] = _as_it_is
+        self.optimizers: list[Optimizer] = []
+        self.schedules = Schedules([], _as_it_is, dict)
+        self.clip_gradients: Clip | None = None
+        self.validate: Callable[[], None] | None = None
+        self.train: Callable[[Any, int, bool], None] = self.train_batch
+        self.training_step: Callable[..., Any] = _as_it_is
+        self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
+        self.optimizer_zero_grad: Hook | None = None
+
+    def prepare(
+        self,
+        *,
+        hooks: Hooks,
+        batches: TrainingBatches,
+        transfer: Callable[[Any], Any],
+        optimizers: list[Optimizer],
+        schedules: Schedules,
+        clip_gradients: Clip | None,
+        validate: Callable[[], None] | None,
+    ) -> None:
+        """Take in what belongs to one run.
+
+        Args:
+            hooks: what callbacks and the module do at each point.
+            batches: the training data.
+            transfer: moves a batch to the device, through the user's transfer hooks.
+            optimizers: bare torch optimizers; a live list.
+            schedules: the learning-rate schedules.
+            clip_gradients: what happens between ``on_before_optimizer_step`` and the step; None for nothing.
+            validate: runs one validation; None where there is nothing to validate.
+
+        ``train`` may be set to a side door afterwards, for modules that take the optimizer into their own hands
+        (``trainer.side_doors``).
+        """
+        self.hooks = hooks
+        self.batches = batches
+        self.transfer = transfer
+        self.optimizers = optimizers
+        self.schedules = schedules
+        self.clip_gradients = clip_gradients
+        self.validate = validate
+        self.train = self.train_batch
+        self.training_step = self.engine.step_function("training_step")
+        self.backward = hooks.override_of("backward")
+        self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
+
+    # --- epochs ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train until the last epoch, the last step, or until somebody sets ``should_stop``."""
+        if self.is_done() or not self.batches:
+            return
+        self.hooks.on_train_start()
+        while not self.is_done():
+            self.start_epoch()
+            for batch, batch_idx, is_last in self.batches:
+                self.train(batch, batch_idx, is_last)
+                if self.skips_epoch:
+                    break
+                if self.validates_this_epoch and self.is_validation_due:
+                    self.run_validation()
+                self.close_batch()
+                if self.is_done_inside_epoch:
+                    break
+            self.end_epoch()
+        self.hooks.on_train_end()
+
+    def start_epoch(self) -> None:
+        """Open an epoch: or go on with one, where a checkpoint was written in its middle."""
+        progress = self.progress
+        self.skips_epoch = False
+        self.window.reset()
+        every = self.check_val_every_n_epoch
+        self.validates_this_epoch = self.validate is not None and (every is None or (progress.epoch + 1) % every == 0)
+        self.batches.start_epoch(progress.epochs_trained, skip=progress.batches_this_epoch)
+        if progress.batches_this_epoch == 0:
+            self.hooks.on_train_epoch_start()
+
+    def end_epoch(self) -> None:
+        """Close an epoch: its hooks, its metrics, the schedules that wait for them."""
+        progress = self.progress
+        if self.window.is_open:
+            self.close_window_early()
+        self.published.take(self.metrics.current())  # the last batch's, before the epoch's take their place
+        self.metrics.end_epoch()
+        progress.epochs_trained += 1
+        self.hooks.on_train_epoch_end()
+        self.published.take(self.metrics.current())
+        self.schedules.advance("epoch", progress.epoch + 1, on_plateau=True)
+        self.recorder.send(self.metrics.current().logger, progress.windows - 1)
+        self.metrics.reset()
+        progress.epoch += 1
+        progress.batch_idx = -1
+
+    def is_done(self) -> bool:
+        """Whether no further epoch is to be trained."""
+        progress = self.progress
+        return (
+            (self.max_steps != -1 and progress.optimizer_steps >= self.max_steps)
+            or (self.max_epochs != -1 and progress.epochs_trained >= self.max_epochs)
+            or (self.should_stop and self.may_stop_early)
+        )
+
+    @property
+    def is_done_inside_epoch(self) -> bool:
+        """Whether to leave the epoch before its last batch."""
+        reached = self.max_steps != -1 and self.progress.optimizer_steps >= self.max_steps
+        return reached or (self.should_stop and self.may_stop_early)
+
+    @property
+    def may_stop_early(self) -> bool:
+        """Whether ``min_epochs`` and ``min_steps`` are met."""
+        progress = self.progress
+        return progress.epochs_trained >= self.min_epochs and progress.optimizer_steps >= self.min_steps
+
+    # --- one batch ------------------------------------------------------------------------------------------
+
+    def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+        """Forward, backward and, where the batch closes a window, the weight update."""
+        batch = self.start_batch(batch, batch_idx, is_last)
+        if self.skips_epoch:
+            return
+        window = self.window
+        with self.engine.gradient_sync(window.is_last):
+            self.hooks.scope.enter("training_step")
+            with self.precision.autocast():  # forward and loss; never the backward
+                output = self.training_step(batch, batch_idx)
+            self.hooks.scope.enter(None)
+            loss = output if isinstance(output, Tensor) else self.loss_of(output)
+            if window.is_first:
+                self.clear_gradients()
+            if loss is not None:
+                loss = window.normalize(loss)
+                self.run_backward(self.scaler.scale(loss))
+        if window.is_last and window.backwards:
+            self.update_weights()
+        self.end_batch(self.outputs_of(loss, output), batch, batch_idx)
+
+    def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
+        """Count the batch, move it to the device, announce it. Returns it as it is on the device."""
+        progress = self.progress
+        batch = self.transfer(batch)
+        progress.batch_idx = batch_idx
+        progress.is_last_batch = is_last
+        progress.in_batch = True
+        self.metrics.begin_batch(batch)
+        self.skips_epoch = self.hooks.on_train_batch_start(batch, batch_idx) == -1
+        if self.skips_epoch:
+            progress.is_last_batch = True
+        else:
+            self.window.advance(self.batches.num_batches - batch_idx, is_last)
+        return batch
+
+    def loss_of(self, output: Any) -> Tensor | None:
+        """The loss in what ``training_step`` returned.
+
+        None stands for "nothing to learn from this batch". On several processes that becomes a loss of zero, so
+        that the others' gradient synchronisation does not wait for ever.
+        """
+        if output is None:
+            return optimization.zero_loss(self.engine.model.parameters()) if self.engine.world_size > 1 else None
+        if not isinstance(output, Mapping):
+            raise ConfigurationError(
+                "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step"
+                f" will be skipped). Got {type(output).__name__}."
+            )
+        loss = output.get("loss")
+        if not isinstance(loss, Tensor):
+            raise ConfigurationError(
+                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
+                f" and hold a tensor. Got the keys {list(output)} and loss={loss!r}."
+            )
+        return loss
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients of the last window: also those of a skipped step, whatever state it left them in."""
+        for optimizer in self.optimizers:
+            self.hooks.on_before_zero_grad(optimizer)
+            if self.optimizer_zero_grad is not None:
+                self.optimizer_zero_grad(self.progress.epoch, self.progress.batch_idx, optimizer)
+            elif optimization.keeps_default_zero_grad(optimizer):
+                optimization.clear_gradients(optimizer)
+            else:
+                optimizer.zero_grad()
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Add the gradients of the scaled loss to those of the window's earlier batches."""
+        self.hooks.on_before_backward(loss)
+        if self.backward is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self.backward(loss)
+        self.window.backwards += 1
+        self.hooks.on_after_backward()
+
+    def end_batch(self, outputs: dict[str, Any], batch: Any, batch_idx: int) -> None:
+        """Step the schedules, announce the end, log."""
+        progress, closes_window = self.progress, self.window.is_last
+        progress.batches += 1
+        progress.closing = closes_window
+        if self.schedules:
+            self.advance_schedules(closes_window)
+        self.hooks.on_train_batch_end(outputs, batch, batch_idx)
+        progress.in_batch = False
+        self.metrics.end_batch()
+        if closes_window and self.is_logging_due:
+            self.recorder.send(self.metrics.current().logger, progress.windows)
+
+    def close_batch(self) -> None:
+        """What waits until a validation after the batch is over."""
+        if self.window.is_last:
+            if self.schedules:
+                self.schedules.advance("step", self.progress.batches_this_epoch, on_plateau=True)
+            self.progress.windows += 1
+            self.progress.closing = False
+
+    @staticmethod
+    def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any]:
+        """What ``on_train_batch_end`` is given: the (normalised) loss without its graph, and a dict's other items."""
+        if loss is None or output is None:
+            return {}
+        if isinstance(output, Tensor):
+            return {"loss": loss.detach()}
+        rest = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+        return {**rest, "loss": loss.detach()}
+
+    # --- one weight update ----------------------------------------------------------------------------------
+
+    def update_weights(self) -> None:
+        """Step every optimizer on the mean gradient of the window."""
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)  # gradients are in true units from here on
+            self.window.correct_gradients(optimizer)
+            self.expose_gradients(optimizer)
+            self.scaler.step(optimizer)  # leaves the weights alone when a gradient is not finite
+            self.progress.optimizer_steps += 1
+        self.settle(tuple(range(len(self.optimizers))))
+
+    def expose_gradients(self, optimizer: Optimizer) -> None:
+        """Let the hooks see the true, unclipped gradients; then clip them."""
+        self.hooks.on_before_optimizer_step(optimizer)
+        if self.clip_gradients is not None:
+            norm = self.clip_gradients(optimizer)
+            self.grad_norm = norm if norm is not None else self.grad_norm
+
+    def settle(self, stepped: tuple[int, ...]) -> None:
+        """Find out what became of the update, adjust the scale (once, however many optimizers), tell everybody."""
+        scaler = self.scaler
+        skipped = scaler.read_skipped()  # a host-device synchronisation with a fused optimizer on a GPU
+        scale = scaler.current_scale
+        scaler.update()
+        outcome = self.outcome = StepOutcome(skipped, scale, scaler.current_scale, self.grad_norm, stepped)
+        self.grad_norm = None
+        self.progress.skipped_steps += skipped
+        if not self.hooks.on_after_optimizer_step.is_empty:
+            for index in stepped:
+                self.hooks.on_after_optimizer_step(self.optimizers[index], outcome)
+
+    def advance_schedules(self, closes_window: bool) -> None:
+        """Step the schedules that follow this batch. A skipped update is none: they wait for one that happened."""
+        progress = self.progress
+        if closes_window and (self.outcome is None or not self.outcome.skipped):
+            self.schedules.advance("step", progress.batches_this_epoch)
+        if progress.is_last_batch:
+            self.schedules.advance("epoch", progress.epoch + 1)
+
+    def close_window_early(self) -> None:
+        """The epoch ended inside a window (``on_train_batch_start`` returned -1): use what it has.
+
+        On several processes its gradients have not been averaged, so there they are dropped.
+        """
+        if self.window.backwards and self.engine.world_size == 1:
+            self.update_weights()
+        self.window.reset()
+
+    # --- validation and logging inside an epoch -------------------------------------------------------------
+
+    @property
+    def is_validation_due(self) -> bool:
+        """Whether to validate after this batch."""
+        progress = self.progress
+        if self.should_stop and self.may_stop_early:
+            return True
+        if self.val_check_batch == float("inf"):
+            return progress.is_last_batch
+        counts_over_epochs = self.check_val_every_n_epoch is None
+        number = progress.batches if counts_over_epochs else progress.batches_this_epoch
+        return number % self.val_check_batch == 0
+
+    def run_validation(self) -> None:
+        """Validate, and come back as if nothing had happened."""
+        assert self.validate is not None
+        self.published.take(self.metrics.current())
+        if self.window.is_last:
+            self.hooks.of_module("on_validation_model_zero_grad")()  # no need to hold gradients meanwhile
+        self.validate()
+
+    @property
+    def is_logging_due(self) -> bool:
+        """Whether the loggers get a row for this weight update."""
+        every = self.log_every_n_steps
+        return every > 0 and ((self.progress.windows + 1) % every == 0 or self.should_stop)
+
+
+def _as_it_is(value: Any, *_: Any) -> Any:
+    return value

@@ -1,0 +1,212 @@
+"""Every hook, in order, as one annotated loop; and how they are called.
+
+The names, the order and the arguments are Lightning's. A hook written ``callbacks, module`` runs the callbacks'
+first, in their order. ``*`` marks what only a module has, ``d`` what a datamodule may have as well, ``+`` what
+Lightning does not have::
+
+    fit:
+        d prepare_data                       one process a node
+        d setup                              datamodule, callbacks, module
+        * configure_model, configure_optimizers
+          on_fit_start
+          on_sanity_check_start; validation (below) on a few batches; on_sanity_check_end
+          on_train_start
+          for each epoch:
+              on_train_epoch_start
+              for each batch:
+                d on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
+                  on_train_batch_start       the module's may return -1: skip the rest of the epoch
+                * training_step              under autocast
+                  on_before_zero_grad        at a window's first batch
+                * optimizer_zero_grad
+                  on_before_backward
+                * backward
+                  on_after_backward
+                  on_before_optimizer_step   at a window's last batch; gradients are unscaled and unclipped
+                * configure_gradient_clipping
+                  (the optimizer steps)
+                + on_after_optimizer_step    with the StepOutcome
+                * lr_scheduler_step          unless the step was skipped
+                  on_train_batch_end
+                  validation, where it is due:
+                    * on_validation_model_zero_grad, on_validation_model_eval
+                      on_validation_start, on_validation_epoch_start
+                      for each batch: on_validation_batch_start, validation_step, on_validation_batch_end
+                      on_validation_epoch_end, on_validation_end
+                    * on_validation_model_train
+              on_train_epoch_end             callbacks, module, then those that monitor a metric or save
+          on_train_end
+          on_fit_end
+        d teardown
+
+    test and predict are as validation, with their own names; predict has no loss and logs nothing.
+    on_exception runs where anything above raises.
+
+Who overrides what is looked up once, when a run starts: a hook that nobody overrides costs one test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+Call = Callable[..., Any]
+
+
+class HookScope(Protocol):
+    """Tells the module which hook it is in; ``self.log`` asks."""
+
+    def enter(self, name: str | None) -> str | None:
+        """Say that the hook ``name`` runs now (None: no hook). Returns what ran before."""
+
+
+class Hook:
+    """One hook: what the callbacks and the module do at one point of the loop. Call it with the hook's arguments."""
+
+    __slots__ = ("_after", "_before", "_module", "_scope", "is_empty", "name")
+
+    def __init__(
+        self,
+        name: str,
+        scope: HookScope,
+        before: Sequence[Call] = (),
+        module: Call | None = None,
+        after: Sequence[Call] = (),
+    ) -> None:
+        self.name = name
+        self.is_empty = not before and module is None and not after
+        self._scope = scope
+        self._before = tuple(before)
+        self._module = module
+        self._after = tuple(after)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it. Returns what the module's part returned."""
+        if self.is_empty:
+            return None
+        outer = self._scope.enter(self.name)
+        result = None
+        for call in self._before:
+            call(*args)
+        if self._module is not None:
+            result = self._module(*args)
+        for call in self._after:
+            call(*args)
+        self._scope.enter(outer)
+        return result
+
+
+CALLBACK_HOOKS = (
+    "on_fit_start",
+    "on_fit_end",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "on_train_start",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_after_optimizer_step",
+    *(
+        f"on_{stage}_{moment}"
+        for stage in ("validation", "test", "predict")
+        for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+    ),
+)
+"""The hooks that callbacks and modules share, and that run inside the loops."""
+
+
+class Hooks:
+    """The hooks of one run, each as an attribute: ``hooks.on_train_start()``.
+
+    Made anew for each run, so what a callback or a module overrides may change between runs but not inside one.
+
+    Args:
+        trainer: passed to callbacks as their first argument.
+        module: the LightningModule; passed to callbacks as their second.
+        callbacks: in the order they are called.
+        scope: told the name of each hook that runs.
+        overrides: whether an object has its own version of a named method.
+        monitors: whether a callback's ``on_train_epoch_end`` waits for the module's, whose metrics it reads.
+        profile: wraps a call in a profiler's scope; None to leave calls bare.
+    """
+
+    on_fit_start: Hook
+    on_fit_end: Hook
+    on_sanity_check_start: Hook
+    on_sanity_check_end: Hook
+    on_train_start: Hook
+    on_train_end: Hook
+    on_train_epoch_start: Hook
+    on_train_epoch_end: Hook
+    on_train_batch_start: Hook
+    on_train_batch_end: Hook
+    on_before_zero_grad: Hook
+    on_before_backward: Hook
+    on_after_backward: Hook
+    on_before_optimizer_step: Hook
+    on_after_optimizer_step: Hook
+
+    def __init__(
+        self,
+        trainer: object,
+        module: Any,
+        callbacks: Iterable[Any],
+        scope: HookScope,
+        overrides: Callable[[Any, str], bool],
+        monitors: Callable[[Any], bool],
+        profile: Callable[[str, Call], Call] | None = None,
+    ) -> None:
+        self.scope = scope
+        self._module = module
+        self._profile = profile
+        self._overrides = overrides
+        callbacks = list(callbacks)
+
+        for name in CALLBACK_HOOKS:
+            calls = [(c, self._bind(c, name, trainer, module)) for c in callbacks if overrides(c, name)]
+            late = name == "on_train_epoch_end"
+            hook = Hook(
+                name,
+                scope,
+                before=[call for c, call in calls if not (late and monitors(c))],
+                module=self._bind(module, name) if overrides(module, name) else None,
+                after=[call for c, call in calls if late and monitors(c)],
+            )
+            setattr(self, name, hook)
+
+    def of(self, name: str) -> Hook:
+        """The hook called ``name``; the evaluation loop forms names from the stage it runs."""
+        hook: Hook = getattr(self, name)
+        return hook
+
+    def of_module(self, name: str) -> Hook:
+        """A hook that only the module has, such as ``on_validation_model_eval``; its default version included."""
+        return Hook(name, self.scope, module=self._bind(self._module, name))
+
+    def override_of(self, name: str) -> Hook | None:
+        """The module's own version of ``name``, or None where it has none and the loop may do it directly."""
+        return self.of_module(name) if self._overrides(self._module, name) else None
+
+    def _bind(self, owner: Any, name: str, *first: Any) -> Call:
+        method = getattr(owner, name)
+        call: Call = partial(method, *first) if first else method
+        if self._profile is None:
+            return call
+        kind = "Callback" if first else "LightningModule"
+        return self._profile(f"[{kind}]{type(owner).__name__}.{name}", call)
+
+
+class _NoScope:
+    def enter(self, name: str | None) -> str | None:
+        return None
+
+
+NO_HOOKS = Hooks(None, None, (), _NoScope(), lambda owner, name: False, lambda callback: False)
+"""The hooks of a loop that has no run yet: all empty."""

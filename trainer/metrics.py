@@ -1,0 +1,330 @@
+"""What ``self.log`` has been given: the values of this step, and their reductions over the epoch.
+
+Nothing here reads a tensor's value: a logged loss stays where it is until a logger, a progress bar or a callback
+asks for it, so logging does not make the host wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.errors import ConfigurationError
+
+_FLUSH_EVERY = 256
+"""Values that wait before they are reduced together: one stack and one sum in the place of 256 additions."""
+
+
+class MetricObject(Protocol):
+    """The part of ``torchmetrics.Metric`` that is used here."""
+
+    _forward_cache: Any
+
+    def compute(self) -> Any:
+        """The value over everything since the last reset."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+class LogOptions(NamedTuple):
+    """How one name is logged; the arguments of ``self.log`` of the same names."""
+
+    prog_bar: bool = False
+    logger: bool = True
+    on_step: bool = False
+    on_epoch: bool = True
+    reduce_fx: str = "mean"
+    sync_dist: bool = False
+    sync_dist_group: Any = None
+    add_dataloader_idx: bool = True
+    rank_zero_only: bool = False
+
+
+Reduce = Callable[..., Tensor]
+"""``engine.reduce``: (tensor, op, group) to the tensor reduced over the processes."""
+
+
+class LoggedValue:
+    """One name that was logged from one hook: its last value and, where asked for, its epoch reduction.
+
+    Values are 0-dim tensors on whatever device they came from. Epoch reductions are accumulated in float32, or
+    float64 for float64 values; bfloat16 and float16 values lose nothing further (Lightning #18620).
+    """
+
+    __slots__ = ("_pending", "_reduce", "_total", "_weight", "_weights", "dataloader_idx", "has_value", "hook",
+                 "metric", "name", "options", "step_value")  # fmt: skip
+
+    def __init__(self, hook: str, name: str, options: LogOptions, dataloader_idx: int | None, reduce: Reduce) -> None:
+        self.hook = hook
+        self.name = name
+        self.options = options
+        self.dataloader_idx = dataloader_idx
+        self.metric: MetricObject | None = None
+        self.step_value: Tensor | None = None
+        self.has_value = False
+        self._reduce = reduce
+        self._pending: list[Tensor] = []
+        self._weights: list[float] = []
+        self._total: Tensor | None = None
+        self._weight = 0.0
+
+    def update(self, value: Tensor, weight: int) -> None:
+        """Take in one value (0-dim, detached) that stands for ``weight`` samples."""
+        self.has_value = True
+        options = self.options
+        if options.on_step:
+            shared = options.sync_dist and not options.rank_zero_only
+            self.step_value = self._across(value.clone()) if shared else value
+        if options.on_epoch:
+            self._pending.append(value)
+            self._weights.append(weight)
+            if len(self._pending) >= _FLUSH_EVERY:
+                self._flush()
+
+    def update_metric(self, metric: MetricObject) -> None:
+        """Take in a metric object, which accumulates by itself."""
+        self.has_value = True
+        self.metric = metric
+        self.step_value = metric._forward_cache
+
+    def epoch_value(self) -> Tensor | None:
+        """The reduction over everything since the last reset; with ``sync_dist``, over the processes too."""
+        if self.metric is not None:
+            computed = self.metric.compute()
+            if not isinstance(computed, Tensor):
+                raise ConfigurationError(
+                    f"The `.compute()` return of the metric logged as {self.name!r} must be a tensor."
+                    f" Found {computed}. Log its parts one by one, or a MetricCollection with self.log_dict."
+                )
+            return computed
+        self._flush()
+        if self._total is None:
+            return None
+        total, shared = self._total, self.options.sync_dist and not self.options.rank_zero_only
+        if self.options.reduce_fx != "mean":
+            return self._across(total.clone()) if shared else total
+        if not shared:
+            return total / self._weight
+        weight = torch.tensor(self._weight, dtype=total.dtype, device=total.device)
+        group = self.options.sync_dist_group
+        return self._reduce(total.clone(), "sum", group) / self._reduce(weight, "sum", group)
+
+    def reset(self) -> None:
+        """Forget all values; keep the options."""
+        self.has_value = False
+        self.step_value = None
+        self._pending.clear()
+        self._weights.clear()
+        self._total = None
+        self._weight = 0.0
+        if self.metric is not None:
+            self.metric.reset()
+
+    def _across(self, value: Tensor) -> Tensor:
+        return self._reduce(value, self.options.reduce_fx, self.options.sync_dist_group)
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        values = torch.stack(self._pending)
+        values = values if values.dtype in (torch.float32, torch.float64) else values.float()
+        op = self.options.reduce_fx
+        if op == "mean":
+            weights = torch.tensor(self._weights, dtype=values.dtype).to(values.device, non_blocking=True)
+            chunk = values.mul_(weights).sum()
+            self._weight += sum(self._weights)
+        else:
+            chunk = values.sum() if op == "sum" else values.amax() if op == "max" else values.amin()
+        if self._total is None:
+            self._total = chunk
+        elif op in ("mean", "sum"):
+            self._total = self._total + chunk
+        else:
+            self._total = torch.maximum(self._total, chunk) if op == "max" else torch.minimum(self._total, chunk)
+        self._pending.clear()
+        self._weights.clear()
+
+
+class StageMetrics(NamedTuple):
+    """Metrics by who reads them."""
+
+    callback: dict[str, Any]
+    logger: dict[str, Any]
+    progress_bar: dict[str, Any]
+
+
+class MetricStore:
+    """Everything logged in one stage (training, or one kind of evaluation) since the epoch started.
+
+    Args:
+        training: whether the stage is training, whose step values callbacks may monitor.
+    """
+
+    def __init__(self, training: bool) -> None:
+        self.training = training
+        self.entries: dict[tuple[str | None, str, int | None], LoggedValue] = {}
+        self.batch: Any = None
+        self.batch_size: int | None = None
+        self.dataloader_idx: int | None = None
+        self.in_batch = False
+        """Whether a batch runs (values are the step's) or the epoch is over (values are the epoch's)."""
+
+    def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        """A batch starts; ``self.log`` takes its batch size from ``batch``."""
+        self.batch = batch
+        self.batch_size = None
+        self.dataloader_idx = dataloader_idx
+        self.in_batch = True
+
+    def end_batch(self) -> None:
+        """The batch is over: drop the reference to it."""
+        self.batch = None
+        self.batch_size = None
+
+    def end_epoch(self) -> None:
+        """The last batch is over: from here on, metrics are the epoch's."""
+        self.in_batch = False
+
+    def current(self) -> StageMetrics:
+        """The step's values while a batch runs, else the epoch's reductions (of the current dataloader)."""
+        metrics = StageMetrics({}, {}, {})
+        on_step = self.in_batch
+        for entry in self.entries.values():
+            options = entry.options
+            if not entry.has_value or entry.dataloader_idx != self.dataloader_idx:
+                continue
+            if not (options.on_step if on_step else options.on_epoch):
+                continue
+            value = entry.step_value if on_step else entry.epoch_value()
+            if not isinstance(value, Tensor):
+                continue
+            name = full_name = entry.name
+            if options.on_step and options.on_epoch:
+                full_name += "_step" if on_step else "_epoch"
+            if options.add_dataloader_idx and entry.dataloader_idx is not None:
+                name += f"/dataloader_idx_{entry.dataloader_idx}"
+                full_name += f"/dataloader_idx_{entry.dataloader_idx}"
+            if options.logger:
+                metrics.logger[full_name] = value
+            if self.training or not on_step:
+                metrics.callback[name] = value
+                metrics.callback[full_name] = value
+            if options.prog_bar:
+                metrics.progress_bar[full_name] = value
+        return metrics
+
+    def reset(self) -> None:
+        """Forget all values, at the start of an epoch."""
+        for entry in self.entries.values():
+            entry.reset()
+        self.batch = None
+        self.batch_size = None
+        self.dataloader_idx = None
+        self.in_batch = False
+
+    def clear(self) -> None:
+        """Forget all values and all names, at the start of a run."""
+        self.reset()
+        self.entries.clear()
+
+
+class PublishedMetrics:
+    """The dictionaries that loggers, callbacks and progress bars read: ``trainer.callback_metrics`` and its kin.
+
+    Each is one live dict for the whole run: stock callbacks write into ``callback_metrics``.
+    """
+
+    def __init__(self) -> None:
+        self.callback: dict[str, Any] = {}
+        self.logged: dict[str, Any] = {}
+        self.progress_bar: dict[str, Any] = {}
+
+    def take(self, metrics: StageMetrics) -> None:
+        """Let these values replace the older ones of the same names."""
+        self.callback.update(metrics.callback)
+        self.logged.update(metrics.logger)
+        self.progress_bar.update(metrics.progress_bar)
+
+    def take_to_cpu(self) -> None:
+        """At the end of a run: what stays readable does not hold on to the device."""
+        for metrics in (self.callback, self.logged, self.progress_bar):
+            metrics.update({name: value.cpu() for name, value in metrics.items() if isinstance(value, Tensor)})
+
+    def clear(self) -> None:
+        """Forget all of them, at the start of a run."""
+        self.callback.clear()
+        self.logged.clear()
+        self.progress_bar.clear()
+
+
+def to_scalars(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as Python numbers, read in one go: at most one host-device synchronisation, not one for each.
+
+    Raises:
+        ConfigurationError: a tensor of more than one element.
+    """
+    scalars = dict(metrics)
+    on_device: list[tuple[str, Tensor]] = []
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor):
+            continue
+        if value.numel() != 1:
+            raise ConfigurationError(
+                f"The metric `{value}` does not contain a single element, thus it cannot be converted to a scalar."
+                f" Log {name!r} as a mean, or its elements one by one."
+            )
+        if value.device.type == "cpu":
+            scalars[name] = value.item()
+        else:
+            on_device.append((name, value))
+    if on_device:
+        numbers = torch.stack([value.detach().reshape(()).double() for _, value in on_device]).tolist()
+        scalars.update(zip((name for name, _ in on_device), numbers, strict=True))
+    return scalars
+
+
+class Logger(Protocol):
+    """The part of Lightning's loggers that is used here."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Record numbers at one step."""
+
+    def save(self) -> None:
+        """Write what is recorded."""
+
+
+class Recorder:
+    """Sends metrics to the loggers.
+
+    Args:
+        published: whose ``logged`` dictionary remembers what was sent.
+        epoch: the current epoch, which goes along with every row.
+    """
+
+    def __init__(self, published: PublishedMetrics, epoch: Callable[[], int]) -> None:
+        self.loggers: list[Any] = []
+        self._published = published
+        self._epoch = epoch
+
+    def send(self, metrics: dict[str, Any], step: int, *, exact_step: bool = False) -> None:
+        """One row for every logger. Reading the values is a host-device synchronisation on a GPU.
+
+        Args:
+            metrics: names and 0-dim tensors or numbers.
+            step: the row's step, unless the user logged a metric called ``step``.
+            exact_step: take ``step`` as it is and leave the epoch out (rows of single evaluation batches).
+        """
+        if not self.loggers or not metrics:
+            return
+        self._published.logged.update(metrics)
+        scalars = to_scalars(metrics)
+        if not exact_step:
+            step = int(scalars.pop("step", step))
+            scalars.setdefault("epoch", self._epoch())
+        for logger in self.loggers:
+            logger.log_metrics(metrics=scalars, step=step)
+            logger.save()

@@ -1,0 +1,37 @@
+"""Precision plugins: how a forward is computed and whether its loss is scaled. The protocol is in ``base``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainer._lazy import attribute_from
+
+if TYPE_CHECKING:
+    from trainer.precision.base import Precision
+    from trainer.precision.full import DoublePrecision, FullPrecision
+    from trainer.precision.mixed import MixedPrecision
+    from trainer.precision.registry import resolve_precision
+    from trainer.precision.scaler import LossScaler
+
+__all__ = [
+    "DoublePrecision",
+    "FullPrecision",
+    "LossScaler",
+    "MixedPrecision",
+    "Precision",
+    "resolve_precision",
+]
+
+# The names alone must be readable without torch (the command line checks `precision=...` with them).
+_HOMES = {
+    "DoublePrecision": "trainer.precision.full",
+    "FullPrecision": "trainer.precision.full",
+    "LossScaler": "trainer.precision.scaler",
+    "MixedPrecision": "trainer.precision.mixed",
+    "Precision": "trainer.precision.base",
+    "resolve_precision": "trainer.precision.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return attribute_from(__name__, _HOMES, name)

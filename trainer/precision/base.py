@@ -1,0 +1,78 @@
+"""The precision protocol: what the Trainer asks of a precision plugin, in the order in which it asks.
+
+===========================  ==========================================================================
+``check(device)``            once, when the Trainer is built. Raises if the device cannot do it.
+``build_scaler(device)``     once, when the Trainer is built: the scaler that lives as long as the Trainer.
+``convert_module(module)``   once a run, before the module is moved to its device and wrapped.
+``session(module, device)``  once a run: a context around everything from the first to the last batch.
+``convert_batch(batch)``     every batch, before it is moved to the device.
+``autocast()``               every forward (train, validate, test, predict): a context around the step
+                             function and nothing else; never around a backward.
+===========================  ==========================================================================
+
+The base class is 32-bit training: every method has the answer that changes nothing, so a plugin
+overrides only what it is about. A worked example, weights in bfloat16 throughout::
+
+    class BFloat16Weights(Precision):
+        name = "bf16-true"
+
+        def convert_module(self, module):
+            return module.to(torch.bfloat16)
+
+        def convert_batch(self, batch):
+            return apply_to_collection(batch, torch.Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t)
+
+    Trainer(precision=BFloat16Weights())
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.precision.scaler import LossScaler
+
+_UNCHANGED: AbstractContextManager[None] = nullcontext()
+
+
+class Precision:
+    """32-bit training, and the base of every other precision plugin. See the module docstring for the protocol."""
+
+    name: str = "32-true"
+    """What ``trainer.precision``, logs and summaries call it."""
+
+    def check(self, device: torch.device) -> None:
+        """Refuse or warn about a device that cannot compute in this precision.
+
+        Raises:
+            PrecisionError: with what to use instead.
+        """
+
+    def build_scaler(self, device: torch.device) -> LossScaler:
+        """The loss scaler for gradients that live on ``device``.
+
+        Always a scaler: a disabled one does nothing, and the loop has one code path.
+        """
+        return LossScaler(device.type, enabled=False)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module with its parameters in the dtype that this precision keeps them in."""
+        return module
+
+    def session(self, module: nn.Module, device: torch.device) -> AbstractContextManager[object]:
+        """A context that is entered once a run, around all of its batches."""
+        return _UNCHANGED
+
+    def convert_batch(self, batch: Any) -> Any:
+        """The batch in the dtype that the module expects. Mixed precisions leave it alone: autocast converts."""
+        return batch
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of one forward. Valid inside ``session``; the same object may be returned every time."""
+        return _UNCHANGED
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"

@@ -1,0 +1,140 @@
+"""``16-mixed`` and ``bf16-mixed``: float32 weights, 16-bit forward under autocast, scaled loss where that is needed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+from trainer.errors import PrecisionError
+from trainer.precision import cpu_fp16
+from trainer.precision.base import Precision
+from trainer.precision.scaler import LossScaler
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_NAMES = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
+
+
+class MixedPrecision(Precision):
+    """Automatic mixed precision.
+
+    Args:
+        dtype: what autocast computes in, ``"float16"`` or ``"bfloat16"``.
+        loss_scaling: whether the loss is scaled. None means where it is needed: for float16. ``False`` with
+            float16 is autocast without a scaler; small gradients then vanish.
+        init_scale: the first scale. Default, like those below, torch's (``torch.amp.GradScaler``).
+        growth_factor: the scale is multiplied by this after ``growth_interval`` steps without overflow; above 1.
+        backoff_factor: the scale is multiplied by this after an overflow; below 1.
+        growth_interval: optimizer steps without overflow before the scale grows.
+        min_scale: the scale never falls below this. 1, because below it a gradient can be finite while
+            scaled and overflow when unscaled, which no check would see.
+        max_scale: the scale never rises above this; None for no ceiling.
+        cpu_kernels: how float16 is computed on a CPU. ``"native"`` is torch's own path, which is 30 to 80
+            times slower than float32 where the CPU has no float16 instructions; ``"fast"`` computes products
+            in float32 on values rounded to float16 (what Tensor Cores do); ``"auto"`` decides once, at the
+            start of a run: fast where the CPU lacks the instructions and the model is large enough to gain.
+
+    Raises:
+        PrecisionError: an unknown dtype, or scaling factors out of range.
+    """
+
+    def __init__(
+        self,
+        dtype: Literal["float16", "bfloat16"] | torch.dtype = "float16",
+        loss_scaling: bool | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        max_scale: float | None = None,
+        cpu_kernels: Literal["auto", "fast", "native"] = "auto",
+    ) -> None:
+        resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if resolved not in _NAMES:
+            raise PrecisionError(f"Got dtype={dtype!r}, expected 'float16' or 'bfloat16'.")
+        if cpu_kernels not in ("auto", "fast", "native"):
+            raise PrecisionError(f"Got cpu_kernels={cpu_kernels!r}, expected 'auto', 'fast' or 'native'.")
+        self.dtype: torch.dtype = resolved
+        self.name = _NAMES[resolved]
+        self.loss_scaling = resolved is torch.float16 if loss_scaling is None else loss_scaling
+        self.init_scale = init_scale
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.min_scale = min_scale
+        self.max_scale = max_scale
+        self.cpu_kernels = cpu_kernels
+        self._autocast: AbstractContextManager[object] | None = None
+        self.build_scaler(torch.device("cpu"))  # refuse impossible factors here, not at the first overflow
+
+    def check(self, device: torch.device) -> None:
+        """Refuse devices without autocast for the dtype; warn where bfloat16 is only emulated.
+
+        Raises:
+            PrecisionError: float16 scaling on a device that has none.
+        """
+        if device.type == "mps" and self.loss_scaling:
+            raise PrecisionError(
+                f"Got precision={self.name!r} with loss scaling on an MPS device, which torch's GradScaler does not"
+                " support. Use precision='bf16-mixed', or switch scaling off: MixedPrecision('float16',"
+                " loss_scaling=False)."
+            )
+        if device.type not in ("cpu", "cuda", "mps", "xpu"):
+            raise PrecisionError(
+                f"Got precision={self.name!r} on a device of type {device.type!r}, expected cpu, cuda, mps or xpu."
+                " Use precision='32-true'."
+            )
+        if (
+            device.type == "cuda"
+            and self.dtype is torch.bfloat16
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
+            warnings.warn(
+                f"{torch.cuda.get_device_name(device)} has no bfloat16 units: precision='bf16-mixed' is emulated"
+                " and slow there. Use precision='16-mixed'.",
+                stacklevel=2,
+            )
+
+    def build_scaler(self, device: torch.device) -> LossScaler:
+        """A scaler for ``device``; disabled where the loss is not scaled."""
+        return LossScaler(
+            device.type,
+            enabled=self.loss_scaling,
+            init_scale=self.init_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+        )
+
+    @contextmanager
+    def session(self, module: nn.Module, device: torch.device) -> Iterator[None]:
+        """Make the autocast context of this device; on a CPU, choose the float16 kernels."""
+        self._autocast = torch.autocast(device.type, dtype=self.dtype)
+        try:
+            if self._wants_fast_kernels(module, device):
+                with cpu_fp16.fast_fp16_kernels():
+                    yield
+            else:
+                yield
+        finally:
+            self._autocast = None
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """One object, reused: making a new ``torch.autocast`` every step costs a microsecond.
+
+        Its weight cache is emptied each time it exits, so no forward sees the weights of an earlier one.
+        """
+        assert self._autocast is not None, "autocast() is used inside session()"
+        return self._autocast
+
+    def _wants_fast_kernels(self, module: nn.Module, device: torch.device) -> bool:
+        if device.type != "cpu" or self.dtype is not torch.float16 or self.cpu_kernels == "native":
+            return False
+        return self.cpu_kernels == "fast" or (not cpu_fp16.native_fp16() and cpu_fp16.pays(module))

@@ -1,0 +1,87 @@
+"""The counters of a run. There are no others.
+
+Each says its unit and who advances it. The loops write them; everybody else reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class FitProgress:
+    """How far a fit has come. Lives as long as the Trainer: a second ``fit`` goes on counting.
+
+    Attributes:
+        epoch: epochs completed, ``on_train_epoch_end`` included; ``trainer.current_epoch``. The fit loop, at the
+            end of an epoch.
+        epochs_trained: epochs whose last batch is trained. One more than ``epoch`` while ``on_train_epoch_end``
+            runs, which is where checkpoints are written. The fit loop, after an epoch's last batch.
+        batch_idx: zero-based index, within the epoch, of the batch that is being trained or was trained last;
+            -1 before an epoch's first. The fit loop, when a batch starts.
+        batches: batches trained, over all epochs. The fit loop, before ``on_train_batch_end``.
+        optimizer_steps: optimizer steps attempted, skipped ones included, each optimizer counted;
+            ``trainer.global_step``. The fit loop, at each step of an optimizer.
+        skipped_steps: weight updates skipped because a gradient was not finite. The fit loop, when a step settles.
+        windows: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
+            window's last batch (after that batch is logged).
+        is_last_batch: whether the batch of ``batch_idx`` is its epoch's last. The fit loop, when a batch starts.
+        in_batch: whether a batch is being trained, ``on_train_batch_end`` included. The fit loop.
+        closing: whether a window has closed that ``windows`` does not count yet. The fit loop.
+    """
+
+    epoch: int = 0
+    epochs_trained: int = 0
+    batch_idx: int = -1
+    batches: int = 0
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    windows: int = 0
+    is_last_batch: bool = False
+    in_batch: bool = False
+    closing: bool = False
+
+    @property
+    def batches_this_epoch(self) -> int:
+        """Batches of the current epoch that have started."""
+        return self.batch_idx + 1
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint keeps: the counters as they will be when the current batch, or epoch, is over."""
+        over = self.epochs_trained > self.epoch
+        return {
+            "epoch": self.epochs_trained,
+            "batch_idx": -1 if over else self.batch_idx,
+            "batches": self.batches,
+            "optimizer_steps": self.optimizer_steps,
+            "skipped_steps": self.skipped_steps,
+            "windows": self.windows + self.closing,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self.epoch = self.epochs_trained = state["epoch"]
+        self.batch_idx = state["batch_idx"]
+        self.batches = state["batches"]
+        self.optimizer_steps = state["optimizer_steps"]
+        self.skipped_steps = state["skipped_steps"]
+        self.windows = state["windows"]
+        self.is_last_batch = self.in_batch = self.closing = False
+
+
+@dataclass
+class EvalProgress:
+    """How far an evaluation (validate, test or predict) has come.
+
+    Attributes:
+        batches: batches started in the current pass, over its dataloaders. The evaluation loop, when a batch starts.
+        total_batches: batches started over all passes, sanity checks excluded. The evaluation loop, likewise.
+        has_run: whether a pass other than a sanity check has finished a batch since the last reset. The
+            evaluation loop.
+        is_last_batch: whether the current batch is the last of the pass. The evaluation loop.
+    """
+
+    batches: int = 0
+    total_batches: int = 0
+    has_run: bool = False
+    is_last_batch: bool = False

@@ -1,0 +1,179 @@
+"""Ways through a batch for modules that take the optimizer into their own hands.
+
+Each stands in the place of ``FitLoop.train_batch`` and is chosen once, when a run starts:
+
+``ManualOptimization``   the module sets ``automatic_optimization = False`` and calls ``manual_backward`` and
+                         ``optimizer.step()`` itself, for as many optimizers and as often as it likes.
+``ClosureOptimization``  the module overrides ``optimizer_step``, or an optimizer evaluates the loss itself (LBFGS).
+
+The scaler's rules stay those of the loop: gradients are unscaled once for each step, the scale is the same
+throughout a batch, and ``update`` runs once, at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.errors import ConfigurationError
+from trainer.fit_loop import FitLoop
+from trainer.optimization import needs_closure
+
+Closure = Callable[[], Any]
+
+
+class ManualOptimization:
+    """The module does backward passes and steps in its ``training_step``.
+
+    Args:
+        loop: the fit loop whose batches these are.
+    """
+
+    def __init__(self, loop: FitLoop) -> None:
+        self._loop = loop
+        self._stepped: list[Optimizer] = []
+
+    def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+        """``training_step`` does everything; then the scale is adjusted once for all the steps it took."""
+        loop = self._loop
+        batch = loop.start_batch(batch, batch_idx, is_last)
+        if loop.skips_epoch:
+            return
+        loop.hooks.scope.enter("training_step")
+        with loop.precision.autocast():
+            output = loop.training_step(batch, batch_idx)
+        loop.hooks.scope.enter(None)
+        _settle(loop, self._stepped)
+        loop.end_batch(self.outputs_of(output), batch, batch_idx)
+
+    def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
+        """``manual_backward``: ``run`` on the scaled loss, outside of the training step's autocast."""
+        loop = self._loop
+        with _without_autocast(loop):
+            scaled = loop.scaler.scale(loss)
+            loop.hooks.on_before_backward(scaled)
+            run(scaled)
+            loop.hooks.on_after_backward()
+
+    def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
+        """``optimizer.step(closure)`` of one optimizer. Returns what the closure returned."""
+        with _without_autocast(self._loop):
+            result = _step(self._loop, optimizer, closure, **kwargs)
+        self._stepped.append(optimizer)
+        return result
+
+    @staticmethod
+    def outputs_of(output: Any) -> dict[str, Any]:
+        """What ``on_train_batch_end`` is given."""
+        if output is None:
+            return {}
+        if isinstance(output, Mapping):
+            return dict(output)
+        if isinstance(output, Tensor):
+            return {"loss": output.detach()}
+        raise ConfigurationError(
+            "In manual optimization, `training_step` must either return a Tensor or have no return."
+            f" Got {type(output).__name__}."
+        )
+
+
+class ClosureOptimization:
+    """The forward and backward pass are a closure that the module's ``optimizer_step``, or the optimizer, calls.
+
+    Args:
+        loop: the fit loop whose batches these are.
+        optimizer_step: ``LightningModule.optimizer_step(epoch, batch_idx, optimizer, closure)``; it ends up in
+            :meth:`step`.
+        wrapped: the optimizers in the form the module knows them in (Lightning's wrappers).
+
+    Raises:
+        ConfigurationError: an optimizer evaluates the loss several times a step and the loss is scaled: an
+            overflow in one of the evaluations could not be undone.
+    """
+
+    def __init__(self, loop: FitLoop, optimizer_step: Callable[..., Any], wrapped: list[Any]) -> None:
+        self._loop = loop
+        self._optimizer_step = optimizer_step
+        self._wrapped = wrapped
+        self._stepped: list[Optimizer] = []
+        greedy = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
+        if greedy and loop.scaler.is_enabled():
+            raise ConfigurationError(
+                f"Got the optimizer {greedy[0]} with precision={loop.precision.name!r}, expected one that takes a"
+                " single gradient: it evaluates the loss itself, several times a step, which loss scaling cannot"
+                " follow. Use precision='bf16-mixed' or '32-true'."
+            )
+
+    def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+        """Inside a window evaluate the closure; at its end hand it to ``optimizer_step``."""
+        loop = self._loop
+        batch = loop.start_batch(batch, batch_idx, is_last)
+        if loop.skips_epoch:
+            return
+        outputs: dict[str, Any] = {}
+
+        def closure() -> Tensor | None:
+            loop.hooks.scope.enter("training_step")
+            with loop.precision.autocast():
+                output = loop.training_step(batch, batch_idx)
+            loop.hooks.scope.enter(None)
+            loss = loop.loss_of(output) if not isinstance(output, Tensor) else output
+            if loop.window.is_first:
+                loop.clear_gradients()
+            if loss is not None:
+                loss = loop.window.normalize(loss)
+                loop.run_backward(loop.scaler.scale(loss))
+            outputs.update(loop.outputs_of(loss, output))
+            return loss
+
+        with loop.engine.gradient_sync(loop.window.is_last):
+            if loop.window.is_last:
+                for optimizer in self._wrapped:
+                    self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, closure)
+            else:
+                closure()
+        _settle(loop, self._stepped)
+        loop.end_batch(outputs, batch, batch_idx)
+
+    def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
+        """``optimizer.step(closure)`` of one optimizer. Returns what the closure returned."""
+        result = _step(self._loop, optimizer, closure, **kwargs)
+        self._stepped.append(optimizer)
+        return result
+
+
+def _step(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
+    """Evaluate the closure, let the hooks see the gradients, step; with a scaler, unless they overflowed."""
+
+    def evaluate() -> Any:
+        with torch.enable_grad():
+            result = closure()
+        loop.scaler.unscale_(optimizer)
+        loop.window.correct_gradients(optimizer)
+        loop.expose_gradients(optimizer)
+        return result
+
+    if loop.scaler.is_enabled():
+        result = evaluate()
+        loop.scaler.step(optimizer, **kwargs)
+    else:
+        result = optimizer.step(closure=evaluate, **kwargs)
+    loop.progress.optimizer_steps += 1
+    return result
+
+
+def _settle(loop: FitLoop, stepped: list[Optimizer]) -> None:
+    """One scale adjustment for all the steps of a batch, however many there were of each optimizer."""
+    if stepped:
+        loop.settle(tuple(i for i, optimizer in enumerate(loop.optimizers) if any(optimizer is s for s in stepped)))
+        stepped.clear()
+
+
+def _without_autocast(loop: FitLoop) -> AbstractContextManager[object]:
+    """Backward operations run in the dtype of their forward; nothing in them is to be cast again."""
+    return torch.autocast(loop.engine.device.type, enabled=False)

@@ -1,0 +1,829 @@
+"""The Trainer: its arguments, the order of set-up and tear-down, and nothing that computes.
+
+From ``fit`` to a module's ``training_step`` there are four functions: ``Trainer.fit``, ``Trainer._run``,
+``FitLoop.run``, ``FitLoop.train_batch``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, Timer
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.optim import Optimizer
+
+from trainer import arguments
+from trainer.callbacks.curves import Curves
+from trainer.callbacks.gradient_accumulation import GradientAccumulation
+from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.callbacks.progress_bar import ProgressBar
+from trainer.callbacks.run_summary import RunSummary
+from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+from trainer.checkpoint import state as checkpoints
+from trainer.compat import callbacks as ordering
+from trainer.compat import hparams, loop_state, modules
+from trainer.compat.base import TrainerBase
+from trainer.compat.data import DataSource
+from trainer.compat.engine import LightningEngine
+from trainer.compat.logging import ModuleScope, attach_log, detach_log
+from trainer.compat.views import EvalLoopView, FitLoopView
+from trainer.data import TrainingBatches, Transfer
+from trainer.errors import CheckpointError, ConfigurationError
+from trainer.eval_loop import EvalLoop
+from trainer.fit_loop import Clip, FitLoop
+from trainer.hooks import Hooks
+from trainer.metrics import PublishedMetrics, Recorder, to_scalars
+from trainer.optimization import AccumulationWindow, Schedules, StepOutcome, clip_gradients, needs_closure
+from trainer.precision.base import Precision
+from trainer.precision.registry import resolve_precision
+from trainer.precision.scaler import LossScaler
+from trainer.progress import FitProgress
+from trainer.side_doors import ClosureOptimization, ManualOptimization
+
+_STAGES = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}
+_PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+
+
+class Trainer(TrainerBase):
+    """Trains, validates, tests and predicts with a ``LightningModule``.
+
+    The arguments have Lightning's names, meanings and defaults. Where we differ:
+
+    Args:
+        precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"64-true"``, or an alias) or a
+            ``trainer.precision.Precision``. Never changed silently: one that the device cannot do is an error.
+        logger: True and None stand for TensorBoard and CSV, in the same folder.
+        accumulate_grad_batches: short for ``GradientAccumulation(batches)``; an epoch's last short window is
+            averaged over what it holds.
+        gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``.
+        strategy: a single device or DDP; sharded strategies are not supported yet.
+        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler; None costs nothing.
+
+    Attributes:
+        scaler: the one loss scaler, from construction to the end; disabled where the precision scales nothing.
+
+    Raises:
+        ConfigurationError: an argument out of range, one given twice, or arguments that exclude each other.
+        UnsupportedError: an argument of Lightning's that is not supported yet.
+        PrecisionError: an unknown precision, one that the device cannot do, or one of Lightning's plugins.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        strategy: str | Strategy = "auto",
+        devices: list[int] | str | int = "auto",
+        num_nodes: int = 1,
+        precision: str | int | Precision | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        callbacks: list[Callback] | Callback | None = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int | None = None,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: bool | Literal["warn"] | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Profiler | str | None = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | Path | None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
+    ) -> None:
+        arguments.expect_default(
+            barebones=(barebones, False),
+            reload_dataloaders_every_n_epochs=(reload_dataloaders_every_n_epochs, 0),
+            model_registry=(model_registry, None),
+        )
+        limits = arguments.parse_limits(
+            fast_dev_run=fast_dev_run,
+            overfit_batches=overfit_batches,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            limit_test_batches=limit_test_batches,
+            limit_predict_batches=limit_predict_batches,
+            val_check_interval=val_check_interval,
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            num_sanity_val_steps=num_sanity_val_steps,
+        )
+        plugin = resolve_precision(precision)
+        self.engine = LightningEngine(
+            self,
+            plugin,
+            plugins,
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            sync_batchnorm=sync_batchnorm,
+            benchmark=benchmark,
+            deterministic=deterministic,
+            use_distributed_sampler=use_distributed_sampler,
+        )
+        plugin.check(self.engine.device)
+        self.scaler: LossScaler = plugin.build_scaler(self.engine.device)
+
+        self._default_root_dir = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
+        self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run
+        self.overfit_batches = overfit_batches
+        self.limit_train_batches = limits.train
+        self.limit_val_batches = limits.val
+        self.limit_test_batches = limits.test
+        self.limit_predict_batches = limits.predict
+        self.val_check_interval = limits.val_check_interval
+        self.num_sanity_val_steps = limits.num_sanity_val_steps
+        self.enable_autolog_hparams = enable_autolog_hparams
+        self.profiler = _resolve_profiler(profiler)
+        self.state = TrainerState()
+        self.data = DataSource(self)
+        self.module: LightningModule | None = None
+        self.module_log = None
+        self.ckpt_path: Any = None
+        self._checkpoint: dict[str, Any] = {}
+        self._inference_mode = inference_mode
+        self._detect_anomaly = detect_anomaly
+        self._hooks: Hooks | None = None
+        self._session = ExitStack()
+
+        self.callbacks = self._build_callbacks(
+            callbacks,
+            accumulate_grad_batches=accumulate_grad_batches,
+            clipping=(gradient_clip_val, gradient_clip_algorithm),
+            max_time=max_time,
+            enable_checkpointing=enable_checkpointing,
+            enable_model_summary=enable_model_summary,
+            enable_progress_bar=enable_progress_bar,
+            draw_curves=logger is not False and not fast_dev_run,
+        )
+        self.progress = FitProgress()
+        self.published = PublishedMetrics()
+        self.recorder = Recorder(self.published, lambda: self.progress.epoch)
+        self.recorder.loggers = self._build_loggers(logger)
+        shared: dict[str, Any] = {
+            "engine": self.engine,
+            "precision": plugin,
+            "published": self.published,
+            "recorder": self.recorder,
+        }
+        self.loop = FitLoop(
+            **shared,
+            scaler=self.scaler,
+            window=AccumulationWindow(self._first_window(accumulate_grad_batches)),
+            progress=self.progress,
+            max_epochs=self._default_max_epochs(limits),
+            min_epochs=min_epochs if min_epochs is not None else int(min_steps is not None),
+            max_steps=limits.max_steps,
+            min_steps=min_steps or 0,
+            check_val_every_n_epoch=limits.check_val_every_n_epoch,
+            log_every_n_steps=50 if log_every_n_steps is None else log_every_n_steps,
+        )
+        validation = EvalLoop("validation", **shared, fit_progress=self.progress)
+        self.eval_loops = {
+            RunningStage.SANITY_CHECKING: validation,
+            RunningStage.VALIDATING: validation,
+            RunningStage.TESTING: EvalLoop("test", **shared, fit_progress=self.progress),
+            RunningStage.PREDICTING: EvalLoop("predict", **shared, fit_progress=self.progress),
+        }
+        self.fit_loop = FitLoopView(self, self.loop, validation)
+        self.validate_loop = self.fit_loop.epoch_loop.val_loop
+        self.test_loop = EvalLoopView(self, self.eval_loops[RunningStage.TESTING], RunningStage.TESTING)
+        self.predict_loop = EvalLoopView(self, self.eval_loops[RunningStage.PREDICTING], RunningStage.PREDICTING)
+        if fast_dev_run:
+            self.loop.log_every_n_steps = 1
+            rank_zero_info(
+                f"Running in `fast_dev_run` mode: will run the requested loop using {int(fast_dev_run)} batch(es)."
+                " Logging and checkpointing is suppressed."
+            )
+
+    # --- what users call --------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train.
+
+        Args:
+            model: the module.
+            train_dataloaders: an iterable of batches, or a collection of them; or a LightningDataModule.
+            val_dataloaders: likewise, for validation.
+            datamodule: in the place of dataloaders.
+            ckpt_path: resume from this checkpoint: a path, ``"best"`` or ``"last"``.
+            weights_only: False to load a checkpoint that holds more than tensors and plain containers, which may
+                run any code: for files of your own.
+        """
+        given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
+        with self._running(TrainerFn.FITTING):
+            self._attach(model, given, datamodule, ckpt_path)
+            self.engine.launch(self._run, weights_only)
+
+    def validate(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run one pass over the validation data. Returns, for each dataloader, what was logged."""
+        return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def test(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run one pass over the test data. Returns, for each dataloader, what was logged."""
+        return self._evaluate(TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def predict(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | None:
+        """Run one pass over the prediction data.
+
+        Returns:
+            What ``predict_step`` returned for each batch, on the CPU; with several dataloaders, a list for each.
+            None with ``return_predictions=False``.
+        """
+        loop = self.eval_loops[RunningStage.PREDICTING]
+        loop.keep_predictions = return_predictions is not False
+        with self._running(TrainerFn.PREDICTING):
+            self._attach(model, {RunningStage.PREDICTING: dataloaders}, datamodule, ckpt_path)
+            self.engine.launch(self._run, weights_only)
+        if not loop.keep_predictions:
+            return None
+        return loop.predictions[0] if len(loop.predictions) == 1 else list(loop.predictions)
+
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = False, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint of this moment.
+
+        Args:
+            filepath: where to; a path or a URL.
+            weights_only: leave out what only resuming needs.
+            storage_options: passed to the checkpoint IO plugin.
+        """
+        if self.module is None:
+            raise CheckpointError(
+                "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
+                " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
+            )
+        self.engine.save(self._dump(bool(weights_only)), filepath, storage_options)
+
+    @property
+    def step_outcome(self) -> StepOutcome | None:
+        """What became of the last weight update; None before the first."""
+        return self.loop.outcome
+
+    @property
+    def skipped_steps(self) -> int:
+        """Weight updates skipped so far because a gradient was not finite."""
+        return self.progress.skipped_steps
+
+    @property
+    def default_root_dir(self) -> str:
+        """Where files go that no logger has a folder for."""
+        return self._default_root_dir
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """The limit of the (first) GradientClipping callback."""
+        clipping = self._first_callback(GradientClipping)
+        return None if clipping is None else clipping.limit
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        """``"norm"``, ``"value"``, or None without clipping."""
+        clipping = self._first_callback(GradientClipping)
+        return None if clipping is None else clipping.algorithm
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Weight updates that the whole fit will attempt, for schedules that need to know; inf where nobody does."""
+        loop = self.loop
+        if loop.max_epochs == -1:
+            return float("inf") if loop.max_steps == -1 else loop.max_steps
+        loaders = self.data.loaders(RunningStage.TRAINING)
+        batches = 0 if loaders is None else loaders.num_batches()
+        if batches == float("inf"):
+            return float("inf") if loop.max_steps == -1 else loop.max_steps
+        accumulation = self._first_callback(GradientAccumulation)
+        sizes = (
+            loop.window.batches if accumulation is None else accumulation.batches_in(epoch)
+            for epoch in range(max(loop.max_epochs, 1))
+        )
+        steps = sum(math.ceil(batches / size) for size in sizes)
+        return steps if loop.max_steps == -1 else min(steps, loop.max_steps)
+
+    # --- one run ----------------------------------------------------------------------------------------------
+
+    def _evaluate(
+        self,
+        fn: TrainerFn,
+        model: LightningModule | None,
+        dataloaders: Any,
+        ckpt_path: str | Path | None,
+        verbose: bool,
+        datamodule: LightningDataModule | None,
+        weights_only: bool | None,
+    ) -> list[dict[str, float]]:
+        with self._running(fn):
+            self._attach(model, {_STAGES[fn]: dataloaders}, datamodule, ckpt_path)
+            results: list[dict[str, float]] = self.engine.launch(self._run, weights_only) or []
+        if verbose and self.is_global_zero:
+            _print_table(fn.value, results)
+        return results
+
+    def _attach(
+        self,
+        model: LightningModule | None,
+        given: dict[RunningStage, Any],
+        datamodule: LightningDataModule | None,
+        ckpt_path: str | Path | None,
+    ) -> None:
+        """Take in what a run is about. ``model`` may be None where an earlier run left one."""
+        first = next(iter(given.values()))
+        if isinstance(first, LightningDataModule):  # fit(model, datamodule)
+            datamodule, given = first, {}
+        if datamodule is not None and any(loaders is not None for loaders in given.values()):
+            raise ConfigurationError(
+                f"You cannot pass both dataloaders and a datamodule to `Trainer.{self.state.fn}`. Got"
+                f" {type(datamodule).__name__} and {sorted(stage.value for stage in given)} dataloaders."
+            )
+        if model is None and self.module is None:
+            raise TypeError(
+                f"`Trainer.{self.state.fn}()` requires a `LightningModule` when it hasn't been passed in a previous run"
+            )
+        self.ckpt_path = self._resolve_ckpt_path(ckpt_path, model_given=model is not None)
+        module = self.module = modules.as_module(model if model is not None else self.module)
+        module.trainer = self  # type: ignore[assignment]
+        self.data.attach(module, given, datamodule)
+
+    def _run(self, weights_only: bool | None) -> Any:
+        """One run in this process: set up, train or evaluate, tear down."""
+        self._set_up(weights_only)
+        result: Any = None
+        if self.state.fn is TrainerFn.FITTING:
+            self._check_sanity()
+            self.loop.run()
+        else:
+            assert self.state.stage is not None
+            result = [to_scalars(metrics) for metrics in self.eval_loops[self.state.stage].run()]
+        self._tear_down()
+        return result
+
+    def _set_up(self, weights_only: bool | None) -> None:
+        module, fitting = self._module, self.state.fn is TrainerFn.FITTING
+        hparams.drop_unpicklable(module)
+        self.engine.connect(module)
+        self.callbacks = ordering.with_model_callbacks(self.callbacks, module)
+        modules.verify(self, module)
+        self.engine.setup_environment()
+        self.profiler._lightning_module = module  # type: ignore[attr-defined]
+        self.profiler.setup(stage=self.state.fn, local_rank=self.local_rank, log_dir=self.log_dir)  # type: ignore[arg-type]
+        self.data.prepare_data()
+        self._call_setup_hooks()
+        modules.configure_model(self, module, self.engine.adapter.plugin)
+        self._checkpoint = {}
+        if self.ckpt_path is not None:
+            rank_zero_info(f"Restoring states from the checkpoint path at {self.ckpt_path}")
+            self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
+            checkpoints.restore_module_and_callbacks(self, self._checkpoint)
+        self._session.enter_context(self.engine.adapter.plugin.session(module, self.engine.device))
+        self.published.clear()
+        self.module_log = attach_log(module, self)
+        self._session.callback(detach_log, module)
+        self.engine.setup(fitting=fitting)
+        hooks = self._hooks = Hooks(
+            self,
+            module,
+            self.callbacks,
+            ModuleScope(module),
+            ordering.overrides,
+            ordering.monitors,
+            None if isinstance(self.profiler, PassThroughProfiler) else self._profiled,
+        )
+        if fitting:
+            hooks.on_fit_start()
+        if self.enable_autolog_hparams:
+            hparams.log_hyper_parameters(self)
+        if self._checkpoint and fitting:
+            checkpoints.restore_training(self, self._checkpoint, loop_state.progress_from)
+            self._refuse_past_the_end()
+        self._checkpoint = {}  # free the memory
+        self.engine.barrier("run-stage")
+        module.zero_grad()
+        if fitting:
+            self._prepare_fit(hooks)
+        else:
+            self._prepare_evaluation(hooks, _STAGES[self.state.fn], self._may_infer)  # type: ignore[index]
+
+    def _call_setup_hooks(self) -> None:
+        module = self._module
+        modules.announce_device(self, module)
+        for logger in reversed(self.loggers):  # CSV before TensorBoard: it expects an empty folder
+            _ = getattr(logger, "experiment", None)
+        self.engine.barrier("pre_setup")
+        if self.datamodule is not None:
+            self.datamodule.setup(stage=self.state.fn)  # type: ignore[arg-type]
+        for callback in self.callbacks:
+            callback.setup(self, module, stage=self.state.fn)
+        scope = ModuleScope(module)
+        outer = scope.enter("setup")
+        module.setup(stage=self.state.fn)  # type: ignore[arg-type]
+        scope.enter(outer)
+        self.engine.barrier("post_setup")
+
+    def _prepare_fit(self, hooks: Hooks) -> None:
+        module, loop = self._module, self.loop
+        torch.set_grad_enabled(True)
+        loop.should_stop = False
+        if self._detect_anomaly:
+            self._session.enter_context(torch.autograd.set_detect_anomaly(True))
+        self._prepare_evaluation(hooks, RunningStage.VALIDATING, inference_mode=False)
+        batches = TrainingBatches(self.data.loaders(RunningStage.TRAINING))
+        loop.val_check_batch = self._val_check_batch(batches.num_batches)
+        self.engine.adapter.clip = self._clip_by_hand
+        loop.prepare(
+            hooks=hooks,
+            batches=batches,
+            transfer=self._transfer(),
+            optimizers=self.engine.optimizers,
+            schedules=self._schedules(hooks),
+            clip_gradients=self._clipping(hooks) if module.automatic_optimization else None,
+            validate=self._validate_inside_fit if self.eval_loops[RunningStage.VALIDATING].loaders else None,
+        )
+        side_door: ManualOptimization | ClosureOptimization | None = None
+        if not module.automatic_optimization:
+            side_door = ManualOptimization(loop)
+        elif hooks.override_of("optimizer_step") or any(needs_closure(o) for o in self.engine.optimizers):
+            wrapped = list(self.strategy._lightning_optimizers)
+            side_door = ClosureOptimization(loop, hooks.of_module("optimizer_step"), wrapped)
+        self.engine.adapter.side_door = side_door
+        if side_door is not None:
+            loop.train = side_door.train_batch
+
+    def _prepare_evaluation(self, hooks: Hooks, stage: RunningStage, inference_mode: bool) -> None:
+        module, loop = self._module, self.eval_loops[stage]
+        has_step = stage is RunningStage.PREDICTING or ordering.overrides(module, f"{loop.stage}_step")
+        loop.prepare(
+            hooks=hooks,
+            module=module,
+            transfer=self._transfer(),
+            loaders=self.data.loaders(stage) if has_step else None,
+            inference_mode=inference_mode,
+        )
+
+    def _transfer(self) -> Transfer:
+        return Transfer(
+            self.engine.device,
+            self.engine.adapter.plugin.convert_batch,
+            move_data_to_device,
+            self.data.transfer_hook("on_before_batch_transfer"),
+            self.data.transfer_hook("transfer_batch_to_device"),
+            self.data.transfer_hook("on_after_batch_transfer"),
+        )
+
+    def _schedules(self, hooks: Hooks) -> Schedules:
+        # manual optimization steps its schedules itself
+        configs = self.engine.schedules if self._module.automatic_optimization else []
+        return Schedules(configs, hooks.of_module("lr_scheduler_step"), lambda: self.callback_metrics)
+
+    def _clipping(self, hooks: Hooks) -> Clip | None:
+        """What clips the gradients: the module's own way, the callbacks, or nothing."""
+        own = hooks.override_of("configure_gradient_clipping")
+        if own is not None:
+            return lambda optimizer: own(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
+        clippers = [callback for callback in self.callbacks if isinstance(callback, GradientClipping)]
+        if len(clippers) < 2:
+            return clippers[0].clip if clippers else None
+        return lambda optimizer: tuple(clipper.clip(optimizer) for clipper in clippers)[0]
+
+    def _clip_by_hand(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
+        """``LightningModule.clip_gradients``: on true gradients, also when nobody has unscaled them yet."""
+        self.scaler.unscale_(optimizer)
+        self.loop.grad_norm = clip_gradients(optimizer, limit, algorithm)
+
+    def _val_check_batch(self, num_batches: float) -> float:
+        interval = self.val_check_interval
+        if isinstance(interval, int):
+            if interval > num_batches and self.check_val_every_n_epoch is not None and self.limit_val_batches:
+                raise ConfigurationError(
+                    f"`val_check_interval` ({interval}) must be less than or equal to the number of the training"
+                    f" batches ({num_batches}). If you want to disable validation set `limit_val_batches` to 0.0"
+                    " instead. If you want to validate based on the total training batches, set"
+                    " `check_val_every_n_epoch=None`."
+                )
+            return interval
+        if num_batches == float("inf"):
+            if interval != 1.0:
+                raise ConfigurationError(
+                    "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be"
+                    f" `1.0` or an int. Got {interval}. An int k specifies checking validation every k training"
+                    " batches."
+                )
+            return float("inf")
+        return max(1, int(num_batches * interval))
+
+    def _check_sanity(self) -> None:
+        """A few validation batches before training, so that a mistake there shows now and not after an epoch."""
+        loop = self.eval_loops[RunningStage.SANITY_CHECKING]
+        started = self.progress.batches > 0 or self.progress.epochs_trained > 0
+        if loop.loaders is None or not self.num_sanity_val_steps or started or not self.loop.batches:
+            return
+        hooks = self._hooks
+        assert hooks is not None
+        with isolate_rng():
+            self.state.stage, loop.sanity_checking = RunningStage.SANITY_CHECKING, True
+            hooks.on_sanity_check_start()
+            loop.run(limit=self.num_sanity_val_steps)
+            hooks.on_sanity_check_end()
+            self.state.stage, loop.sanity_checking = RunningStage.TRAINING, False
+        loop.progress.has_run = False
+
+    def _validate_inside_fit(self) -> None:
+        self.state.stage = RunningStage.VALIDATING
+        self.eval_loops[RunningStage.VALIDATING].run()
+        self.state.stage = RunningStage.TRAINING
+
+    def _tear_down(self) -> None:
+        """After a run that came to its end."""
+        module, hooks, fn = self._module, self._hooks, self.state.fn
+        assert hooks is not None
+        self.published.take_to_cpu()
+        self._release()
+        if fn is TrainerFn.FITTING:
+            hooks.on_fit_end()
+        if self.datamodule is not None:
+            self.datamodule.teardown(stage=fn)  # type: ignore[arg-type]
+        for callback in self.callbacks:
+            callback.teardown(self, module, stage=fn)
+        module.teardown(stage=fn)  # type: ignore[arg-type]
+        modules.forget_run(module)
+        for logger in self.loggers:
+            logger.finalize("success")
+        self.profiler.describe()
+
+    def _release(self) -> None:
+        """Give back what a run holds: the device, the module's wrapper, contexts. Safe to call twice."""
+        if self.state.fn is TrainerFn.PREDICTING:
+            loop = self.eval_loops[RunningStage.PREDICTING]
+            loop.predictions = move_data_to_device(loop.predictions, torch.device("cpu"))
+        self.engine.teardown()
+        self._session.close()
+        self.data.release()
+
+    @contextmanager
+    def _running(self, fn: TrainerFn) -> Iterator[None]:
+        """The state of a run, and what happens when it raises: everybody is told, the device is given back."""
+        self.state.fn, self.state.stage, self.state.status = fn, _STAGES[fn], TrainerStatus.RUNNING
+        try:
+            yield
+        except BaseException as error:
+            self.state.status = TrainerStatus.INTERRUPTED
+            for callback in self.callbacks:
+                callback.on_exception(self, self.module, error)
+            if self.datamodule is not None:
+                self.datamodule.on_exception(error)
+            self.engine.on_exception(error)
+            for logger in self.loggers:
+                logger.finalize("failed")
+            if self.module is not None:
+                self._release()
+            self.state.stage = None
+            raise
+        self.state.status, self.state.stage = TrainerStatus.FINISHED, None
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.module is not None, "a run has a module"
+        return self.module
+
+    @property
+    def _may_infer(self) -> bool:
+        """Whether evaluation may run in ``torch.inference_mode``, whose tensors gloo cannot send."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return self._inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
+
+    def _profiled(self, name: str, call: Any) -> Any:
+        def profiled(*args: Any) -> Any:
+            with self.profiler.profile(name):
+                return call(*args)
+
+        return profiled
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def _dump(self, weights_only: bool) -> dict[str, Any]:
+        val_progress = self.eval_loops[RunningStage.VALIDATING].progress
+        loops = loop_state.loops_of(self.progress, val_progress, self._module.automatic_optimization)
+        kept = hparams.hyper_parameters_of(self.module, self.datamodule)
+        return checkpoints.dump(self, loops, kept, weights_only=weights_only)
+
+    def _resolve_ckpt_path(self, given: str | Path | None, *, model_given: bool) -> str | Path | None:
+        """The file that ``ckpt_path`` means; None for none."""
+        fn = self.state.fn
+        if given is None:
+            if model_given:
+                return None
+            rank_zero_warn(
+                f"`.{fn}(ckpt_path=None)` was called without a model. The best model of the previous `fit` call will be"
+                f" used. You can pass `.{fn}(ckpt_path='best')` to use the best model or `.{fn}(ckpt_path='last')` to"
+                " use the last model. If you pass a value, this warning will be silenced."
+            )
+            given = "best"
+        if given == "best":
+            callback = self.checkpoint_callback
+            path = getattr(callback, "best_model_path", None)
+            if not path:
+                raise ConfigurationError(
+                    f'`.{fn}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save the best model.'
+                    " Add ModelCheckpoint(monitor=...) to the callbacks, or pass the path of a file."
+                )
+            return str(path)
+        if given == "last":
+            found = [path for path in modules.last_checkpoints(self) if os.path.exists(path)]
+            if not found:
+                rank_zero_warn(
+                    f'.{fn}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be'
+                    " loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
+                )
+                return None
+            return max(found, key=os.path.getmtime)
+        return given
+
+    def _refuse_past_the_end(self) -> None:
+        if self.max_epochs != -1 and self.current_epoch > self.max_epochs:
+            raise ConfigurationError(
+                f"You restored a checkpoint with current_epoch={self.current_epoch}, but you have set"
+                f" Trainer(max_epochs={self.max_epochs}). Set max_epochs to the number of epochs in all."
+            )
+
+    # --- construction -----------------------------------------------------------------------------------------
+
+    def _build_callbacks(
+        self,
+        given: list[Callback] | Callback | None,
+        *,
+        accumulate_grad_batches: int | None,
+        clipping: tuple[int | float | None, str | None],
+        max_time: Any,
+        enable_checkpointing: bool | None,
+        enable_model_summary: bool | None,
+        enable_progress_bar: bool | None,
+        draw_curves: bool,
+    ) -> list[Any]:
+        """The user's callbacks, those that short-form arguments stand for, and the defaults."""
+        callbacks: list[Any] = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+        callbacks += ordering.external_callbacks()
+        arguments.refuse_twice("accumulate_grad_batches", accumulate_grad_batches, callbacks, GradientAccumulation)
+        arguments.refuse_twice("gradient_clip_val", clipping[0], callbacks, GradientClipping)
+        limit, algorithm = clipping
+        if algorithm not in (None, "norm", "value"):
+            raise ConfigurationError(f"Got gradient_clip_algorithm={algorithm!r}, expected 'norm' or 'value'.")
+        if limit:
+            by_value = algorithm == "value"
+            callbacks.append(GradientClipping(clip_value=limit) if by_value else GradientClipping(max_norm=limit))
+
+        def missing(kind: type) -> bool:
+            return not any(isinstance(callback, kind) for callback in callbacks)
+
+        if max_time is not None and missing(Timer):
+            callbacks.append(Timer(max_time))
+        if self.scaler.is_enabled() and missing(ScalerCheckpoint):
+            callbacks.append(ScalerCheckpoint())
+        for enabled, kind, argument in (
+            (enable_progress_bar, ProgressBar.__bases__[0], "enable_progress_bar"),
+            (enable_checkpointing, ModelCheckpoint, "enable_checkpointing"),
+            (enable_model_summary, ModelSummary, "enable_model_summary"),
+        ):
+            if enabled is False and not missing(kind) and kind is not ModelSummary:
+                raise ConfigurationError(
+                    f"Trainer was configured with `{argument}=False` but found `{kind.__name__}` in callbacks list."
+                )
+        if enable_progress_bar is not False:
+            if missing(ProgressBar.__bases__[0]):
+                callbacks.append(ProgressBar())
+            if missing(RunSummary):
+                callbacks.append(RunSummary())
+        if enable_model_summary is not False and missing(ModelSummary):
+            callbacks.append(ModelSummary())
+        if draw_curves and missing(Curves):
+            callbacks.append(Curves())
+        if enable_checkpointing is not False and missing(ModelCheckpoint):
+            callbacks.append(ModelCheckpoint())
+        return ordering.in_order(callbacks)
+
+    def _build_loggers(self, given: Logger | Iterable[Logger] | bool | None) -> list[Any]:
+        if given is None or given is True:
+            if self.fast_dev_run:
+                return [DummyLogger()]
+            csv = CSVLogger(self.default_root_dir)
+            return [TensorBoardLogger(self.default_root_dir, version=csv.version), csv]
+        loggers: list[Any] = [] if given is False else [given] if isinstance(given, Logger) else list(given)
+        return [DummyLogger()] if loggers and self.fast_dev_run else loggers
+
+    def _first_window(self, given: int | None) -> int:
+        accumulation = self._first_callback(GradientAccumulation)
+        return (1 if given is None else given) if accumulation is None else accumulation.batches_in(0)
+
+    def _default_max_epochs(self, limits: arguments.Limits) -> int:
+        if limits.max_epochs is not None:
+            return limits.max_epochs
+        if limits.max_steps != -1 or self._first_callback(Timer) is not None:
+            return -1
+        return 1000
+
+
+def _resolve_profiler(given: Profiler | str | None) -> Profiler:
+    if given is None:
+        return PassThroughProfiler()
+    if not isinstance(given, str):
+        return given
+    if given.lower() not in _PROFILERS:
+        raise ConfigurationError(f"Got profiler={given!r}, expected one of {', '.join(_PROFILERS)}, or a profiler.")
+    profiler: Profiler = _PROFILERS[given.lower()]()
+    return profiler
+
+
+def _print_table(stage: str, results: list[dict[str, float]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    # with several dataloaders, each has a column of its own and needs no suffix
+    columns = [{name.split("/dataloader_idx_")[0]: value for name, value in one.items()} for one in results]
+    names = sorted({name for column in columns for name in column})
+    if not names:
+        return
+    table = Table(f"{stage} metric".capitalize(), *(f"DataLoader {i}" for i in range(len(columns))))
+    for name in names:
+        table.add_row(name, *(f"{column[name]}" if name in column else "" for column in columns))
+    Console().print(table)
