@@ -23,6 +23,10 @@ class Loaders(Protocol):
     def is_sequential(self) -> bool:
         """Whether the dataloaders run one after the other, not side by side."""
 
+    @property
+    def has_length(self) -> bool:
+        """Whether their lengths are known; if not, a limit may be more than there is."""
+
     def num_batches(self) -> float:
         """Batches in one pass over all of them; inf where nobody knows."""
 
@@ -46,6 +50,7 @@ class TrainingBatches:
     def __init__(self, loaders: Loaders | None) -> None:
         self.loaders = loaders
         self.num_batches: float = loaders.num_batches() if loaders is not None else 0
+        self.has_length = loaders is None or loaders.has_length
         self._skip = 0
 
     def __bool__(self) -> bool:
@@ -61,13 +66,11 @@ class TrainingBatches:
         assert self.loaders is not None
         only = self.loaders.only()
         source = iter(only) if only is not None else (batch for batch, *_ in self.loaders.batches())
-        first, count = self._skip, self.num_batches
-        if count == float("inf"):
-            batches = _with_last(source)
-            return ((batch, i, last) for i, (batch, last) in enumerate(batches) if i >= first)
-        count = int(count)
-        numbered = enumerate(islice(source, count))
-        return ((batch, i, i + 1 == count) for i, batch in numbered if i >= first)
+        first, count = self._skip, None if self.num_batches == float("inf") else int(self.num_batches)
+        source = islice(source, count)
+        if not self.has_length:
+            return ((batch, i, last) for i, (batch, last) in enumerate(_with_last(source)) if i >= first)
+        return ((batch, i, i + 1 == count) for i, batch in enumerate(source) if i >= first)
 
 
 def _with_last(source: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:

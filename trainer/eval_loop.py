@@ -90,6 +90,7 @@ class EvalLoop:
         self.transfer = transfer
         self.loaders = loaders
         self.inference_mode = inference_mode
+        self.progress.seen_batches.clear()
         self.step = self.engine.step_function(f"{self.stage}_step")
         self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
         self.on_batch_end = hooks.of(f"on_{self.stage}_batch_end")
@@ -153,7 +154,9 @@ class EvalLoop:
         if not self.sanity_checking:
             progress.has_run = True
             progress.total_batches += 1
-            self.recorder.send(self.metrics.current().logger, batch_idx, exact_step=True)
+            seen = progress.seen_batches
+            self.recorder.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
+            seen[dataloader_idx or 0] += 1
 
     def close_dataloader(self) -> Metrics:
         """A dataloader's last batch is over: its metrics are those of the epoch now."""
@@ -161,9 +164,7 @@ class EvalLoop:
         return self.publish()
 
     def publish(self) -> Metrics:
-        """Show the epoch's metrics to everybody; returns those meant for loggers. A sanity check shows nothing."""
-        if self.sanity_checking:
-            return {}
+        """Show the epoch's metrics to everybody; returns those meant for loggers."""
         metrics = self.metrics.current()
         self.published.take(metrics)
         return dict(metrics.logger)

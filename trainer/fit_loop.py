@@ -83,6 +83,7 @@ class FitLoop:
         self.should_stop = False
         self.outcome: StepOutcome | None = None
         self.grad_norm: Tensor | None = None
+        self.has_updated = False
         self.skips_epoch = False
         self.validates_this_epoch = False
         # what belongs to one run; see prepare
@@ -127,6 +128,7 @@ class FitLoop:
         self.batches = batches
         self.transfer = transfer
         self.optimizers = optimizers
+        self.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.schedules = schedules
         self.clip_gradients = clip_gradients
         self.validate = validate
@@ -234,6 +236,7 @@ class FitLoop:
         progress.batch_idx = batch_idx
         progress.is_last_batch = is_last
         progress.in_batch = True
+        self.has_updated = False
         self.metrics.begin_batch(batch)
         self.skips_epoch = self.hooks.on_train_batch_start(batch, batch_idx) == -1
         if self.skips_epoch:
@@ -342,6 +345,7 @@ class FitLoop:
         scaler.update()
         outcome = self.outcome = StepOutcome(skipped, scale, scaler.current_scale, self.grad_norm, stepped)
         self.grad_norm = None
+        self.has_updated = not skipped
         self.progress.skipped_steps += skipped
         if not self.hooks.on_after_optimizer_step.is_empty:
             for index in stepped:
@@ -350,7 +354,7 @@ class FitLoop:
     def advance_schedules(self, closes_window: bool) -> None:
         """Step the schedules that follow this batch. A skipped update is none: they wait for one that happened."""
         progress = self.progress
-        if closes_window and (self.outcome is None or not self.outcome.skipped):
+        if closes_window and self.has_updated:
             self.schedules.advance("step", progress.batches_this_epoch)
         if progress.is_last_batch:
             self.schedules.advance("epoch", progress.epoch + 1)
@@ -382,8 +386,6 @@ class FitLoop:
         """Validate, and come back as if nothing had happened."""
         assert self.validate is not None
         self.published.take(self.metrics.current())
-        if self.window.is_last:
-            self.hooks.of_module("on_validation_model_zero_grad")()  # no need to hold gradients meanwhile
         self.validate()
 
     @property

@@ -5,7 +5,8 @@ Each says its unit and who advances it. The loops write them; everybody else rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -79,9 +80,12 @@ class EvalProgress:
         has_run: whether a pass other than a sanity check has finished a batch since the last reset. The
             evaluation loop.
         is_last_batch: whether the current batch is the last of the pass. The evaluation loop.
+        seen_batches: batches finished of each dataloader in this run, over its passes, sanity checks excluded; the
+            step axis of what single evaluation batches log. The evaluation loop, after a batch is logged.
     """
 
     batches: int = 0
     total_batches: int = 0
     has_run: bool = False
     is_last_batch: bool = False
+    seen_batches: Counter[int] = field(default_factory=Counter)

@@ -32,11 +32,15 @@ class ManualOptimization:
 
     Args:
         loop: the fit loop whose batches these are.
+
+    Raises:
+        ConfigurationError: an optimizer evaluates the loss itself and the loss is scaled; see below.
     """
 
     def __init__(self, loop: FitLoop) -> None:
         self._loop = loop
         self._stepped: list[Optimizer] = []
+        _refuse_scaled_closures(loop)
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """``training_step`` does everything; then the scale is adjusted once for all the steps it took."""
@@ -101,13 +105,7 @@ class ClosureOptimization:
         self._optimizer_step = optimizer_step
         self._wrapped = wrapped
         self._stepped: list[Optimizer] = []
-        greedy = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
-        if greedy and loop.scaler.is_enabled():
-            raise ConfigurationError(
-                f"Got the optimizer {greedy[0]} with precision={loop.precision.name!r}, expected one that takes a"
-                " single gradient: it evaluates the loss itself, several times a step, which loss scaling cannot"
-                " follow. Use precision='bf16-mixed' or '32-true'."
-            )
+        _refuse_scaled_closures(loop)
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """Inside a window evaluate the closure; at its end hand it to ``optimizer_step``."""
@@ -116,8 +114,10 @@ class ClosureOptimization:
         if loop.skips_epoch:
             return
         outputs: dict[str, Any] = {}
+        earlier = loop.window.backwards
 
         def closure() -> Tensor | None:
+            loop.window.backwards = earlier  # each evaluation is the batch's only one
             loop.hooks.scope.enter("training_step")
             with loop.precision.autocast():
                 output = loop.training_step(batch, batch_idx)
@@ -145,6 +145,16 @@ class ClosureOptimization:
         result = _step(self._loop, optimizer, closure, **kwargs)
         self._stepped.append(optimizer)
         return result
+
+
+def _refuse_scaled_closures(loop: FitLoop) -> None:
+    greedy = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
+    if greedy and loop.scaler.is_enabled():
+        raise ConfigurationError(
+            f"Got the optimizer {greedy[0]} with precision={loop.precision.name!r}, expected one that takes a"
+            " single gradient: it evaluates the loss itself, several times a step, which loss scaling cannot"
+            " follow. Use precision='bf16-mixed' or '32-true'."
+        )
 
 
 def _step(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:

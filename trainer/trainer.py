@@ -269,6 +269,7 @@ class Trainer(TrainerBase):
                 run any code: for files of your own.
         """
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
+        self.should_stop = False
         with self._running(TrainerFn.FITTING):
             self._attach(model, given, datamodule, ckpt_path)
             self.engine.launch(self._run, weights_only)
@@ -433,6 +434,7 @@ class Trainer(TrainerBase):
         result: Any = None
         if self.state.fn is TrainerFn.FITTING:
             self._check_sanity()
+            self._prepare_fit()
             self.loop.run()
         else:
             assert self.state.stage is not None
@@ -460,7 +462,7 @@ class Trainer(TrainerBase):
         self._session.enter_context(self.engine.adapter.plugin.session(module, self.engine.device))
         self.published.clear()
         self.module_log = attach_log(module, self)
-        self._session.callback(detach_log, module)
+        self._session.callback(detach_log, module, self.callbacks)
         self.engine.setup(fitting=fitting)
         hooks = self._hooks = Hooks(
             self,
@@ -481,9 +483,7 @@ class Trainer(TrainerBase):
         self._checkpoint = {}  # free the memory
         self.engine.barrier("run-stage")
         module.zero_grad()
-        if fitting:
-            self._prepare_fit(hooks)
-        else:
+        if not fitting:
             self._prepare_evaluation(hooks, _STAGES[self.state.fn], self._may_infer)  # type: ignore[index]
 
     def _call_setup_hooks(self) -> None:
@@ -502,15 +502,15 @@ class Trainer(TrainerBase):
         scope.enter(outer)
         self.engine.barrier("post_setup")
 
-    def _prepare_fit(self, hooks: Hooks) -> None:
-        module, loop = self._module, self.loop
+    def _prepare_fit(self) -> None:
+        module, loop, hooks = self._module, self.loop, self._hooks
+        assert hooks is not None
         torch.set_grad_enabled(True)
-        loop.should_stop = False
         if self._detect_anomaly:
             self._session.enter_context(torch.autograd.set_detect_anomaly(True))
-        self._prepare_evaluation(hooks, RunningStage.VALIDATING, inference_mode=False)
         batches = TrainingBatches(self.data.loaders(RunningStage.TRAINING))
-        loop.val_check_batch = self._val_check_batch(batches.num_batches)
+        self._prepare_evaluation(hooks, RunningStage.VALIDATING, inference_mode=False)
+        loop.val_check_batch = self._val_check_batch(batches)
         self.engine.adapter.clip = self._clip_by_hand
         loop.prepare(
             hooks=hooks,
@@ -572,8 +572,8 @@ class Trainer(TrainerBase):
         self.scaler.unscale_(optimizer)
         self.loop.grad_norm = clip_gradients(optimizer, limit, algorithm)
 
-    def _val_check_batch(self, num_batches: float) -> float:
-        interval = self.val_check_interval
+    def _val_check_batch(self, batches: TrainingBatches) -> float:
+        interval, num_batches = self.val_check_interval, batches.num_batches
         if isinstance(interval, int):
             if interval > num_batches and self.check_val_every_n_epoch is not None and self.limit_val_batches:
                 raise ConfigurationError(
@@ -583,34 +583,40 @@ class Trainer(TrainerBase):
                     " `check_val_every_n_epoch=None`."
                 )
             return interval
-        if num_batches == float("inf"):
-            if interval != 1.0:
-                raise ConfigurationError(
-                    "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be"
-                    f" `1.0` or an int. Got {interval}. An int k specifies checking validation every k training"
-                    " batches."
-                )
+        if not batches.has_length and interval == 1.0:
             return float("inf")
+        if num_batches == float("inf"):
+            raise ConfigurationError(
+                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be"
+                f" `1.0` or an int. Got {interval}. An int k specifies checking validation every k training"
+                " batches."
+            )
         return max(1, int(num_batches * interval))
 
     def _check_sanity(self) -> None:
         """A few validation batches before training, so that a mistake there shows now and not after an epoch."""
-        loop = self.eval_loops[RunningStage.SANITY_CHECKING]
-        started = self.progress.batches > 0 or self.progress.epochs_trained > 0
-        if loop.loaders is None or not self.num_sanity_val_steps or started or not self.loop.batches:
-            return
-        hooks = self._hooks
+        loop, hooks = self.eval_loops[RunningStage.SANITY_CHECKING], self._hooks
         assert hooks is not None
-        with isolate_rng():
+        validates = self.limit_val_batches and self.data.is_defined(RunningStage.VALIDATING)
+        if not validates or not ordering.overrides(self._module, "validation_step"):
+            return
+        if not self.num_sanity_val_steps or self.progress.batches_this_epoch:  # the latter: resumed inside an epoch
+            return
+        with isolate_rng():  # also from what making the dataloaders draws
             self.state.stage, loop.sanity_checking = RunningStage.SANITY_CHECKING, True
             hooks.on_sanity_check_start()
+            self._prepare_evaluation(hooks, RunningStage.VALIDATING, inference_mode=False)
             loop.run(limit=self.num_sanity_val_steps)
             hooks.on_sanity_check_end()
             self.state.stage, loop.sanity_checking = RunningStage.TRAINING, False
         loop.progress.has_run = False
+        self.published.clear()
 
     def _validate_inside_fit(self) -> None:
+        assert self._hooks is not None
         self.state.stage = RunningStage.VALIDATING
+        if not self.loop.window.is_open:
+            self._hooks.of_module("on_validation_model_zero_grad")()  # no need to hold gradients meanwhile
         self.eval_loops[RunningStage.VALIDATING].run()
         self.state.stage = RunningStage.TRAINING
 
@@ -685,8 +691,8 @@ class Trainer(TrainerBase):
     def _dump(self, weights_only: bool) -> dict[str, Any]:
         val_progress = self.eval_loops[RunningStage.VALIDATING].progress
         loops = loop_state.loops_of(self.progress, val_progress, self._module.automatic_optimization)
-        kept = hparams.hyper_parameters_of(self.module, self.datamodule)
-        return checkpoints.dump(self, loops, kept, weights_only=weights_only)
+        as_lightning = hparams.as_lightning(loops, self.module, self.datamodule)
+        return checkpoints.dump(self, as_lightning, weights_only=weights_only)
 
     def _resolve_ckpt_path(self, given: str | Path | None, *, model_given: bool) -> str | Path | None:
         """The file that ``ckpt_path`` means; None for none."""

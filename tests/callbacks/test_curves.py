@@ -9,7 +9,9 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from matplotlib.image import imread
 
+from trainer import Trainer
 from trainer.callbacks.curves import Curves, Series, _label, training_loss
+from trainer.precision import MixedPrecision
 
 
 class Net(torch.nn.Module):
@@ -33,7 +35,10 @@ class FakeTrainer:
 
     def train_batch(self, loss, scale=65536.0, skipped=False):
         self.global_step += 1
-        self.curves.on_after_optimizer_step(self, None, None, SimpleNamespace(skipped=skipped, scale=scale))
+        next_scale = scale / 2 if skipped else scale
+        outcome = SimpleNamespace(skipped=skipped, scale=scale, next_scale=next_scale)
+        for optimizer in ("generator", "discriminator"):
+            self.curves.on_after_optimizer_step(self, None, optimizer, outcome)
         self.callback_metrics["train_loss"] = torch.tensor(loss)  # as logged on each step
         self.curves.on_train_batch_end(self, None, {"loss": torch.tensor(loss)}, None, 0)
 
@@ -299,25 +304,60 @@ class Logging(BoringModel):
         self.log("val_acc", 0.5 + self.current_epoch / 4)
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning's own
-def test_under_lightnings_trainer(tmp_path, curves):
-    trainer = lightning.Trainer(
+BOTH_TRAINERS = pytest.mark.parametrize(
+    "trainer_class", [Trainer, pytest.param(lightning.Trainer, marks=pytest.mark.filterwarnings("ignore"))]
+)
+
+
+def real_fit(trainer_class, curves, folder, module, ckpt_path=None, **options):
+    trainer = trainer_class(
         accelerator="cpu",
-        max_epochs=2,
-        limit_train_batches=3,
         limit_val_batches=2,
-        default_root_dir=tmp_path,
+        default_root_dir=folder,
         callbacks=[curves],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **{"max_epochs": 2, "limit_train_batches": 3, **options},
     )
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer
+
+
+@BOTH_TRAINERS
+def test_a_real_fit(tmp_path, curves, trainer_class):
     module = Logging()
-    trainer.fit(module)
+    real_fit(trainer_class, curves, tmp_path, module)
     assert points(curves.losses) == dict(enumerate(module.losses, start=1))
-    assert {name: points(series) for name, series in curves.metrics["val"].items()} == {"val_acc": {3: 0.5, 6: 0.75}}
-    assert {name: points(series) for name, series in curves.metrics["train"].items()} == {
-        "train_acc": {3: 0.25, 6: 0.25}
-    }
+    val, train = curves.metrics["val"], curves.metrics["train"]
+    assert {name: points(series) for name, series in val.items()} == {"val_acc": {3: 0.5, 6: 0.75}}
+    assert {name: points(series) for name, series in train.items()} == {"train_acc": {3: 0.25, 6: 0.25}}
     assert [axes.get_title("left") for axes in curves.draw().axes] == ["Loss", "Accuracy"]
+    assert curves.path == tmp_path / "curves.png"
+
+
+def test_a_real_fit_with_loss_scaling(tmp_path, curves):
+    class Overflow(BoringModel):
+        def training_step(self, batch, batch_idx):
+            return self.step(batch) * (float("inf") if batch_idx == 1 else 1.0)
+
+    real_fit(Trainer, curves, tmp_path, Overflow(), precision=MixedPrecision("float16", init_scale=1024.0))
+    assert points(curves.skipped) == {2: 1024.0, 5: 512.0}
+    assert points(curves.scales) == {1: 1024.0, 3: 512.0, 6: 256.0}
+    assert [axes.get_title("left") for axes in curves.draw().axes] == ["Loss", "Loss scale"]
+
+
+def test_accumulation_does_not_shrink_the_loss(tmp_path, curves):
+    module = Logging()
+    real_fit(Trainer, curves, tmp_path, module, max_epochs=1, limit_train_batches=5, accumulate_grad_batches=3)
+    assert curves.losses.read() == pytest.approx(module.losses)
+
+
+def test_a_resumed_fit(tmp_path, curves):
+    trainer = real_fit(Trainer, curves, tmp_path, Logging())
+    resumed, module = Curves(), Logging()
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    real_fit(Trainer, resumed, tmp_path, module, max_epochs=3, ckpt_path=tmp_path / "end.ckpt")
+    assert points(resumed.losses) == points(curves.losses) | dict(enumerate(module.losses, start=7))
+    assert points(resumed.metrics["val"]["val_acc"]) == {3: 0.5, 6: 0.75, 9: 1.0}

@@ -1,18 +1,22 @@
 import copy
 import io
+import itertools
 import logging
 import pickle
 import re
 import sys
-from itertools import pairwise
 from types import SimpleNamespace
 
+import lightning
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 
+from trainer import Trainer
 from trainer.callbacks.progress_bar import ProgressBar
+from trainer.precision import MixedPrecision
 
 NO_OUTPUT = {}
 COLOR = r"\x1b\[[349]\d"
@@ -301,7 +305,7 @@ def test_refreshes_are_bounded_by_the_period(clock):
     # 1000 epochs of 3 batches of 1 ms: 3 seconds.
     FakeTrainer(bar, clock, seconds_per_batch=0.001, batches=3, max_epochs=1000).fit()
     assert 25 < len(reads) <= 62  # validation takes another 3 seconds, and reads nothing
-    gaps = [after - before for before, after in pairwise(reads[:-1])]
+    gaps = [after - before for before, after in itertools.pairwise(reads[:-1])]
     assert min(gaps) > 0.099
 
 
@@ -510,3 +514,108 @@ def test_wrong_arguments():
         ProgressBar(refresh_rate=-1)
     with pytest.raises(ValueError, match="seconds_between_lines=0: expected a positive"):
         ProgressBar(seconds_between_lines=0)
+
+
+# A trainer that is real
+
+BOTH_TRAINERS = pytest.mark.parametrize(
+    "trainer_class", [Trainer, pytest.param(lightning.Trainer, marks=pytest.mark.filterwarnings("ignore"))]
+)
+
+
+class Module(BoringModel):
+    def training_step(self, batch, batch_idx):
+        self.log("acc", 0.5, prog_bar=True)
+        if batch_idx == 1:
+            self.print("a module's line")
+        return {"loss": self.step(batch) * 0 + 2.0}
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_acc", 0.25, prog_bar=True)
+
+
+def real_trainer(trainer_class, bar, **options):
+    return trainer_class(
+        accelerator="cpu",
+        max_epochs=2,
+        limit_train_batches=3,
+        limit_val_batches=2,
+        limit_test_batches=2,
+        limit_predict_batches=2,
+        callbacks=[bar],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def without_rate(text):
+    return re.sub(r"  [\d.]+ it/s", "", text).splitlines()
+
+
+@BOTH_TRAINERS
+def test_real_runs_on_lines(tmp_path, trainer_class, capsys):
+    bar = ProgressBar(console=Console(file=io.StringIO()))
+    trainer = real_trainer(trainer_class, bar, default_root_dir=tmp_path)
+    assert trainer.progress_bar_callback is bar
+    module = Module()
+    trainer.fit(module)
+    trainer.validate(module, verbose=False)
+    trainer.test(module, verbose=False)
+    trainer.predict(module)
+    assert without_rate(written(bar)) == [
+        "epoch 1/2  batch 3/3  loss 2.000  acc 0.5000  val_acc 0.2500",
+        "epoch 2/2  batch 3/3  loss 2.000  acc 0.5000  val_acc 0.2500",
+        "validation  batch 2/2  val_acc 0.2500",
+        "testing  batch 2/2",
+        "predicting  batch 2/2",
+    ]
+    assert capsys.readouterr().out.count("a module's line") == 2
+
+
+@BOTH_TRAINERS
+def test_real_runs_on_a_terminal(tmp_path, trainer_class, monkeypatch):
+    monkeypatch.setattr("trainer.callbacks.progress_bar._MAX_SHARE", float("inf"))  # every batch is drawn
+    bar = on_terminal(Clock(), refresh_rate=1e-9)
+    bar._clock = itertools.count().__next__  # a second passes at each look at the clock
+    trainer = real_trainer(trainer_class, bar, default_root_dir=tmp_path)
+    module = Module()
+    trainer.fit(module)
+    last = frames(bar)[-1]
+    assert last.startswith("epoch 2/2 ")
+    assert "  3/3 " in last
+    assert "loss 2.000  acc 0.5000  val_acc 0.2500" in last
+    assert any(frame.startswith("sanity checking ") for frame in frames(bar))
+    assert any(frame.startswith("epoch 1/2 ") and "\nvalidation " in frame for frame in frames(bar))
+    assert any(frame.startswith("a module's line") for frame in frames(bar))
+    trainer.test(module, verbose=False)
+    assert frames(bar)[-1].startswith("testing ")
+
+
+def test_a_real_run_shows_the_scale(tmp_path):
+    bar = ProgressBar(console=Console(file=io.StringIO()))
+
+    class Overflow(Module):
+        def training_step(self, batch, batch_idx):
+            return self.step(batch) * (float("inf") if batch_idx == 1 else 0.0)
+
+    precision = MixedPrecision("float16", init_scale=1024.0)
+    real_trainer(Trainer, bar, default_root_dir=tmp_path, precision=precision).fit(Overflow())
+    assert without_rate(written(bar)) == [
+        "epoch 1/2  batch 3/3  loss 0.000  val_acc 0.2500  scale 512  skipped 1",
+        "epoch 2/2  batch 3/3  loss 0.000  val_acc 0.2500  scale 256  skipped 2",
+    ]
+
+
+@BOTH_TRAINERS
+def test_a_real_run_that_is_interrupted(tmp_path, trainer_class):
+    class Interrupted(Module):
+        def training_step(self, batch, batch_idx):
+            raise KeyboardInterrupt
+
+    stdout = sys.stdout
+    bar = on_terminal(Clock())
+    with pytest.raises((KeyboardInterrupt, SystemExit)):  # the latter is Lightning's
+        real_trainer(trainer_class, bar, default_root_dir=tmp_path).fit(Interrupted())
+    assert_given_back(bar, stdout)

@@ -10,13 +10,16 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
+from torch.utils.data import DataLoader
 
+from trainer import Trainer
 from trainer.callbacks import run_summary
 from trainer.callbacks.curves import Curves
 from trainer.callbacks.run_summary import RunSummary
+from trainer.precision import MixedPrecision
 
 
 class Clock:
@@ -66,9 +69,8 @@ class FakeTrainer:
                 self.validate(10)
                 self.summary.on_train_epoch_end(self, None)
                 self.current_epoch += 1
-        except BaseException as exception:
-            assert exception is error  # the trainer raised it itself
-            self.summary.on_exception(self, None, exception)
+        except BaseException:
+            self.summary.on_exception(self, None, error)
             return
         self.summary.on_train_end(self, None)
         self.clock.now += 7  # other callbacks draw and save
@@ -217,6 +219,18 @@ def test_a_fit_that_fails_before_training(tmp_path, summary):
     assert summary.summary["seconds"] == 0
 
 
+def test_a_fit_that_fails_after_training(tmp_path, summary):
+    trainer = FakeTrainer(tmp_path, summary)
+    summary.on_fit_start(trainer, None)
+    summary.on_train_start(trainer, None)
+    trainer.clock.now += 3
+    summary.on_train_end(trainer, None)
+    trainer.clock.now += 7  # another callback tries to save
+    summary.on_exception(trainer, None, OSError("disk full"))
+    assert summary.summary["status"] == "failed"
+    assert summary.summary["seconds"] == summary.summary["train_seconds"] == 3.0
+
+
 def test_the_exception_of_a_fit_is_not_hidden_by_another(tmp_path, summary, caplog):
     trainer = FakeTrainer(tmp_path, summary)
 
@@ -311,25 +325,78 @@ def test_batch_size(batch, size):
     assert run_summary._batch_size(batch) == size
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning's own
-def test_under_lightnings_trainer(tmp_path, summary):
-    trainer = lightning.Trainer(
+BOTH_TRAINERS = pytest.mark.parametrize(
+    "trainer_class", [Trainer, pytest.param(lightning.Trainer, marks=pytest.mark.filterwarnings("ignore"))]
+)
+
+
+def real_fit(trainer_class, summary, folder, module=None, **options):
+    trainer = trainer_class(
         accelerator="cpu",
         max_epochs=2,
         limit_train_batches=3,
         limit_val_batches=2,
-        default_root_dir=tmp_path,
-        callbacks=[summary],
-        logger=False,
+        default_root_dir=folder,
+        callbacks=[Curves(), summary],
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
-    trainer.fit(BoringModel())
-    assert summary.summary["status"] == "finished"
-    assert summary.summary["precision"] == "32-true"
-    assert summary.summary["epochs"] == 2
+    data = DataLoader(RandomDataset(32, 10), batch_size=4)  # batches of 4, 4 and 2
+    trainer.fit(module or BoringModel(), data, data)
+    return trainer
+
+
+@BOTH_TRAINERS
+def test_a_real_fit(tmp_path, summary, trainer_class):
+    trainer = real_fit(trainer_class, summary, tmp_path)
+    values = summary.summary
+    assert values["status"] == "finished"
+    assert values["precision"] == "32-true"
+    assert values["devices"] == "1 x CPU"
+    assert values["epochs"] == 2
+    assert values["steps"] == 6
+    assert values["samples"] == 20
+    assert values["scale"] is None
+    assert 0 < values["train_seconds"] < values["seconds"]
+    assert values["paths"]["best_checkpoint"] == trainer.checkpoint_callback.best_model_path
+    assert Path(values["paths"]["best_checkpoint"]).exists()
+    assert Path(values["paths"]["curves"]).exists()
+    assert values["paths"]["loggers"] == [trainer.log_dir]
+    assert json.loads(Path(values["paths"]["summary"]).read_text()) == values
+
+
+def test_a_real_fit_with_loss_scaling(tmp_path, summary):
+    class Overflow(BoringModel):
+        def training_step(self, batch, batch_idx):
+            return self.step(batch) * (float("inf") if batch_idx == 1 else 1.0)
+
+    precision = MixedPrecision("float16", init_scale=1024.0)
+    trainer = real_fit(Trainer, summary, tmp_path, Overflow(), precision=precision, logger=False)
+    assert summary.summary["precision"] == "16-mixed"
     assert summary.summary["steps"] == 6
-    assert summary.summary["samples"] == 6
-    assert 0 < summary.summary["train_seconds"] < summary.summary["seconds"]
-    assert Path(summary.summary["paths"]["best_checkpoint"]).exists()
-    assert "skipped steps" not in rows(summary)
+    assert summary.summary["skipped_steps"] == trainer.skipped_steps == 2
+    assert summary.summary["scale"] == trainer.scaler.get_scale() == 256.0
+
+
+@BOTH_TRAINERS
+def test_a_real_fit_that_fails(tmp_path, summary, trainer_class):
+    class Fails(BoringModel):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise RuntimeError("enough")
+            return self.step(batch)
+
+    with pytest.raises(RuntimeError, match="enough"):
+        real_fit(trainer_class, summary, tmp_path, Fails())
+    assert summary.summary["status"] == "failed"
+    assert summary.summary["error"] == "RuntimeError: enough"
+    assert summary.summary["samples"] == 8
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary.summary
+
+
+@BOTH_TRAINERS
+def test_fast_dev_run(tmp_path, summary, trainer_class):
+    real_fit(trainer_class, summary, tmp_path, fast_dev_run=True)  # with a logger that has no folder
+    assert summary.summary["steps"] == 1
+    assert "loggers" not in summary.summary["paths"]

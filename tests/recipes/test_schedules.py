@@ -90,6 +90,11 @@ def test_warmup_cosine_without_warmup_starts_at_the_peak():
     assert rates_of(optimizer, warmup_cosine(optimizer, 10, warmup=0.0), 10)[0] == 0.5
 
 
+def test_warmup_cosine_leaves_a_step_to_fall():
+    optimizer = sgd(0.5)
+    assert rates_of(optimizer, warmup_cosine(optimizer, 2, warmup=0.9), 2) == [0.25, 0.5, 0.0]
+
+
 @pytest.mark.parametrize("schedule", [onecycle, cosine, warmup_cosine])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_the_shortest_runs_have_a_schedule(schedule, steps: int):

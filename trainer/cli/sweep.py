@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import ListConfig, OmegaConf
 
 from trainer.cli.arguments import read
 from trainer.cli.processes import clean_environment
@@ -42,8 +43,8 @@ def run_job() -> dict[str, float]:
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    overrides = list(hydra.overrides.task)
-    ours = [word for word in hydra.overrides.hydra if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
+    overrides = _as_written(hydra.overrides.task)
+    ours = [word for word in _as_written(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
     placement = [
         f"hydra.run.dir={quoted(str(folder))}",
         f"hydra.job.num={hydra.job.num}",
@@ -72,6 +73,12 @@ def run_job() -> dict[str, float]:
     finally:
         result = _finish(folder, hydra.job.num, overrides, process.returncode)
     return dict(result["metrics"])
+
+
+def _as_written(overrides: ListConfig) -> list[str]:
+    words = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(words, list)
+    return words
 
 
 def _finish(folder: Path, number: int, overrides: list[str], status: int | None) -> dict[str, Any]:

@@ -388,7 +388,7 @@ class TrainerBase:
     def _fresh(self) -> PublishedMetrics:
         """The published metrics, with what the running stage has logged since they were published."""
         store = self.active_metrics
-        if store is not None and store.entries and not self.sanity_checking:
+        if store is not None and store.entries:
             self.published.take(store.current())
         return self.published
 

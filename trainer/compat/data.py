@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Literal
 
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch, sized_len
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.connectors.data_connector import (
@@ -35,11 +35,13 @@ class LoaderSet:
     Args:
         combined: the dataloaders, prepared.
         limits: batches to run of each.
+        has_length: whether the length of each is known.
     """
 
-    def __init__(self, combined: CombinedLoader, limits: list[float]) -> None:
+    def __init__(self, combined: CombinedLoader, limits: list[float], has_length: bool) -> None:
         self.combined = combined
         self._limits = limits
+        self._has_length = has_length
 
     @property
     def limits(self) -> list[float]:
@@ -51,13 +53,15 @@ class LoaderSet:
         """Whether one dataloader follows the other."""
         return bool(self.combined._mode == "sequential")
 
+    @property
+    def has_length(self) -> bool:
+        """Whether the length of each is known."""
+        return self._has_length
+
     def num_batches(self) -> float:
         """Batches in one pass; inf where nobody knows."""
-        self.combined.limits = self._limits
-        if self.only() is not None:
-            return self._limits[0]
-        length = sized_len(self.combined)
-        return float("inf") if length is None else length
+        count = {"sequential": sum, "min_size": min}.get(self.combined._mode, max)
+        return count(self._limits)
 
     def start_epoch(self, epoch: int) -> None:
         """Distributed samplers shuffle by the epoch's number."""
@@ -175,11 +179,12 @@ class DataSource:
         may_be_empty = module.allow_zero_length_dataloader_with_multiple_devices or (
             self.datamodule is not None and self.datamodule.allow_zero_length_dataloader_with_multiple_devices
         )
-        limits: list[float] = []
-        for loader in combined.flattened:
-            length = len(loader) if has_len_all_ranks(loader, trainer.strategy, may_be_empty) else float("inf")
-            limits.append(_parse_num_batches(stage, length, limit))
-        return LoaderSet(combined, limits)
+        lengths = [
+            len(loader) if has_len_all_ranks(loader, trainer.strategy, may_be_empty) else float("inf")
+            for loader in combined.flattened
+        ]
+        limits = [_parse_num_batches(stage, length, limit) for length in lengths]
+        return LoaderSet(combined, limits, has_length=float("inf") not in lengths)
 
     def _prepare(self, loader: Any, stage: RunningStage) -> Any:
         shuffled = stage is RunningStage.TRAINING or _is_dataloader_shuffled(loader)

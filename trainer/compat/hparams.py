@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.utilities.parsing import clean_namespace
+
+
+def as_lightning(loops: dict[str, Any], *owners: Any) -> dict[str, Any]:
+    """The entries of a checkpoint that are there for Lightning's sake: its version, ``loops``, hyper-parameters."""
+    return {"pytorch-lightning_version": lightning.__version__, "loops": loops, **hyper_parameters_of(*owners)}
 
 
 def hyper_parameters_of(*owners: Any) -> dict[str, Any]:

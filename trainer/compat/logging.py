@@ -8,6 +8,7 @@ its way here through :class:`ResultsView`.
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -247,18 +248,26 @@ class ResultsView:
 
 
 def attach_log(module: LightningModule, trainer: Any) -> ModuleLog:
-    """Put a :class:`ModuleLog` in the place of ``module.log``, unless its class overrides that."""
+    """Put a :class:`ModuleLog` in the place of ``module.log``, unless its class overrides that.
+
+    Callbacks get the module's ``log`` and ``log_dict`` as their own.
+    """
     log = ModuleLog(module, trainer)
     if type(module).log is LightningModule.log:
         vars(module)["log"] = log
     for child in module.modules():
         if child is not module and isinstance(child, LightningModule) and type(child).log is LightningModule.log:
             vars(child)["log"] = log  # a child module logs through its parent's trainer
+    for callback in trainer.callbacks:
+        callback.log, callback.log_dict = module.log, module.log_dict
     return log
 
 
-def detach_log(module: LightningModule) -> None:
-    """Give ``module`` its class's ``log`` back."""
+def detach_log(module: LightningModule, callbacks: Iterable[Any] = ()) -> None:
+    """Give ``module`` its class's ``log`` back, and take it from the callbacks."""
+    for callback in callbacks:
+        vars(callback).pop("log", None)
+        vars(callback).pop("log_dict", None)
     for part in module.modules():
         if isinstance(vars(part).get("log"), ModuleLog):
             del vars(part)["log"]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor, nn
@@ -75,5 +76,7 @@ class PrecisionAdapter(LightningPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """``LightningModule.clip_gradients`` ends up here."""
+        if isinstance(optimizer, LightningOptimizer):  # what `self.optimizers()` hands out
+            optimizer = optimizer.optimizer
         if clip_val > 0 and self.clip is not None:
             self.clip(optimizer, clip_val, GradClipAlgorithmType(gradient_clip_algorithm).value)

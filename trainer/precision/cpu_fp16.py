@@ -89,7 +89,7 @@ def pays(module: nn.Module) -> bool:
 
     The rule: add up, over all layers, the multiplications of one small batch less the 50,000 at which a layer
     breaks even, and see whether the sum is positive. A matrix (``nn.Linear``, attention and recurrent weights,
-    any two-dimensional parameter that is not an embedding) is taken to be used 8 times a batch, a convolution's
+    any two-dimensional parameter of a layer that multiplies) is taken to be used 8 times a batch, a convolution's
     kernel 256 times. So linear layers pay from about 80 x 80 on and convolutions from about 200 weights on:
     ResNets do, a few layers of width 64 do not.
 
@@ -100,13 +100,13 @@ def pays(module: nn.Module) -> bool:
     for layer in module.modules():
         if isinstance(layer, nn.LSTM):
             return True
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)):
             continue
         convolution = isinstance(layer, _ConvNd)
         uses = _USES_IN_CONVOLUTION if convolution else _USES_IN_MATRIX
         for parameter in layer.parameters(recurse=False):
             # Lazy layers have no size yet and count for nothing.
-            if not is_lazy(parameter) and (parameter.ndim == 2 or (isinstance(layer, _ConvNd) and parameter.ndim > 2)):
+            if not is_lazy(parameter) and (parameter.ndim == 2 or (convolution and parameter.ndim > 2)):
                 gain += parameter.numel() * uses - _BREAK_EVEN
     return gain > 0
 
@@ -164,7 +164,7 @@ def _with_out(name: str) -> Kernel:
             return own(keys, *args, out=out, **kwargs)
         result = own_functional(keys, *map(_widen, args), **kwargs)
         if out.shape != result.shape:
-            torch.ops.aten._resize_output_(out, result.shape, out.device)
+            out.resize_(result.shape)
         return out.copy_(result)
 
     return kernel

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -72,7 +72,7 @@ class LossScaler(torch.amp.GradScaler):
         """Whether an optimizer has skipped a step since the last ``update``. On the host."""
         self._host_scale = float(init_scale) if enabled else 1.0
         self._host_tracker = 0
-        self._fused_found_inf: list[torch.Tensor] = []
+        self._fused_steps: list[_FusedStep] = []
         self._earlier_found_inf: list[torch.Tensor] = []
 
     @property
@@ -101,7 +101,8 @@ class LossScaler(torch.amp.GradScaler):
             self._expect_no_gradients(optimizer)
             return None
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            self._fused_found_inf += found_inf.values()  # the kernel decides, on the device
+            # the kernel decides, on the device
+            self._fused_steps.append(_FusedStep(optimizer, list(found_inf.values()), _without_momentum(optimizer)))
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -118,6 +119,7 @@ class LossScaler(torch.amp.GradScaler):
             if new_scale is not None:
                 self._replace_scale(float(new_scale))
             return
+        self.read_skipped()  # before torch adds the answers up in place
         super().update(new_scale)
         self._follow_update(new_scale)
 
@@ -127,10 +129,22 @@ class LossScaler(torch.amp.GradScaler):
         A plain optimizer's answer is on the host already: torch reads it to decide. A fused one's is on the
         device: reading it here is a host-device synchronisation.
         """
-        if self._fused_found_inf:
-            self.skipped |= any(found_inf.item() for found_inf in self._fused_found_inf)
-            self._fused_found_inf.clear()
+        for step in self._fused_steps:
+            if any(found_inf.item() for found_inf in step.found_inf):
+                self.skipped = True
+                for parameter in step.without_momentum:
+                    step.optimizer.state[parameter].pop("momentum_buffer", None)
+        self._fused_steps.clear()
         return self.skipped
+
+    def forget_steps(self) -> None:
+        """Forget what an interrupted run left between ``unscale_`` and ``update``. Scale and tracker stay."""
+        if not self._enabled:
+            return
+        self._per_optimizer_states.clear()
+        self._fused_steps.clear()
+        self._earlier_found_inf = []
+        self.skipped = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore scale and growth tracker. The settings (factors, interval) stay those of this scaler.
@@ -184,7 +198,7 @@ class LossScaler(torch.amp.GradScaler):
         """Keep the host's account of scale and tracker, by the rule that torch's kernel applies on the device."""
         if new_scale is not None:
             self._replace_scale(float(new_scale))
-        elif self.read_skipped():
+        elif self.skipped:
             self._replace_scale(self._host_scale * self._backoff_factor)
             self._host_tracker = 0
         else:
@@ -193,19 +207,43 @@ class LossScaler(torch.amp.GradScaler):
                 self._replace_scale(self._host_scale * self._growth_factor)
                 self._host_tracker = 0
         self.skipped = False
-        self._fused_found_inf.clear()
 
     def _replace_scale(self, scale: float) -> None:
-        if self._scale is None:
-            return
         clamped = min(max(scale, self.min_scale), self.max_scale)
-        if clamped != scale:
+        if self._scale is None:  # torch makes it with the first loss
+            self._init_scale = self._host_scale = clamped
+        elif clamped != scale:
             self._scale.fill_(clamped)
             self._host_scale = clamped
         else:
             # Read, not computed: torch multiplies in float32 and does not grow past its largest number.
             # A host-device synchronisation, but only on an overflow or once every growth_interval steps.
             self._host_scale = self._scale.item()
+
+
+class _FusedStep(NamedTuple):
+    """A step whose kernel decides by itself whether to skip."""
+
+    optimizer: Optimizer
+    found_inf: list[torch.Tensor]
+    without_momentum: list[torch.Tensor]
+
+
+def _without_momentum(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Parameters whose momentum a fused SGD is about to start.
+
+    It allocates that uninitialised, for its kernel to fill; a kernel that skips does not, and the next step would
+    use whatever lay in memory.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    return [
+        parameter
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for parameter in group["params"]
+        if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+    ]
 
 
 def _step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:

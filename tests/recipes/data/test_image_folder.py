@@ -65,16 +65,16 @@ def test_images_are_normalised_as_on_imagenet(root: Path, augment: bool):
 
 
 def test_evaluation_resizes_the_shorter_side_then_crops_the_centre(root: Path):
-    half = Image.new("RGB", (40, 20), COLOURS["red"])
-    half.paste(COLOURS["blue"], (20, 0, 40, 20))
-    half.save(root / "val" / "red" / "0.png")
+    flag = Image.new("RGB", (40, 20), COLOURS["red"])
+    flag.paste(COLOURS["blue"], (0, 0, 16, 20))
+    flag.save(root / "val" / "red" / "0.png")
     module = folder(root, resize_size=10, crop_size=10, mean=(0, 0, 0), std=(1, 1, 1))
     module.setup("validate")
 
     image, label = module.splits["val"][4]
     assert label == 2
-    assert image[0, :, :4].min() > 0.9
-    assert image[2, :, 6:].min() > 0.9
+    assert image[2, :, :2].min() > 0.9  # seen are columns 10 to 29 of 40
+    assert image[0, :, 4:].min() > 0.9
 
 
 def test_a_stage_reads_only_what_it_needs(root: Path):

@@ -1,0 +1,187 @@
+"""The configs that ship, how a user's own take precedence, and what Hydra shows of them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from tests.cli.conftest import write
+from trainer.cli import main
+from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, read
+from trainer.cli.build import check_targets, locate
+from trainer.cli.compose import Composer
+from trainer.cli.folders import packaged_conf
+from trainer.cli.recipes import options
+from trainer.cli.schema import ACCELERATORS, STRATEGIES, TYPES, TrainerSettings
+from trainer.cli.validate import validate
+
+GROUPS = ("precision", "trainer", "callbacks", "logger", "optimizer", "scheduler", "debug", "sweep", "data", "model")
+
+
+def shown(capsys, *argv: str):
+    """The config that --cfg job prints."""
+    assert main([*argv, "--cfg", "job"]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_composes(group):
+    composer = Composer(Arguments())
+    plus = "+" if group in GROUPS_TO_ADD else ""
+    found = [file.stem for file in sorted((packaged_conf() / group).glob("*.yaml"))]
+    assert found == composer.options(group) != []
+    for option in found:
+        config = composer.compose([f"{plus}{group}={option}"])
+        assert config.hydra.runtime.choices[group] == option
+        check_targets({name: OmegaConf.to_container(config)[name] for name in config if name != "hydra"})
+
+
+def test_every_setting_that_ships_is_an_argument_of_its_target():
+    composer = Composer(Arguments())
+    for group in ("precision", "optimizer", "scheduler", "callbacks", "logger", "data"):
+        for option in composer.options(group):
+            node = OmegaConf.to_container(composer.compose([f"{group}={option}"])[group] or OmegaConf.create({}))
+            for settings in [node] if "_target_" in node else node.values():
+                if settings is not None:
+                    names = {name for name in settings if not name.startswith("_")}
+                    arguments = inspect.signature(locate(settings["_target_"])).parameters
+                    assert names <= set(arguments), (group, option)
+
+
+@pytest.mark.parametrize("recipe", [file.stem for file in sorted((packaged_conf() / "recipe").glob("*.yaml"))])
+def test_every_recipe_composes_in_every_precision(recipe):
+    for precision in ("32", "16", "bf16", "64"):
+        config = validate(read(["fit", f"+recipe={recipe}", f"precision={precision}"]))
+        assert config.model._target_.startswith("recipes.")
+
+
+def test_a_run_starts_from_these_values(project, capsys):
+    config = shown(capsys, "fit", "+recipe=line")
+    assert config["command"] == "fit"
+    assert config["seed"] == 42
+    assert config["precision"] == {"_target_": "trainer.precision.FullPrecision"}
+    assert config["trainer"] | {"max_epochs": 2, "accelerator": "cpu", "devices": 1} == config["trainer"]
+    assert config["optimizer"]["lr"] == 0.1
+    assert config["model"]["optimizer"] == "${optimizer}"
+    assert list(config["logger"]) == ["csv"]
+    assert config["scheduler"] is None
+
+
+@pytest.mark.parametrize(
+    ("alias", "target", "dtype"),
+    [
+        ("32", "FullPrecision", None),
+        ("fp16-mixed", "MixedPrecision", "float16"),
+        ("bf16", "MixedPrecision", "bfloat16"),
+    ],
+)
+def test_precision_aliases_choose_the_option(project, capsys, alias, target, dtype):
+    precision = shown(capsys, "fit", "+recipe=line", f"precision={alias}")["precision"]
+    assert precision["_target_"] == f"trainer.precision.{target}"
+    assert precision.get("dtype") == dtype
+
+
+def test_without_a_logger_nobody_is_told_the_learning_rate(project, capsys):
+    config = shown(capsys, "fit", "+recipe=line", "logger=none")
+    assert config["logger"] == {}
+    assert config["callbacks"]["learning_rate_monitor"] is None
+    assert config["callbacks"]["scale_monitor"] is not None
+
+
+def test_the_users_option_comes_before_ours_and_beside_it(project, capsys):
+    write(project, {"conf/optimizer/adam.yaml": "lr: 7\n", "conf/optimizer/mine.yaml": "lr: 8\n"})
+    assert shown(capsys, "fit", "+recipe=line", "optimizer=adam")["optimizer"] == {"lr": 0.1}  # the recipe's lr
+    assert shown(capsys, "fit", "optimizer=adam")["optimizer"] == {"lr": 7}
+    assert shown(capsys, "fit", "optimizer=mine")["optimizer"] == {"lr": 8}
+    assert shown(capsys, "fit", "optimizer=sgd")["optimizer"]["momentum"] == 0.9
+
+
+def test_the_users_config_yaml_is_not_mistaken_for_ours(project, capsys):
+    write(project, {"conf/config.yaml": "seed: 1\n"})
+    assert shown(capsys, "fit")["seed"] == 42
+
+
+def test_config_dir_is_looked_into_as_well(project, tmp_path, capsys):
+    write(tmp_path, {"elsewhere/recipe/far.yaml": "# @package _global_\n# Far away.\nseed: 5\n"})
+    assert shown(capsys, "fit", "--config-dir", "elsewhere", "+recipe=far")["seed"] == 5
+    assert main(["recipes", "--config-dir", "elsewhere"]) == 0
+    assert "far       Far away." in capsys.readouterr().out
+
+
+def test_recipes_lists_ours_and_the_users_with_a_line_on_each(project, capsys):
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["line      A straight line through sixteen points.", "other     Another line, steeper."]
+    assert lines[2].startswith("resnet50  ResNet-50 on ")
+
+
+def test_recipes_in_a_folder_without_a_conf(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes"]) == 0
+    assert list(options("recipe")) == [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_in_the_checkout_our_configs_are_found_once(monkeypatch, capsys):
+    monkeypatch.chdir(packaged_conf().parent)
+    assert main(["fit", "--info", "searchpath"]) == 0
+    assert capsys.readouterr().out.count(str(packaged_conf())) == 1
+
+
+def test_info_tells_where_configs_come_from(project, capsys):
+    assert main(["--info", "searchpath", "fit", "+recipe=line"]) == 0
+    out = capsys.readouterr().out
+    assert out.index(str(project / "conf")) < out.index(str(packaged_conf()))
+    assert main(["fit", "+recipe=line", "--info", "defaults"]) == 0
+    assert "recipe/line" in capsys.readouterr().out
+
+
+def test_a_part_of_the_config_can_be_shown_resolved(project, capsys):
+    assert main(["fit", "--package", "model", "+recipe=line", "--cfg", "job", "--resolve"]) == 0
+    model = yaml.safe_load(capsys.readouterr().out)
+    assert model["optimizer"]["lr"] == 0.1
+
+
+def test_help_names_every_command_and_every_option(project, capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for word in ("fit", "validate", "test", "predict", "recipes", "line, other, resnet50", "early_stopping", "-m"):
+        assert word in out
+    assert main([]) == 0
+    assert capsys.readouterr().out == out
+    for command in ("fit", "validate", "test", "predict", "recipes"):
+        assert main([command, "--help"]) == 0
+        assert f"usage: python -m trainer {command}" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("trainer 0.")
+
+
+def test_the_settings_are_the_trainers_arguments():
+    from trainer import Trainer
+
+    arguments = inspect.signature(Trainer).parameters
+    own_groups = {"precision", "callbacks", "logger"}
+    assert set(TYPES) - {"_target_"} == set(arguments) - own_groups
+    settings = TrainerSettings()
+    differing = {name for name in TYPES if name != "_target_" and getattr(settings, name) != arguments[name].default}
+    assert differing == set()
+
+
+def test_lightnings_accelerators_and_strategies_are_known():
+    from lightning.pytorch.accelerators import AcceleratorRegistry
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    assert set(AcceleratorRegistry.available_accelerators()) <= set(ACCELERATORS)
+    assert set(StrategyRegistry.available_strategies()) <= set(STRATEGIES)
+
+
+def test_optional_groups_are_those_outside_the_default_config(project):
+    choices = validate(read(["fit", "--cfg", "job"])).hydra.runtime.choices
+    assert set(GROUPS_TO_ADD).isdisjoint(choices)
+    shipped = {folder.name for folder in packaged_conf().iterdir() if folder.is_dir()} - {"hydra"}
+    assert shipped - set(GROUPS_TO_ADD) == {choice for choice in choices if not choice.startswith("hydra/")}

@@ -1,0 +1,62 @@
+"""The user's modules and folders beside ours, whatever they are called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.conftest import write
+from trainer.cli.folders import conf_folders, packaged_conf, user_conf
+
+# Finding a module is not running it: ours would import torch.
+USE_BOTH = """
+import importlib.util
+from trainer.cli.folders import merge_recipes, search_here
+search_here()
+merge_recipes()
+import recipes.mine
+print(recipes.mine.NAME, importlib.util.find_spec("recipes.schedules").origin)
+"""
+
+
+def run_here(folder, *python):
+    command = [*(python or [sys.executable]), "-c", USE_BOTH]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.parametrize("init", [True, False], ids=["package", "namespace"])
+def test_a_recipes_folder_of_the_users_and_ours_are_one_package(tmp_path, init):
+    write(tmp_path, {"recipes/mine.py": "NAME = 'mine'\n"} | ({"recipes/__init__.py": ""} if init else {}))
+    name, ours = run_here(tmp_path)
+    assert name == "mine"
+    assert ours.endswith("schedules.py")
+    assert not ours.startswith(str(tmp_path))
+
+
+def test_a_console_script_finds_them_too(tmp_path):
+    write(tmp_path, {"recipes/mine.py": "NAME = 'mine'\n"})
+    assert run_here(tmp_path, sys.executable, "-I")[0] == "mine"
+
+
+def test_where_both_have_a_module_the_users_wins(tmp_path):
+    write(tmp_path, {"recipes/schedules.py": "", "recipes/mine.py": "NAME = 'mine'\n"})
+    out = subprocess.run(
+        [sys.executable, "-c", USE_BOTH], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    assert out.split() == ["mine", str(tmp_path / "recipes" / "schedules.py")]
+
+
+def test_the_users_conf_comes_first_and_is_optional(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert user_conf() is None
+    assert conf_folders() == [packaged_conf()]
+    write(tmp_path, {"conf/a.yaml": "", "more/b.yaml": ""})
+    assert conf_folders("more")[:2] == [tmp_path / "conf", packaged_conf()]
+    assert [folder.name for folder in conf_folders("more")] == ["conf", "conf", "more"]
+
+
+def test_in_the_checkout_our_conf_is_not_the_users(monkeypatch):
+    monkeypatch.chdir(packaged_conf().parent)
+    assert user_conf() is None

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+
+from trainer.cli.arguments import UsageError, read
+from trainer.cli.processes import agree, clean_environment, is_first
+from trainer.cli.validate import validate
+from trainer.cli.workdir import claim, quoted
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "first"),
+    [
+        ({}, True),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "2", "LOCAL_RANK": "0"}, False),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
+        ({"SLURM_PROCID": "3"}, False),
+    ],
+)
+def test_who_is_first(monkeypatch, environment, first):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_first() is first
+
+
+def test_nothing_of_a_process_group_reaches_a_job():
+    leaks = ["LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED"]
+    environment = dict.fromkeys([*leaks, "TORCHELASTIC_RUN_ID"], "1") | {
+        "HOME": "/home/me",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    assert clean_environment(environment) == {"HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_without_torchrun_everybody_keeps_the_folder():
+    assert agree("outputs/a") == "outputs/a"
+
+
+def test_a_run_claims_a_folder_of_its_own(project):
+    arguments = [read(["fit", "+recipe=line"]) for _ in range(3)]
+    config = validate(arguments[0])
+    config.hydra.run.dir = "outputs/line/now"
+    folders = [claim(each, config) for each in arguments]
+    assert [str(folder) for folder in folders] == ["outputs/line/now", "outputs/line/now_2", "outputs/line/now_3"]
+    assert all(folder.is_dir() for folder in folders)
+    assert arguments[1].overrides[-1] == "hydra.run.dir='outputs/line/now_2'"
+
+
+def test_a_folder_that_was_asked_for_is_kept(project):
+    for _ in range(2):
+        arguments = read(["fit", "+recipe=line", "hydra.run.dir=mine"])
+        assert str(claim(arguments, validate(arguments))) == "mine"
+
+
+def test_a_run_is_named_after_its_recipe(project):
+    arguments = read(["fit", "+recipe=line"])
+    assert claim(arguments, validate(arguments)).parent.as_posix() == "outputs/line"
+    arguments = read(["fit", "+recipe=line", "+name=lines"])
+    assert claim(arguments, validate(arguments)).parent.as_posix() == "outputs/lines"
+    arguments = read(["fit", "+recipe=line", "-m", "seed=1,2"])
+    assert claim(arguments, validate(arguments)).parent.as_posix() == "multirun/line"
+
+
+def test_another_rank_makes_no_folder_and_writes_no_config(project, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    arguments = read(["fit", "+recipe=line", "hydra.run.dir=given"])
+    claim(arguments, validate(arguments))
+    assert not (project / "given").exists()
+    assert arguments.overrides[-3:] == [
+        "hydra.output_subdir=null",
+        "hydra/job_logging=none",
+        "hydra.run.dir='given'",
+    ]
+
+
+def test_a_sweep_under_torchrun_is_refused(project, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    arguments = read(["fit", "-m", "+recipe=line", "seed=1,2"])
+    with pytest.raises(UsageError, match="without torchrun"):
+        claim(arguments, validate(arguments))
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "it's", 'a "b"', "a,b=c", "back\\slash", "${now:%Y}", "äö"])
+def test_any_folder_name_survives_hydra(project, name):
+    config = validate(read(["fit", "+recipe=line", f"hydra.run.dir={quoted(name)}"]))
+    assert config.hydra.run.dir == name

@@ -1,0 +1,147 @@
+"""Runs, in this process: what they compute, what they leave behind, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.cli import main
+
+pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
+
+LINE = ["+recipe=line", "callbacks.learning_rate_monitor=null"]
+
+
+@pytest.fixture(autouse=True)
+def alone(project, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+
+
+def only(pattern: str) -> Path:
+    (found,) = Path().glob(pattern)
+    return found
+
+
+def result(folder: Path | None = None) -> dict:
+    return json.loads(((folder or only("outputs/*/*")) / "result.json").read_text())
+
+
+def test_fit_writes_everything_into_the_runs_folder(project):
+    assert main(["fit", *LINE, "trainer.max_epochs=3"]) == 0
+    folder = only("outputs/line/*")
+    assert {"result.json", "checkpoints", ".hydra", "csv"} <= {file.name for file in folder.iterdir()}
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert (folder / ".hydra" / "overrides.yaml").read_text().splitlines() == [
+        "- +recipe=line",
+        "- callbacks.learning_rate_monitor=null",
+        "- trainer.max_epochs=3",
+        "- command=fit",
+    ]
+    told = result()
+    assert (told["status"], told["command"], told["recipe"], told["precision"]) == (
+        "completed",
+        "fit",
+        "line",
+        "32-true",
+    )
+    assert (told["epochs"], told["steps"], told["skipped_steps"], told["scale"]) == (3, 12, 0, None)
+    assert 0 < told["metrics"]["val_loss"] < 1.5
+    assert told["peak_memory"]["process"] > 2**20
+    assert sorted(file.name for file in project.iterdir() if file.name != "__pycache__") == [
+        "conf",
+        "line_fit.py",
+        "outputs",
+    ]
+
+
+def test_the_same_seed_and_settings_give_the_same_result():
+    for folder in "ab":
+        assert main(["fit", *LINE, "logger=none", f"hydra.run.dir={folder}"]) == 0
+    assert result(Path("a"))["metrics"] == result(Path("b"))["metrics"]
+
+
+def test_mixed_precision_reports_its_scale():
+    assert main(["fit", *LINE, "logger=none", "precision=16", "precision.init_scale=1024"]) == 0
+    assert result()["precision"] == "16-mixed"
+    assert result()["scale"] == 1024.0
+
+
+def test_child_ranks_command_line_runs_as_given():
+    words = ["+recipe=line", "logger=none", "command=fit", 'hydra.run.dir="given folder"', "hydra.job.name=train_1"]
+    assert main([*words, "hydra.output_subdir=null"]) == 0
+    assert result(Path("given folder"))["status"] == "completed"
+    assert not Path("given folder/.hydra").exists()
+
+
+def test_validate_test_and_predict_use_a_checkpoint():
+    assert main(["fit", *LINE, "logger=none", "hydra.run.dir=fitted", "trainer.max_epochs=5"]) == 0
+    trained = result(Path("fitted"))["metrics"]["val_loss"]
+    more = [*LINE, "logger=none", "ckpt_path=fitted/checkpoints/last.ckpt"]
+    assert main(["validate", *more, "hydra.run.dir=validated"]) == 0
+    assert math.isclose(result(Path("validated"))["metrics"]["val_loss"], trained, rel_tol=1e-6)
+    assert main(["test", *more, "hydra.run.dir=tested"]) == 0
+    assert math.isclose(result(Path("tested"))["metrics"]["test_loss"], trained, rel_tol=1e-6)
+    assert main(["predict", *more, "hydra.run.dir=predicted"]) == 0
+    predictions = torch.load("predicted/predictions.pt", weights_only=True)
+    assert [batch.shape for batch in predictions] == [(4, 1)] * 4
+    # ... and fit resumes from it
+    assert main(["fit", *more, "hydra.run.dir=resumed", "trainer.max_epochs=6"]) == 0
+    assert (result(Path("resumed"))["epochs"], result(Path("resumed"))["steps"]) == (6, 24)
+
+
+def test_fresh_weights_are_warned_of(capsys):
+    assert main(["validate", *LINE, "logger=none"]) == 0
+    assert "validate uses fresh weights, because ckpt_path is not set" in capsys.readouterr().err
+
+
+def test_an_error_in_a_run_shows_its_own_traceback(capsys):
+    assert main(["fit", *LINE, "model.fail_at=2"]) == 1
+    err = capsys.readouterr().err
+    assert err.rstrip().endswith("RuntimeError: asked to fail")
+    assert 'line_fit.py", line' in err
+    assert "HYDRA_FULL_ERROR" not in err
+    assert "hydra/_internal" not in err
+    assert result()["status"] == "failed"
+    assert result()["error"] == "RuntimeError: asked to fail"
+    assert result()["steps"] == 2
+
+
+def test_what_cannot_be_built_is_a_mistake_in_the_config(capsys):
+    assert main(["fit", *LINE, "model._target_=line_fit.Lime"]) == 2
+    assert "model: there is no line_fit.Lime: line_fit has no 'Lime'. Did you mean 'Line'?" in capsys.readouterr().err
+
+
+def test_what_cannot_be_resolved_is_a_mistake_in_the_config(capsys):
+    assert main(["fit", *LINE, "model.start=${data.strat}"]) == 2
+    err = capsys.readouterr().err
+    assert "model.start: Interpolation key 'data.strat' not found" in err
+    assert "Traceback" not in err
+
+
+def test_what_the_trainer_refuses_is_told_without_a_traceback(capsys):
+    assert main(["fit", *LINE, "trainer.max_epochs=-7"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_interrupted(monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.cli.run._execute", interrupt)
+    assert main(["fit", *LINE]) == 130
+    assert capsys.readouterr().err.endswith("trainer: interrupted.\n")
+    assert result()["status"] == "interrupted"
+
+
+def test_a_dropped_callback_that_a_recipe_configures_stays_away():
+    settings = ["callbacks=none", "++callbacks.model_checkpoint.save_top_k=3", "logger=none"]
+    assert main(["fit", "+recipe=line", *settings, "trainer.enable_checkpointing=false"]) == 0
+    assert not list(Path().glob("outputs/*/*/checkpoints"))

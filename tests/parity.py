@@ -1,0 +1,259 @@
+"""The same module under Lightning's Trainer and ours: what both tests of parity share.
+
+Nothing here is a test. Each recorder writes down what a Trainer shows to the outside, in a form that compares with
+``==``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer import Trainer
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of either Trainer that leave nothing but the loop."""
+
+FEATURES, CLASSES = 4, 3
+
+
+def data(samples: int, *, batch_size: int = 2, seed: int = 0, **options: Any) -> DataLoader[Any]:
+    """Batches of (features, label), always the same."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(samples, FEATURES, generator=generator)
+    labels = torch.randint(CLASSES, (samples,), generator=generator)
+    return DataLoader(TensorDataset(features, labels), batch_size=batch_size, **options)
+
+
+class Learner(LightningModule):
+    """The smallest module that trains: a classifier."""
+
+    def __init__(self, learning_rate: float = 0.1, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.learning_rate = learning_rate
+        self.momentum = momentum
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.net(features)
+
+    def loss(self, batch: Any) -> Tensor:
+        features, labels = batch
+        return nn.functional.cross_entropy(self(features), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=self.momentum)
+
+
+class Classifier(Learner):
+    """One that can do everything: fit, validate, test, predict."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+@contextmanager
+def lightnings_noise_ignored() -> Iterator[None]:
+    """Lightning's own Trainer warns in a few ways that are none of our business (and on torch 2.15 in a new one)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def lightning(**arguments: Any) -> LightningTrainer:
+    """Lightning's Trainer."""
+    with lightnings_noise_ignored():
+        return LightningTrainer(**{**QUIET, **arguments})
+
+
+def ours(**arguments: Any) -> Trainer:
+    """Our Trainer."""
+    return Trainer(**{**QUIET, **arguments})
+
+
+MAKERS: tuple[Callable[..., Any], Callable[..., Any]] = (lightning, ours)
+
+
+def run_both(scenario: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
+    """What ``scenario(make_trainer)`` returns with Lightning's Trainer and with ours, from the same seed."""
+    torch.manual_seed(0)
+    with lightnings_noise_ignored():
+        theirs = scenario(lightning)
+    torch.manual_seed(0)
+    return theirs, scenario(ours)
+
+
+# --- recorders ----------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """``value`` in a form that compares: numbers rounded, tensors by their numbers, objects by their type."""
+    if isinstance(value, Tensor):
+        return round(value.item(), 5) if value.numel() == 1 else tuple(value.shape)
+    if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
+        return value
+    if isinstance(value, float):
+        return round(value, 5)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return type(value).__name__.removeprefix("Lightning")  # LightningSGD is SGD
+
+
+UNRECORDED_ARGUMENTS = {"self", "trainer", "pl_module", "optimizer_closure", "checkpoint", "state_dict", "exception"}
+
+
+def recording(base: type, names: list[str], owner: str) -> type:
+    """A subclass of ``base`` that writes each call of the named methods into ``instance.calls``, then does it.
+
+    An entry is (owner and name, arguments, what the Trainer says about itself at this moment).
+    """
+
+    def make(name: str) -> Callable[..., Any]:
+        original = getattr(base, name, None)
+        signature = inspect.signature(original) if original is not None else None
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            arguments: dict[str, Any] = {}
+            if signature is not None:
+                bound = signature.bind(self, *args, **kwargs)
+                bound.apply_defaults()
+                arguments = {k: plain(v) for k, v in bound.arguments.items() if k not in UNRECORDED_ARGUMENTS}
+            trainer = args[0] if owner == "callback" and args and hasattr(args[0], "fit_loop") else None
+            if trainer is None:
+                trainer = getattr(self, "_trainer", None) or getattr(self, "trainer", None)
+            self.calls.append((f"{owner}.{name}", arguments, situation(trainer)))
+            return original(self, *args, **kwargs) if original is not None else None
+
+        return method
+
+    methods = {name: make(name) for name in names}
+    for name, method in methods.items():
+        method.__name__ = name
+        if hasattr(base, name):
+            method.__signature__ = inspect.signature(getattr(base, name))  # type: ignore[attr-defined]
+    return type(f"Recording{base.__name__}", (base,), methods)
+
+
+def situation(trainer: Any) -> dict[str, Any]:
+    """What a Trainer says about itself."""
+    if trainer is None:
+        return {}
+    module = trainer.lightning_module
+    return {
+        "fn": str(trainer.state.fn),
+        "stage": str(trainer.state.stage),
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "mode": None if module is None else module.training,
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+def public_hooks(cls: type, *, besides: tuple[str, ...] = ()) -> list[str]:
+    """The names of the hooks of ``cls``: ``on_*``, set-up and tear-down, and those named."""
+    names = [name for name in dir(cls) if name.startswith("on_") and callable(getattr(cls, name))]
+    return sorted({*names, *besides, *({"setup", "teardown"} & set(dir(cls)))})
+
+
+CALLBACK_HOOKS = public_hooks(Callback, besides=("state_dict", "load_state_dict"))
+MODULE_HOOKS = public_hooks(
+    LightningModule,
+    besides=(
+        "prepare_data",
+        "configure_model",
+        "configure_optimizers",
+        "configure_callbacks",
+        "configure_gradient_clipping",
+        "training_step",
+        "validation_step",
+        "test_step",
+        "predict_step",
+        "backward",
+        "optimizer_zero_grad",
+        "lr_scheduler_step",
+        "transfer_batch_to_device",
+    ),
+)
+DATAMODULE_HOOKS = public_hooks(
+    LightningDataModule,
+    besides=(
+        "prepare_data",
+        "train_dataloader",
+        "val_dataloader",
+        "test_dataloader",
+        "predict_dataloader",
+        "transfer_batch_to_device",
+        "state_dict",
+        "load_state_dict",
+    ),
+)
+
+
+class RecordingLogger(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+        self.hyper_parameters: dict[str, Any] = {}
+        self.status: list[str] = []
+
+    @property
+    def name(self) -> str:
+        return "recorder"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.hyper_parameters.update(params if isinstance(params, dict) else vars(params))
+
+    def finalize(self, status: str) -> None:
+        self.status.append(status)
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    """A copy of all parameters and buffers."""
+    return [value.detach().clone() for value in module.state_dict().values()]
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    """Bit for bit."""
+    assert one.state_dict().keys() == other.state_dict().keys()
+    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name

@@ -1,0 +1,601 @@
+"""fp16 products on the CPU: values and gradients to the bit, what must not change, and what happens around them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.precision.cpu_fp16 import fast_fp16_kernels, native_fp16, pays
+
+Op = Callable[..., Tensor]
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def autocast(dtype: torch.dtype = torch.float16, enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", dtype, enabled=enabled)
+
+
+def rounded(op: Op) -> Op:
+    """The definition: inputs rounded to fp16, ``op`` in fp32, output rounded to fp16; autograd rounds the gradients."""
+    return lambda *inputs: op(*(tensor.half().float() for tensor in inputs)).half()
+
+
+def values_and_gradients(op: Op, inputs: list[Tensor]) -> list[Tensor]:
+    output = op(*inputs)
+    torch.manual_seed(1)
+    upstream = torch.randn(output.shape).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def fast() -> Iterator[None]:
+    with fast_fp16_kernels():
+        yield
+
+
+class TestValues:
+    # Factors are powers of two, so that the order of scaling and rounding does not show.
+    OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {
+        "linear": (F.linear, [(7, 33), (17, 33)]),
+        "linear_bias": (F.linear, [(7, 33), (17, 33), (17,)]),
+        "linear_bias_3d": (F.linear, [(2, 7, 33), (17, 33), (17,)]),
+        "linear_empty": (F.linear, [(0, 33), (17, 33), (17,)]),
+        "mm": (torch.mm, [(7, 33), (33, 17)]),
+        "mm_strided": (lambda a, b: torch.mm(a[::2], b.t()), [(14, 33), (17, 33)]),
+        "bmm": (torch.bmm, [(3, 7, 33), (3, 33, 17)]),
+        "bmm_empty": (torch.bmm, [(0, 7, 33), (0, 33, 17)]),
+        "matmul": (torch.matmul, [(2, 3, 7, 33), (33, 17)]),
+        "matmul_vector": (torch.matmul, [(7, 33), (33,)]),
+        "matmul_vectors": (torch.matmul, [(33,), (33,)]),
+        "addmm": (torch.addmm, [(17,), (7, 33), (33, 17)]),
+        "addmm_scaled": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=-2), [(7, 17), (7, 33), (33, 17)]),
+        "addbmm": (
+            lambda c, a, b: torch.addbmm(c, a, b, beta=2, alpha=0.25),
+            [(7, 17), (3, 7, 33), (3, 33, 17)],
+        ),
+        "baddbmm": (torch.baddbmm, [(3, 7, 17), (3, 7, 33), (3, 33, 17)]),
+        "baddbmm_scaled": (
+            lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=4),
+            [(7, 1), (3, 7, 33), (3, 33, 17)],
+        ),
+        "conv1d": (lambda x, w, b: F.conv1d(x, w, b, 2, 1), [(2, 4, 19), (6, 4, 3), (6,)]),
+        "conv1d_same": (lambda x, w: F.conv1d(x, w, padding="same", dilation=2), [(2, 4, 19), (6, 4, 3)]),
+        "conv2d": (F.conv2d, [(2, 4, 9, 9), (6, 4, 3, 3), (6,)]),
+        "conv2d_unbatched": (F.conv2d, [(4, 9, 9), (6, 4, 3, 3), (6,)]),
+        "conv2d_empty": (F.conv2d, [(0, 4, 9, 9), (6, 4, 3, 3), (6,)]),
+        "conv2d_same": (lambda x, w: F.conv2d(x, w, padding="same"), [(2, 4, 9, 9), (6, 4, 3, 3)]),
+        "conv2d_valid": (lambda x, w: F.conv2d(x, w, padding="valid", stride=2), [(2, 4, 9, 9), (6, 4, 3, 3)]),
+        "conv2d_grouped": (
+            lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding=(0, 1), dilation=2, groups=2),
+            [(2, 4, 9, 9), (6, 2, 3, 3), (6,)],
+        ),
+        "conv2d_strided_input": (
+            lambda x, w: F.conv2d(x[:, ::2].transpose(2, 3), w),
+            [(2, 8, 9, 11), (6, 4, 3, 3)],
+        ),
+        "conv3d": (lambda x, w, b: F.conv3d(x, w, b, padding=1), [(2, 3, 5, 6, 7), (4, 3, 3, 3, 3), (4,)]),
+        "conv3d_same": (lambda x, w: F.conv3d(x, w, padding="same"), [(2, 3, 5, 6, 7), (4, 3, 3, 3, 3)]),
+        "conv_transpose1d": (
+            lambda x, w, b: F.conv_transpose1d(x, w, b, 2, 1, 1),
+            [(2, 4, 9), (4, 6, 3), (6,)],
+        ),
+        "conv_transpose2d": (
+            lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2, padding=1, output_padding=1, groups=2),
+            [(2, 4, 6, 6), (4, 3, 3, 3), (6,)],
+        ),
+        "conv_transpose3d": (
+            lambda x, w: F.conv_transpose3d(x, w, dilation=2),
+            [(2, 3, 4, 5, 6), (3, 4, 2, 2, 2)],
+        ),
+        "einsum": (lambda a, b: torch.einsum("bij,bkj->bik", a, b), [(3, 7, 33), (3, 17, 33)]),
+    }
+
+    @pytest.mark.parametrize("name", OPS)
+    def test_equals_the_definition_to_the_bit(self, fast: None, name: str) -> None:
+        op, shapes = self.OPS[name]
+        inputs = [rand(*shape) for shape in shapes]
+        with autocast():
+            output = op(*inputs)
+        assert output.dtype is torch.float16
+
+        def under_autocast(*tensors: Tensor) -> Tensor:
+            with autocast():
+                return op(*tensors)
+
+        got = values_and_gradients(under_autocast, inputs)
+        expected = values_and_gradients(rounded(op), inputs)
+        for mine, definition in zip(got, expected, strict=True):
+            assert mine.dtype is definition.dtype
+            assert torch.equal(mine, definition)
+
+    @pytest.mark.parametrize("name", OPS)
+    def test_is_close_to_torchs_own_fp16(self, name: str) -> None:
+        op, shapes = self.OPS[name]
+        inputs = [rand(*shape) for shape in shapes]
+
+        def under_autocast(*tensors: Tensor) -> Tensor:
+            with autocast():
+                return op(*tensors)
+
+        expected = values_and_gradients(under_autocast, inputs)
+        with fast_fp16_kernels():
+            got = values_and_gradients(under_autocast, inputs)
+        for mine, native in zip(got, expected, strict=True):
+            assert mine.dtype is native.dtype
+            torch.testing.assert_close(mine, native, rtol=1e-2, atol=4e-2)
+
+    def test_broadcast_gradients_are_summed_in_fp16(self, fast: None) -> None:
+        # As torch does on every device: the gradient of each copy is an fp16 product, their sum another operation.
+        a, b = rand(2, 1, 7, 33), rand(3, 33, 17)
+        with autocast():
+            y = a @ b
+        y.sum().backward()
+        copies = (torch.ones(2, 3, 7, 17) @ b.half().float().transpose(1, 2)).half()
+        assert torch.equal(a.grad, copies.sum(1, keepdim=True).float())
+
+    def test_is_accumulated_in_fp32(self, fast: None) -> None:
+        # In fp16, 2048 + 1 is 2048: the sum would stop there.
+        ones = torch.ones(1, 4096, dtype=torch.float16)
+        assert (ones @ ones.t()).item() == 4096.0
+        assert (ones[0] @ ones[0]).item() == 4096.0
+
+    def test_overflows_like_fp16(self, fast: None) -> None:
+        a = torch.full((1, 2), 250.0, dtype=torch.float16)
+        assert (a @ a.t()).item() == torch.inf
+
+    @pytest.mark.parametrize("name", ["addmm", "addmv", "addbmm", "baddbmm"])
+    def test_in_place(self, fast: None, name: str) -> None:
+        left, right = {
+            "addmm": ((7, 33), (33, 17)),
+            "addmv": ((7, 33), (33,)),
+            "addbmm": ((3, 7, 33), (3, 33, 17)),
+            "baddbmm": ((3, 7, 33), (3, 33, 17)),
+        }[name]
+        a, b = torch.randn(left).half(), torch.randn(right).half()
+        c = torch.randn((a[0] @ b[0] if name == "addbmm" else a @ b).shape).half()
+        expected = getattr(c.float(), f"{name}_")(a.float(), b.float(), beta=0.3, alpha=1.7).half()
+        result = getattr(c, f"{name}_")(a, b, beta=0.3, alpha=1.7)
+        assert result is c
+        assert torch.equal(c, expected)
+
+    @pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
+    def test_out(self, fast: None, name: str) -> None:
+        # Long sums, so that torch's own fp16 kernels, which add in another order, would differ in some bit.
+        batch = (2,) if "b" in name else ()
+        shapes = [(*batch, 64, 64)] * name.count("add") + [(*batch, 64, 1999), (*batch, 1999, 64)]
+        inputs = [torch.randn(shape).half() for shape in shapes]
+        op = getattr(torch, name)
+        expected = op(*(tensor.float() for tensor in inputs)).half()
+        resized, transposed = torch.empty(0).half(), torch.zeros_like(expected).transpose(-1, -2)
+        assert op(*inputs, out=resized) is resized
+        assert torch.equal(resized, expected)
+        op(*inputs, out=transposed)
+        assert torch.equal(transposed, expected)
+        with pytest.raises(RuntimeError, match="dtype"):
+            op(*inputs, out=torch.empty(expected.shape))
+
+    def test_channels_last_stays_channels_last(self, fast: None) -> None:
+        x = torch.randn(2, 8, 9, 9).to(memory_format=torch.channels_last).requires_grad_()
+        conv = nn.Conv2d(8, 6, 3).to(memory_format=torch.channels_last)
+        with autocast():
+            y = conv(x)
+        y.sum().backward()
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        assert x.grad.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(y, rounded(F.conv2d)(x, conv.weight, conv.bias))
+
+    def test_tensors_that_are_fp16_already(self, fast: None) -> None:
+        x, w = torch.randn(7, 33).half().requires_grad_(), torch.randn(17, 33).half().requires_grad_()
+        with autocast():
+            inside = values_and_gradients(F.linear, [x, w])
+        outside = values_and_gradients(F.linear, [x, w])
+        expected = values_and_gradients(rounded(F.linear), [x, w])
+        assert all(map(torch.equal, inside, expected))
+        assert all(map(torch.equal, outside, expected))
+
+
+class TestAttention:
+    CASES: dict[str, dict[str, object]] = {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "scale": {"scale": 0.3},
+        "bool_mask": {"attn_mask": torch.arange(12)[:, None] >= torch.arange(12)},
+        "float_mask": {"attn_mask": torch.linspace(-2, 2, 144).view(12, 12)},
+        "gqa": {"enable_gqa": True},
+    }
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_is_fp32_attention_of_rounded_inputs(self, fast: None, name: str) -> None:
+        arguments = self.CASES[name]
+        heads = 2 if name == "gqa" else 4
+        inputs = [rand(2, 4, 12, 16), rand(2, heads, 12, 16), rand(2, heads, 12, 16)]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value, **arguments)
+
+        def under_autocast(*tensors: Tensor) -> Tensor:
+            with autocast():
+                return attend(*tensors)
+
+        def definition(*tensors: Tensor) -> Tensor:
+            halves = [tensor.half().float() for tensor in tensors]
+            mask = arguments.get("attn_mask")
+            if isinstance(mask, Tensor) and mask.is_floating_point():
+                return F.scaled_dot_product_attention(*halves, attn_mask=mask.half().float()).half()
+            return attend(*halves).half()
+
+        got = values_and_gradients(under_autocast, inputs)
+        expected = values_and_gradients(definition, inputs)
+        assert got[0].dtype is torch.float16
+        assert torch.equal(got[0], expected[0])
+        for mine, reference in zip(got[1:], expected[1:], strict=True):
+            # The backward reads the output as it was rounded.
+            torch.testing.assert_close(mine, reference, rtol=2e-3, atol=1e-3)
+
+    def test_dropout(self, fast: None) -> None:
+        q, k, v = (rand(2, 4, 12, 16) for _ in range(3))
+        with autocast():
+            torch.manual_seed(3)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+            torch.manual_seed(3)
+            again = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+            without = F.scaled_dot_product_attention(q, k, v)
+        y.sum().backward()
+        assert torch.equal(y, again)
+        assert not torch.allclose(y, without)
+        assert torch.isfinite(q.grad).all()
+
+    def test_multihead_attention(self, fast: None) -> None:
+        attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        x = torch.randn(2, 6, 32)
+        with autocast():
+            got = attention(x, x, x, need_weights=False)[0]
+        torch.testing.assert_close(got.float(), attention(x, x, x, need_weights=False)[0], rtol=1e-2, atol=2e-3)
+
+
+class TestRecurrent:
+    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+    def test_layers(self, fast: None, kind: type[nn.RNNBase]) -> None:
+        layer = kind(8, 16, num_layers=2, bidirectional=True)
+        reference = copy.deepcopy(layer)
+        x = torch.randn(5, 3, 8)
+        with autocast():
+            y, _ = layer(x)
+        expected, _ = reference(x)
+        y.float().square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=2e-3)
+        for (name, got), wanted in zip(layer.named_parameters(), reference.parameters(), strict=True):
+            assert got.grad is not None, name
+            torch.testing.assert_close(got.grad, wanted.grad, rtol=2e-2, atol=2e-2)
+
+    def test_lstm_gives_fp16_and_runs_in_evaluation(self, fast: None) -> None:
+        layer = nn.LSTM(8, 16).eval()
+        x = torch.randn(5, 3, 8)
+        with torch.inference_mode(), autocast():
+            y, (h, c) = layer(x)
+        assert (y.dtype, h.dtype, c.dtype) == (torch.float16, torch.float16, torch.float16)
+        torch.testing.assert_close(y.float(), layer(x)[0].detach(), rtol=1e-2, atol=2e-3)
+
+
+def small_net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 9, 5),
+    )
+
+
+class ByHand(nn.Module):
+    """`small_net` with every cast written out; no autocast, and no fp16 product either."""
+
+    def __init__(self, net: nn.Sequential) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, norm, _, second, _, _, last = self.net
+        x = rounded(lambda x, w, b: F.conv2d(x, w, b, padding=1))(x, first.weight, first.bias)
+        x = F.relu(norm(x))
+        x = rounded(lambda x, w, b: F.conv2d(x, w, b, stride=2))(x, second.weight, second.bias)
+        return rounded(F.linear)(F.relu(x).flatten(1), last.weight, last.bias)
+
+
+def train(net: nn.Module, forward: Op, steps: int = 6) -> list[Tensor]:
+    torch.manual_seed(2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(steps):
+        x, target = torch.randn(4, 3, 8, 8), torch.randint(5, (4,))
+        loss = F.cross_entropy(forward(x).float(), target)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [loss.detach(), *(tensor.detach().clone() for tensor in net.state_dict().values())]
+
+
+class TestTraining:
+    def test_equals_a_loop_with_every_cast_written_out(self) -> None:
+        net = small_net()
+        by_hand = ByHand(copy.deepcopy(net))
+
+        def forward(x: Tensor) -> Tensor:
+            with autocast():
+                return net(x)
+
+        start = net[0].weight.detach().clone()
+        with fast_fp16_kernels():
+            got = train(net, forward)
+        expected = train(by_hand, by_hand)
+        assert not torch.equal(net[0].weight, start)
+        assert all(map(torch.equal, got, expected))
+
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_activation_checkpointing_changes_no_bit(self, fast: None, use_reentrant: bool) -> None:
+        net = small_net()
+        net[1].eval()  # its running statistics would see the batch twice
+        x = rand(4, 3, 8, 8)
+
+        def gradients(run: Op) -> list[Tensor]:
+            x.grad = None
+            net.zero_grad()
+            with autocast():
+                loss = run(x).float().square().sum()
+            loss.backward()
+            return [x.grad, *(parameter.grad for parameter in net.parameters())]
+
+        plain = gradients(net)
+        checkpointed = gradients(lambda x: checkpoint(net, x, use_reentrant=use_reentrant))
+        assert all(map(torch.equal, checkpointed, plain))
+
+    def test_hooks_see_fp16(self, fast: None) -> None:
+        layer = nn.Linear(8, 4)
+        seen: list[torch.dtype] = []
+        layer.register_forward_hook(lambda _, args, y: seen.append(y.dtype))
+        layer.register_full_backward_hook(lambda _, gi, go: seen.extend([gi[0].dtype, go[0].dtype]))
+        x = rand(2, 8)
+        with autocast():
+            layer(x).sum().backward()
+        assert seen == [torch.float16, torch.float32, torch.float16]
+
+    def test_backward_inside_autocast(self, fast: None) -> None:
+        net, x = nn.Linear(8, 4), rand(2, 8)
+        with autocast():
+            net(x).sum().backward()
+        assert torch.equal(x.grad, rounded(torch.mm)(torch.ones(2, 4), net.weight).float())
+
+    def test_accumulates_in_another_thread(self, fast: None) -> None:
+        x, w = rand(7, 33), rand(17, 33)
+        with autocast():
+            y = F.linear(x, w)
+        thread = threading.Thread(target=lambda: y.sum().backward())
+        thread.start()
+        thread.join()
+        assert torch.equal(x.grad, rounded(torch.mm)(torch.ones(7, 17), w).float())
+
+
+class TestHigherOrder:
+    def test_gradient_penalty_equals_the_definition(self) -> None:
+        conv, linear = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 1)
+        x = rand(2, 3, 8, 8)
+        parameters = [conv.weight, conv.bias, linear.weight]
+
+        def penalty(convolve: Op, apply: Op) -> list[Tensor]:
+            y = apply(torch.tanh(convolve(x, conv.weight, conv.bias)).flatten(1), linear.weight)
+            (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+            return list(torch.autograd.grad((slope.flatten(1).norm(dim=1) - 1).square().sum(), parameters[::2]))
+
+        def under_autocast(op: Op) -> Op:
+            def run(*tensors: Tensor) -> Tensor:
+                with autocast():
+                    return op(*tensors)
+
+            return run
+
+        with fast_fp16_kernels():
+            got = penalty(under_autocast(F.conv2d), under_autocast(F.linear))
+        expected = penalty(rounded(F.conv2d), rounded(F.linear))
+        exact = penalty(F.conv2d, F.linear)
+        for mine, definition, fp32 in zip(got, expected, exact, strict=True):
+            assert mine.abs().max() > 1e-3
+            torch.testing.assert_close(mine, definition, rtol=1e-2, atol=1e-4)
+            torch.testing.assert_close(mine, fp32, rtol=5e-2, atol=2e-3)
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward mode imports it
+    def test_vmap_and_forward_mode(self, fast: None) -> None:
+        x, w, tangent = (torch.randn(4, 8).half(), torch.randn(8, 5).half(), torch.randn(4, 8).half())
+        assert torch.equal(torch.vmap(lambda row: row @ w)(x), (x.float() @ w.float()).half())
+        _, slope = torch.func.jvp(lambda x: x @ w, (x,), (tangent,))
+        assert torch.equal(slope, (tangent.float() @ w.float()).half())
+
+    def test_compiled_graph_gives_the_same_bits(self, fast: None) -> None:
+        net = small_net()
+        x = torch.randn(4, 3, 8, 8)
+        compiled = torch.compile(copy.deepcopy(net), backend="aot_eager")
+        for model in (net, compiled):
+            with autocast():
+                y = model(x)
+            y.float().square().sum().backward()
+        with autocast():
+            assert torch.equal(compiled(x), net(x))
+        for mine, reference in zip(compiled.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-3, atol=1e-3)
+
+
+class TestWhatMustNotChange:
+    @pytest.mark.parametrize(
+        ("dtype", "enabled"),
+        [(torch.bfloat16, True), (torch.float16, False)],
+        ids=["bf16", "fp32"],
+    )
+    def test_other_precisions_keep_their_bits(self, dtype: torch.dtype, enabled: bool) -> None:
+        net = small_net()
+        inputs = [rand(4, 3, 8, 8), rand(2, 4, 12, 16)]
+
+        def forward() -> Tensor:
+            x, q = inputs
+            with autocast(dtype, enabled):
+                return net(x).float().square().sum() + F.scaled_dot_product_attention(q, q, q).float().square().sum()
+
+        def values(output: Tensor) -> list[Tensor]:
+            return [output.detach(), *torch.autograd.grad(output, [*inputs, *net.parameters()])]
+
+        expected = values(forward())
+        with fast_fp16_kernels():
+            inside = values(forward())
+            with autocast():
+                nested = forward()
+            nested_values = values(nested)
+        assert all(map(torch.equal, inside, expected))
+        assert all(map(torch.equal, nested_values, expected))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+    def test_dtypes_autocast_leaves_alone(self, fast: None, dtype: torch.dtype) -> None:
+        a, b = torch.arange(12).view(3, 4).to(dtype), torch.arange(20).view(4, 5).to(dtype)
+        with autocast():
+            product = a @ b
+        assert product.dtype is dtype
+        assert torch.equal(product, a @ b)
+
+    def test_autocast_switched_off_inside(self, fast: None) -> None:
+        x, w = torch.randn(4, 8), torch.randn(8, 5)
+        expected = x @ w
+        with autocast():
+            with autocast(enabled=False):
+                inner = x @ w
+            outer = x @ w
+        assert torch.equal(inner, expected)
+        assert outer.dtype is torch.float16
+
+    def test_mixed_dtypes_are_still_refused(self, fast: None) -> None:
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.mm(torch.randn(2, 2).half(), torch.randn(2, 2))
+        with pytest.raises(RuntimeError):
+            F.conv2d(torch.randn(1, 1, 3, 3).half(), torch.randn(1, 1, 3, 3))
+
+    @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+    def test_without_gradients(self, fast: None, context: Callable[[], torch.no_grad]) -> None:
+        net, x = small_net().eval(), torch.randn(4, 3, 8, 8)
+        with autocast():
+            expected = net(x).detach()
+        with context(), autocast():
+            y = net(x)
+        assert not y.requires_grad
+        assert torch.equal(y, expected)
+
+
+def kernels_are_fast() -> bool:
+    """Whether `aten::convolution` has a kernel of its own for the CPU; torch has one for all devices."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::convolution", "CPU"))
+
+
+class TestContext:
+    def test_restores_torchs_kernels(self) -> None:
+        a, b = torch.randn(64, 999).half(), torch.randn(999, 64).half()
+        x, w = torch.randn(2, 16, 9, 9).half(), torch.randn(16, 16, 3, 3).half()
+
+        def native() -> list[Tensor]:
+            return [a @ b, F.conv2d(x, w), a[0] @ a[1], torch.addmm(a[:, :64], a, b)]
+
+        before = native()
+        with fast_fp16_kernels():
+            assert kernels_are_fast()
+        assert not kernels_are_fast()
+        assert all(map(torch.equal, native(), before))
+
+    def test_nests(self) -> None:
+        with fast_fp16_kernels():
+            with fast_fp16_kernels():
+                pass
+            assert kernels_are_fast()
+        assert not kernels_are_fast()
+
+    def test_ends_with_an_error(self) -> None:
+        with pytest.raises(ValueError, match="mine"), fast_fp16_kernels():
+            raise ValueError("mine")
+        assert not kernels_are_fast()
+
+    def test_overlaps_across_threads(self) -> None:
+        opened, close = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with fast_fp16_kernels():
+                opened.set()
+                close.wait(10)
+
+        thread = threading.Thread(target=hold)
+        with fast_fp16_kernels():
+            thread.start()
+            assert opened.wait(10)
+        assert kernels_are_fast()
+        close.set()
+        thread.join()
+        assert not kernels_are_fast()
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+class TestPays:
+    @pytest.mark.parametrize(
+        ("build", "expected"),
+        [
+            (lambda: mlp(32, 32, 32), False),
+            (lambda: mlp(64, 64, 64, 10), False),
+            (lambda: nn.Conv2d(1, 4, 3), False),
+            (lambda: nn.Embedding(10_000, 64), False),
+            (lambda: nn.LayerNorm([256, 256]), False),
+            (lambda: nn.Sequential(nn.LazyLinear(512)), False),
+            (lambda: nn.Identity(), False),
+            (lambda: nn.GRU(32, 32), False),
+            (lambda: mlp(784, 128, 10), True),
+            (lambda: mlp(256, 256, 256), True),
+            (lambda: nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 3)), True),
+            (lambda: nn.MultiheadAttention(256, 4), True),
+            (lambda: nn.LSTM(4, 4), True),  # torch cannot run it at all
+        ],
+    )
+    def test_rule(self, build: Callable[[], nn.Module], expected: bool) -> None:
+        assert pays(build()) is expected
+
+    @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+    def test_resnets(self, name: str) -> None:
+        models = pytest.importorskip("torchvision.models")
+        with torch.device("meta"):
+            assert pays(getattr(models, name)())
+
+
+class TestNativeFp16:
+    def test_asks_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for answer in (True, False):
+            monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda answer=answer: answer)
+            assert native_fp16() is answer
+
+    def test_false_where_torch_has_no_such_query(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Nothing:
+            pass
+
+        monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
+        assert native_fp16() is False

@@ -1,0 +1,764 @@
+"""The training loop against the loop that one writes by hand: every loss and every weight, to the bit."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import trainer as package
+from tests.support import (
+    OPTIMIZERS,
+    Regression,
+    assert_same,
+    fit_and_watch,
+    loader_of,
+    loss_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    native_fp16,
+    sgd,
+    train_by_hand,
+)
+from trainer.callbacks import GradientClipping
+from trainer.errors import ConfigurationError
+from trainer.precision import MixedPrecision
+from trainer.precision.cpu_fp16 import fast_fp16_kernels
+
+NAN = float("nan")
+POISON = {0: 1e30, 9: 1e30, 13: NAN}  # gains of batches whose gradients overflow, or are not numbers
+SMALL = {"init_scale": 2.0**9, "growth_interval": 5}  # a scale that does not overflow by itself and grows soon
+
+
+def precision_and_scaler(precision: str, **options: Any) -> tuple[Any, torch.amp.GradScaler]:
+    """Our plugin, and the scaler of a hand-written loop with the same settings."""
+    enabled = precision == "16-mixed"
+    return native_fp16(**options) if enabled else precision, torch.amp.GradScaler("cpu", enabled=enabled, **options)
+
+
+# --- to the bit ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_losses_and_weights_are_those_of_a_hand_written_loop(tmp_path, precision, optimizer):
+    make = OPTIMIZERS[optimizer]
+    poison = POISON if precision == "16-mixed" else {}
+    if optimizer == "momentum-fused":  # in the hand-written loop torch would start from uninitialised memory
+        poison = {i: gain for i, gain in poison.items() if i > 0}
+    batches = make_batches(20, gains=poison)
+    plugin, scaler = precision_and_scaler(precision, **SMALL)
+    ours, theirs = make_net(dropout=0.2), make_net(dropout=0.2)
+
+    torch.manual_seed(5)
+    trainer, trace = fit_and_watch(tmp_path, Regression(ours, make), loader_of(batches), precision=plugin, max_epochs=2)
+    torch.manual_seed(5)
+    expected = train_by_hand(
+        theirs, loader_of(batches), precision=precision, scaler=scaler, optimizer=make, epochs=2
+    )
+
+    assert_same(trace, expected)
+    assert len(trace.losses) == trainer.global_step == 40
+    assert trainer.skipped_steps == sum(expected.skipped) == 2 * len(poison)
+    assert trainer.scaler.get_scale() == scaler.get_scale()
+
+
+def test_16_mixed_by_name_with_torchs_defaults_and_a_natural_overflow(tmp_path):
+    ours, theirs, batches = make_net(), make_net(), make_batches(8)
+    trainer, trace = fit_and_watch(tmp_path, Regression(ours), batches, precision="16-mixed")
+    assert_same(trace, train_by_hand(theirs, batches, precision="16-mixed"))
+    assert trace.scales[0] == 65536.0
+    assert trainer.skipped_steps > 0  # 65536 is too much for this net: the test sees a skip that nobody forced
+
+
+def test_64_true(tmp_path):
+    batches = make_batches(10)
+    ours, theirs = make_net(), make_net().double()
+    _, trace = fit_and_watch(tmp_path, Regression(ours), batches, precision="64-true")
+    in_double = [[tensor.double() for tensor in batch] for batch in batches]
+    assert_same(trace, train_by_hand(theirs, in_double, precision="64-true"))
+    assert all(p.dtype is torch.float64 for p in ours.parameters())
+
+
+def test_data_order_and_random_numbers_are_those_of_a_hand_written_loop(tmp_path):
+    ours, theirs = make_net(dropout=0.5), make_net(dropout=0.5)
+    shuffled = loader_of(make_batches(9), shuffle=True)
+    torch.manual_seed(11)
+    _, trace = fit_and_watch(tmp_path, Regression(ours), shuffled, max_epochs=3)
+    torch.manual_seed(11)
+    assert_same(trace, train_by_hand(theirs, shuffled, epochs=3))
+
+
+def norm_of(limit: float, kind: float = 2.0):
+    return lambda parameters: nn.utils.clip_grad_norm_(parameters, limit, kind)
+
+
+def value_of(limit: float):
+    def clip(parameters):
+        parameters = list(parameters)
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        nn.utils.clip_grad_value_(parameters, limit)
+        return norm
+
+    return clip
+
+
+CLIPPING = {
+    "norm": (GradientClipping(max_norm=0.3), norm_of(0.3)),
+    "value": (GradientClipping(clip_value=0.02), value_of(0.02)),
+    "largest element": (GradientClipping(max_norm=0.05, norm_type=torch.inf), norm_of(0.05, torch.inf)),
+}
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adamw", "adamw-fused"])
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, window):
+    make, (callback, clip) = OPTIMIZERS[optimizer], CLIPPING[clipping]
+    batches = make_batches(20, gains=POISON if precision == "16-mixed" else {})  # windows of 3: the last one has 2
+    plugin, scaler = precision_and_scaler(precision, **SMALL)
+    ours, theirs = make_net(), make_net()
+    trainer, trace = fit_and_watch(
+        tmp_path,
+        Regression(ours, make),
+        batches,
+        precision=plugin,
+        callbacks=[callback],
+        accumulate_grad_batches=window,
+    )
+    expected = train_by_hand(
+        theirs, batches, precision=precision, scaler=scaler, optimizer=make, window=window, clip=clip
+    )
+    assert_same(trace, expected)
+    limit = callback.limit
+    assert any(norm > limit for norm in trace.norms), "nothing was clipped: the test would not see it missing"
+    assert len(trace.norms) == trainer.global_step == (20 if window == 1 else 7)
+    if precision == "16-mixed":
+        assert all(not norm < torch.inf for norm, skip in zip(trace.norms, trace.skipped, strict=True) if skip)
+        assert sum(trace.skipped) == 3
+
+
+@pytest.mark.parametrize("short", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.3, "gradient_clip_algorithm": "norm"}])
+def test_gradient_clip_val_is_short_for_the_callback(tmp_path, short):
+    ours, theirs, batches = make_net(), make_net(), make_batches(6)
+    trainer, trace = fit_and_watch(tmp_path, Regression(ours), batches, **short)
+    assert_same(trace, train_by_hand(theirs, batches, clip=norm_of(0.3)))
+    assert trainer.gradient_clip_val == 0.3
+
+
+@pytest.mark.parametrize(("batches", "window", "steps"), [(9, 3, 3), (7, 3, 3), (2, 5, 1), (8, 4, 2)])
+def test_a_short_last_window_is_averaged_over_what_it_has(tmp_path, batches, window, steps):
+    ours, theirs, data = make_net(), make_net(), make_batches(batches)
+    trainer, trace = fit_and_watch(
+        tmp_path, Regression(ours), data, accumulate_grad_batches=window, max_epochs=2
+    )
+    assert_same(trace, train_by_hand(theirs, data, window=window, epochs=2))
+    assert trainer.global_step == 2 * steps
+
+
+def test_a_window_equals_one_large_batch(tmp_path):
+    ours, theirs, batches = make_net(), make_net(), make_batches(5)
+    fit_and_watch(tmp_path, Regression(ours), batches, accumulate_grad_batches=3)
+    merged = [[torch.cat(parts) for parts in zip(*(b[:2] for b in some), strict=True)] for some in (batches[:3], batches[3:])]
+    train_by_hand(theirs, [[*pair, torch.tensor(1.0)] for pair in merged])
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_fast_fp16_kernels_equal_a_hand_written_loop_in_the_same_session(tmp_path):
+    plugin = MixedPrecision("float16", cpu_kernels="fast", **SMALL)
+    ours, theirs, batches = make_net(), make_net(), make_batches(12, gains=POISON)
+    _, trace = fit_and_watch(tmp_path, Regression(ours), batches, precision=plugin, accumulate_grad_batches=3)
+    with fast_fp16_kernels():
+        expected = train_by_hand(
+            theirs, batches, precision="16-mixed", scaler=torch.amp.GradScaler("cpu", **SMALL), window=3
+        )
+    assert_same(trace, expected)
+    assert sum(trace.skipped) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scaling", [False, True])
+def test_loss_scaling_is_independent_of_the_dtype(tmp_path, dtype, scaling):
+    options = SMALL if scaling else {}
+    plugin = MixedPrecision(dtype, loss_scaling=scaling, cpu_kernels="native", **options)
+    ours, theirs, batches = make_net(), make_net(), make_batches(6)
+    trainer, trace = fit_and_watch(tmp_path, Regression(ours), batches, precision=plugin)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaling, **options)
+    name = "16-mixed" if dtype == "float16" else "bf16-mixed"
+    assert_same(trace, train_by_hand(theirs, batches, precision=name, scaler=scaler))
+    assert trainer.scaler.is_enabled() is scaling
+    assert trace.scales[0] == (512.0 if scaling else 1.0)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_fused_momentum_that_overflows_on_the_first_step_starts_as_if_the_batch_had_not_been(
+    tmp_path, dampening, nesterov
+):
+    if nesterov and dampening:
+        pytest.skip("torch refuses it")
+
+    def make(parameters):
+        return torch.optim.SGD(
+            parameters, lr=0.05, momentum=0.9, dampening=dampening, nesterov=nesterov, fused=True
+        )
+
+    batches = make_batches(6, gains={0: 1e30, 1: NAN})
+    ours, theirs = make_net(), make_net()
+    module = Regression(ours, make)
+    # what torch takes for the momentum must not happen to be zero
+    litter = [torch.full_like(p, 1e30) for p in ours.parameters() for _ in range(500)]
+    del litter
+    _, trace = fit_and_watch(tmp_path, module, batches, precision=native_fp16(**SMALL))
+    scaler = torch.amp.GradScaler("cpu", init_scale=SMALL["init_scale"] / 4)
+    expected = train_by_hand(theirs, batches[2:], precision="16-mixed", optimizer=make, scaler=scaler)
+    assert trace.skipped == [True, True, False, False, False, False]
+    for a, b in zip(trace.weights[-1], expected.weights[-1], strict=True):
+        assert torch.equal(a, b)
+
+
+# --- the scaler and the outcome of a step ---------------------------------------------------------------------------
+
+
+def test_one_scaler_for_all_epochs_and_fits(tmp_path):
+    batches, plugin = make_batches(7), native_fp16(init_scale=2.0**4, growth_interval=10)
+    trainer = make_trainer(tmp_path, precision=plugin, max_epochs=2)
+    scaler = trainer.scaler
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            seen.append((trainer.scaler is scaler, trainer.scaler.current_scale, trainer.scaler.get_scale()))
+
+    trainer.callbacks.append(Look())
+    module = Regression()
+    trainer.fit(module, loader_of(batches))
+    assert scaler._get_growth_tracker() == 4  # 14 steps: grown once, at the tenth
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, loader_of(batches))
+    assert trainer.scaler is scaler
+    assert scaler.get_scale() == 2.0**6
+    assert scaler._get_growth_tracker() == 1
+    assert trainer.global_step == 21
+    scales = [2.0**4] * 10 + [2.0**5] * 10 + [2.0**6]
+    assert seen == [(True, scale, scale) for scale in scales]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_step_outcome(tmp_path, fused):
+    outcomes = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            outcomes.append(trainer.step_outcome)
+
+    trainer, trace = fit_and_watch(
+        tmp_path,
+        Regression(make_net(), OPTIMIZERS["adam-fused" if fused else "adam"]),
+        make_batches(5, gains={2: 1e30}),
+        precision=native_fp16(init_scale=64.0, growth_interval=2),
+        callbacks=[Look(), GradientClipping(max_norm=1.0)],
+    )
+    assert trace.scales == [64.0, 64.0, 128.0, 64.0, 64.0]
+    assert trace.next_scales == [64.0, 128.0, 64.0, 64.0, 128.0]
+    assert [o.skipped for o in outcomes] == [False, False, True, False, False]
+    assert [o.optimizers for o in outcomes] == [(0,)] * 5
+    assert all(type(o.skipped) is bool and type(o.scale) is float for o in outcomes)
+    norms = [o.grad_norm.item() for o in outcomes]
+    assert [norm < torch.inf for norm in norms] == [True, True, False, True, True]
+    assert (trainer.global_step, trainer.skipped_steps) == (5, 1)
+    assert trainer.step_outcome is outcomes[-1]
+
+
+def test_there_is_no_outcome_before_the_first_step_and_no_norm_where_nobody_measures_one(tmp_path):
+    trainer = make_trainer(tmp_path)
+    assert trainer.step_outcome is None
+    trainer.fit(Regression(), loader_of(make_batches(2)))
+    assert trainer.step_outcome == (False, 1.0, 1.0, None, (0,))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_an_optimizer_without_gradients_is_a_no_op(tmp_path, precision):
+    idle = nn.Linear(2, 2)
+    before = [p.clone() for p in idle.parameters()]
+    module = Regression(make_net(), lambda parameters: torch.optim.AdamW(idle.parameters(), lr=1.0, weight_decay=1.0))
+    trainer, trace = fit_and_watch(tmp_path, module, make_batches(3), precision=precision)
+    assert all(torch.equal(a, b) for a, b in zip(before, idle.parameters(), strict=True))
+    assert trace.skipped == [False] * 3
+    assert len(set(trace.scales)) == 1
+    assert trainer.global_step == 3
+
+
+def test_partly_frozen_parameters(tmp_path):
+    ours, theirs, batches = make_net(), make_net(), make_batches(6)
+    for net in (ours, theirs):
+        net[0].requires_grad_(False)
+    _, trace = fit_and_watch(tmp_path, Regression(ours), batches, precision=native_fp16(**SMALL))
+    scaler = torch.amp.GradScaler("cpu", **SMALL)
+    assert_same(trace, train_by_hand(theirs, batches, precision="16-mixed", scaler=scaler))
+
+
+def test_no_optimizer_at_all(tmp_path):
+    class Frozen(Regression):
+        def configure_optimizers(self):
+            return None
+
+    module = Frozen()
+    before = [p.clone() for p in module.parameters()]
+    with pytest.warns(UserWarning, match="no optimizer"):
+        make_trainer(tmp_path, precision="16-mixed").fit(module, loader_of(make_batches(3)))
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_a_fit_after_an_interrupted_one_unscales_its_gradients(tmp_path):
+    optimizer = sgd(make_net().parameters())
+    norms = []
+
+    class Interrupted(Regression):
+        def configure_optimizers(self):
+            nonlocal optimizer
+            if norms == []:
+                optimizer = sgd(self.net.parameters())
+            return optimizer  # the same object again: its entry in the scaler would be found
+
+        def on_before_optimizer_step(self, optimizer):
+            norms.append(nn.utils.get_total_norm([p.grad for p in self.net.parameters()]).item())
+            if len(norms) == 1:
+                raise RuntimeError("between unscale_ and step")
+
+    module, batches = Interrupted(), make_batches(1) * 4
+    trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=256.0))
+    with pytest.raises(RuntimeError, match="between"):
+        trainer.fit(module, loader_of(batches))
+    trainer.fit(module, loader_of(batches))
+    assert norms[1] == norms[0]
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+def test_autocast_covers_the_step_function_and_nothing_else(tmp_path):
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen["forward"] = torch.is_autocast_enabled("cpu")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen["backward"] = torch.is_autocast_enabled("cpu")
+            return gradient
+
+    class Looking(Regression):
+        def training_step(self, batch, batch_idx):
+            assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+            assert self.net(batch[0]).dtype is torch.bfloat16
+            return Probe.apply(super().training_step(batch, batch_idx))
+
+    def look(name):
+        def hook(self, *args):
+            seen[name] = torch.is_autocast_enabled("cpu")
+
+        return hook
+
+    seen = {}
+    outside = (
+        "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+        "on_before_optimizer_step", "on_after_optimizer_step", "on_train_batch_end",
+    )  # fmt: skip
+    look_at_all = type("Look", (Callback,), {name: look(name) for name in outside})
+    fit_and_watch(tmp_path, Looking(), make_batches(1), precision="bf16-mixed", callbacks=[look_at_all()])
+    assert seen == {"forward": True, "backward": False, **dict.fromkeys(outside, False)}
+
+
+def test_each_forward_sees_the_weights_of_its_own_step(tmp_path):
+    """The weight cache of autocast is emptied with each forward, also inside a window and under ``no_grad`` before."""
+
+    class Peeking(Regression):
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                self.net(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(7)
+    _, trace = fit_and_watch(tmp_path, Peeking(ours), batches, precision="bf16-mixed", accumulate_grad_batches=2)
+    assert_same(trace, train_by_hand(theirs, batches, precision="bf16-mixed", window=2))
+
+
+# --- the path ---------------------------------------------------------------------------------------------------------
+
+
+def test_at_most_four_functions_of_ours_between_fit_and_training_step(tmp_path):
+    home = Path(package.__file__).parent
+    calls = []
+
+    class Looking(Regression):
+        def training_step(self, batch, batch_idx):
+            calls[:] = [f.function for f in inspect.stack() if home in Path(f.filename).parents]
+            return super().training_step(batch, batch_idx)
+
+    make_trainer(tmp_path).fit(Looking(), loader_of(make_batches(1)))
+    assert calls[::-1] == ["fit", "_run", "run", "train_batch"]
+
+
+# --- what training_step returns -----------------------------------------------------------------------------------------
+
+
+class WithNone(Regression):
+    """``training_step`` returns None in some batches."""
+
+    def __init__(self, *args, none_in=(), **how):
+        super().__init__(*args, **how)
+        self.none_in = none_in
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in self.none_in else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("none_in", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (3,), (6,), (7,)])
+def test_none_leaves_a_window_to_its_other_batches(tmp_path, precision, none_in):
+    ours, theirs, batches = make_net(), make_net(), make_batches(8)  # windows (0 1 2) (3 4 5) (6 7)
+    plugin, scaler = precision_and_scaler(precision, **SMALL)
+    trainer, _ = fit_and_watch(
+        tmp_path, WithNone(ours, none_in=none_in), batches, precision=plugin, accumulate_grad_batches=3
+    )
+    windows = [[i for i in window if i not in none_in] for window in ((0, 1, 2), (3, 4, 5), (6, 7))]
+    for window in windows:
+        assert window
+    dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
+    optimizer = sgd(theirs.parameters())
+    for window in windows:
+        optimizer.zero_grad()
+        for i in window:
+            with torch.autocast("cpu", dtype, enabled=precision == "16-mixed"):
+                loss = loss_of(theirs, batches[i])
+            scaler.scale(loss / len(window)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert trainer.global_step == 3
+    tolerance = {"rtol": 0, "atol": 1e-4} if precision == "16-mixed" else {"rtol": 1e-5, "atol": 1e-7}
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_window_of_none_only_changes_nothing(tmp_path, precision):
+    module = WithNone(
+        make_net(), none_in=(0, 1, 4, 5), schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1), interval="step"
+    )
+    plugin, _ = precision_and_scaler(precision, **SMALL)
+    trainer, trace = fit_and_watch(tmp_path, module, make_batches(6), precision=plugin, accumulate_grad_batches=2)
+    start = list(make_net().parameters())
+    assert all(torch.equal(a, b) for a, b in zip(trace.weights[1], start, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(trace.weights[3], trace.weights[5], strict=True))
+    assert len(trace.skipped) == trainer.global_step == 1
+    assert trace.rates == pytest.approx([0.1] * 3 + [0.01] * 3)
+
+
+def test_a_dict_brings_its_other_items_to_the_end_of_the_batch(tmp_path):
+    seen = []
+
+    class Speaking(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": loss, "twice": loss * 2, "note": "hello"}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(outputs)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(4)
+    _, trace = fit_and_watch(tmp_path, Speaking(ours), batches, accumulate_grad_batches=2)
+    assert_same(trace, train_by_hand(theirs, batches, window=2))
+    for outputs in seen:
+        assert set(outputs) == {"loss", "twice", "note"}
+        assert outputs["note"] == "hello"
+        assert not outputs["loss"].requires_grad
+        assert not outputs["twice"].requires_grad
+        assert outputs["loss"] * 4 == outputs["twice"]  # the loss is normalised by the window, as Lightning's
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (3.0, r"must return a Tensor, a dict, or None.*Got float"),
+        ({"los": torch.ones(())}, r"'loss' key needs to be present.*\['los'\]"),
+        ({"loss": 1.0}, r"hold a tensor.*loss=1.0"),
+    ],
+)
+def test_training_step_returns_something_else(tmp_path, output, message):
+    class Wrong(Regression):
+        def training_step(self, batch, batch_idx):
+            return output
+
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(tmp_path).fit(Wrong(), loader_of(make_batches(1)))
+
+
+def test_training_step_without_batch_idx(tmp_path):
+    class Short(Regression):
+        def training_step(self, batch):
+            return loss_of(self.net, batch)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(3)
+    _, trace = fit_and_watch(tmp_path, Short(ours), batches)
+    assert_same(trace, train_by_hand(theirs, batches))
+
+
+# --- hooks that a module may override -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_module_may_override_backward_zero_grad_clipping_and_the_schedules_step(tmp_path, precision):
+    calls = []
+
+    class Own(Regression):
+        def backward(self, loss, *args):
+            calls.append("backward")
+            assert loss.item() == self.trainer.scaler.get_scale() * self.last.item()
+            loss.backward()
+
+        def training_step(self, batch, batch_idx):
+            self.last = super().training_step(batch, batch_idx)
+            return self.last
+
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            calls.append(("optimizer_zero_grad", epoch, batch_idx))
+            optimizer.zero_grad(set_to_none=False)
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            calls.append(("configure_gradient_clipping", gradient_clip_val, gradient_clip_algorithm))
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+        def lr_scheduler_step(self, scheduler, metric):
+            calls.append(("lr_scheduler_step", metric))
+            scheduler.step()
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(4, gains={0: 1e30} if precision == "16-mixed" else {})
+    plugin, scaler = precision_and_scaler(precision, **SMALL)
+    _, trace = fit_and_watch(
+        tmp_path,
+        Own(ours, sgd, schedule, interval="step"),
+        batches,
+        precision=plugin,
+        callbacks=[GradientClipping(max_norm=0.3)],
+    )
+    expected = train_by_hand(
+        theirs, batches, precision=precision, scaler=scaler, clip=norm_of(0.3), schedule=schedule
+    )
+    assert_same(trace, expected)
+    step = ["backward", ("configure_gradient_clipping", 0.3, "norm"), ("lr_scheduler_step", None)]
+    skips = precision == "16-mixed"
+    assert calls == [
+        call
+        for i in range(4)
+        for call in (("optimizer_zero_grad", 0, i), *(step[:2] if skips and i == 0 else step))
+    ]
+
+
+def test_an_optimizers_own_zero_grad_is_called(tmp_path):
+    cleared = []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            cleared.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(3)
+    _, trace = fit_and_watch(tmp_path, Regression(ours, lambda p: Own(p, lr=0.1)), batches)
+    assert_same(trace, train_by_hand(theirs, batches))
+    assert cleared == [True] * 3
+
+
+# --- how long it runs ---------------------------------------------------------------------------------------------------
+
+
+class Unsized(IterableDataset):
+    """Batches that nobody has counted."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("limit", [None, 20, 6, 7])
+@pytest.mark.parametrize("window", [1, 3, 4])
+def test_a_loader_of_unknown_length(tmp_path, window, limit):
+    """The last window is short, whether the data or the limit ends it; nobody knows before it is over."""
+    ours, theirs, batches = make_net(), make_net(), make_batches(8)
+    used = batches[: limit or 8]
+    last = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            last.append(trainer.is_last_batch)
+
+    trainer, trace = fit_and_watch(
+        tmp_path,
+        Regression(ours, sgd, lambda o: torch.optim.lr_scheduler.StepLR(o, 1), interval="epoch"),
+        DataLoader(Unsized(batches), batch_size=None),
+        accumulate_grad_batches=window,
+        limit_train_batches=limit,
+        max_epochs=2,
+        callbacks=[Look()],
+    )
+    expected = train_by_hand(
+        theirs, used, window=window, epochs=2, schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1), interval="epoch"
+    )
+    assert trainer.num_training_batches == (limit or float("inf"))
+    assert last == ([False] * (len(used) - 1) + [True]) * 2
+    assert trainer.global_step == len(expected.skipped)
+    assert trace.rates == expected.rates
+    for mine, other in zip(trace.weights, expected.weights, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_validation_comes_after_the_last_batch_of_a_loader_that_ends_before_its_limit(tmp_path):
+    class Validated(Regression):
+        def validation_step(self, batch, batch_idx):
+            validated.append(self.trainer.fit_loop.epoch_loop.batch_idx)
+
+    validated = []
+    trainer = make_trainer(tmp_path, limit_train_batches=20, num_sanity_val_steps=0, max_epochs=2)
+    trainer.fit(Validated(), DataLoader(Unsized(make_batches(5)), batch_size=None), loader_of(make_batches(1)))
+    assert validated == [4, 4]
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(4, 4), (0.5, 5), (1.0, 10), (1, 1), (100, 10), (0.25, 2)])
+def test_limit_train_batches(tmp_path, limit, batches):
+    trainer, trace = fit_and_watch(
+        tmp_path, Regression(), make_batches(10), limit_train_batches=limit, max_epochs=2
+    )
+    assert trainer.num_training_batches == batches
+    assert len(trace.losses) == trainer.global_step == 2 * batches
+
+
+@pytest.mark.parametrize("limit", [0, 0.0])
+def test_no_training_batches_no_training(tmp_path, limit):
+    trainer, trace = fit_and_watch(tmp_path, Regression(), make_batches(3), limit_train_batches=limit)
+    assert trace.losses == []
+    assert trainer.current_epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batches", "steps", "epochs"),
+    [
+        ({"max_steps": 7, "max_epochs": -1}, 7, 7, 2),
+        ({"max_steps": 5, "max_epochs": -1}, 5, 5, 1),
+        ({"max_steps": 3, "max_epochs": -1, "accumulate_grad_batches": 2}, 5, 3, 1),
+        ({"max_steps": 4, "max_epochs": -1, "accumulate_grad_batches": 2}, 7, 4, 2),
+        ({"max_steps": 100, "max_epochs": 2}, 10, 10, 2),
+        ({"max_steps": 0, "max_epochs": 2}, 0, 0, 0),
+        ({"max_epochs": 0}, 0, 0, 0),
+        ({"max_epochs": 3}, 15, 15, 3),
+    ],
+)
+def test_max_steps_and_max_epochs(tmp_path, arguments, batches, steps, epochs):
+    trainer, trace = fit_and_watch(tmp_path, Regression(), make_batches(5), **arguments)
+    assert (len(trace.losses), trainer.global_step, trainer.current_epoch) == (batches, steps, epochs)
+
+
+def test_max_steps_counts_skipped_steps(tmp_path):
+    trainer, _ = fit_and_watch(
+        tmp_path, Regression(), make_batches(5, gains={1: 1e30}), max_steps=3, precision=native_fp16(**SMALL)
+    )
+    assert (trainer.global_step, trainer.skipped_steps, trainer.progress.batches) == (3, 1, 3)
+
+
+class StopAt(Callback):
+    """Asks the Trainer to stop in one batch."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.progress.batches == self.batch:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batches"),
+    [
+        ({}, 2),
+        ({"min_epochs": 1}, 5),
+        ({"min_epochs": 2}, 10),
+        ({"min_steps": 4}, 5),  # as Lightning: min_steps alone brings min_epochs=1
+        ({"min_steps": 4, "min_epochs": 0}, 4),
+        ({"min_steps": 7, "min_epochs": 0}, 7),
+    ],
+)
+def test_should_stop_is_heeded_once_the_minimum_is_met(tmp_path, arguments, batches):
+    _, trace = fit_and_watch(
+        tmp_path, Regression(), make_batches(5), callbacks=[StopAt(2)], max_epochs=4, **arguments
+    )
+    assert len(trace.losses) == batches
+
+
+def test_should_stop_inside_a_window_uses_the_batches_it_has(tmp_path):
+    ours, theirs, batches = make_net(), make_net(), make_batches(9)
+    trainer, _ = fit_and_watch(
+        tmp_path, Regression(ours), batches, callbacks=[StopAt(5)], accumulate_grad_batches=4
+    )
+    assert trainer.global_step == 2
+    train_by_hand(theirs, batches[:4], window=4)
+    optimizer = sgd(theirs.parameters())
+    optimizer.zero_grad()
+    loss_of(theirs, batches[4]).backward()
+    optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("stop_at", "trained", "steps"), [(0, 0, 0), (3, 3, 1), (4, 4, 2), (5, 5, 2)])
+def test_minus_one_from_on_train_batch_start_ends_the_epoch(tmp_path, stop_at, trained, steps):
+    """Windows of 3: also where the window is open; what it holds is averaged over what it holds."""
+
+    class Ending(Regression):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == stop_at else None
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(8)
+    trainer, trace = fit_and_watch(
+        tmp_path, Ending(ours), batches, accumulate_grad_batches=3, max_epochs=2
+    )
+    assert len(trace.losses) == 2 * trained
+    assert (trainer.global_step, trainer.current_epoch) == (2 * steps, 2)
+    if trained:
+        train_by_hand(theirs, batches[:trained], window=3, epochs=2)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_current_epoch_batch_idx_and_epoch_hooks(tmp_path):
+    seen = []
+
+    class Look(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            seen.append(("start", trainer.current_epoch, trainer.global_step))
+
+        def on_train_epoch_end(self, trainer, module):
+            seen.append(("end", trainer.current_epoch, trainer.global_step))
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append((batch_idx, trainer.current_epoch, trainer.global_step))
+
+    fit_and_watch(tmp_path, Regression(), make_batches(3), callbacks=[Look()], accumulate_grad_batches=2, max_epochs=2)
+    assert seen == [
+        ("start", 0, 0), (0, 0, 0), (1, 0, 1), (2, 0, 2), ("end", 0, 2),
+        ("start", 1, 2), (0, 1, 2), (1, 1, 3), (2, 1, 4), ("end", 1, 4),
+    ]  # fmt: skip

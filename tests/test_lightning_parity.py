@@ -1,0 +1,440 @@
+"""Whole runs under Lightning's Trainer and ours: the same losses, weights, logs and results.
+
+Each scenario is run twice from the same seed; everything a user can see afterwards is compared. Known differences are
+in ``docs`` and in the tests of the parts, not here: the scenarios are chosen so that there are none.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from tests.parity import (
+    CLASSES,
+    FEATURES,
+    Classifier,
+    Learner,
+    RecordingLogger,
+    assert_same_weights,
+    data,
+    run_both,
+)
+
+# log_every_n_steps is larger than the epoch in many scenarios, which is meant
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+
+class Logging(Classifier):
+    """Logs in every way that is allowed in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("plain", loss)
+        self.log("epoch", loss, on_step=False, on_epoch=True)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("bar", 0.5 * batch_idx, prog_bar=True, logger=False)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("smallest", loss, on_step=False, on_epoch=True, reduce_fx=torch.min)
+        self.log("total", loss, on_step=False, on_epoch=True, reduce_fx=sum)
+        self.log("weighted", loss, on_step=False, on_epoch=True, batch_size=batch_idx + 1)
+        self.log_dict({"a": batch_idx, "b": loss.detach()}, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("val_loss", loss, prog_bar=True)
+        self.log("val_both", loss, on_step=True, on_epoch=True)
+        self.log("val_largest", loss, reduce_fx="max")
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test_loss", self.loss(batch))
+        self.log("test_batch", float(batch_idx), on_step=True)
+
+
+class InHooks(Classifier):
+    """Logs from hooks."""
+
+    def on_train_start(self) -> None:
+        self.log("at_train_start", 1.0)
+
+    def on_train_epoch_start(self) -> None:
+        self.log("at_epoch_start", float(self.current_epoch))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("at_batch_start", float(batch_idx))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", self.net[0].weight.grad.norm())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("at_batch_end", outputs["loss"])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("at_epoch_end", float(self.current_epoch))
+
+    def on_validation_start(self) -> None:
+        self.log("at_val_start", 2.0)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("at_val_epoch_end", float(self.global_step))
+
+
+class Metrics(Classifier):
+    """Logs metric objects and a collection of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_accuracy = MulticlassAccuracy(CLASSES)
+        self.val_accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.several = MetricCollection(
+            [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)], prefix="val_", compute_groups=False
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.train_accuracy(self(batch[0]), batch[1])
+        self.log("train_accuracy", self.train_accuracy, on_step=True, on_epoch=True, prog_bar=True)
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.val_accuracy.update(self(batch[0]), batch[1])
+        self.log("val_accuracy", self.val_accuracy)
+        self.several(self(batch[0]), batch[1])
+        self.log_dict(self.several)
+
+
+class SeveralLoaders(Classifier):
+    """Logs with several evaluation dataloaders, with and without their index."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log(f"own_{dataloader_idx}", loss, add_dataloader_idx=False)
+        return loss
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        return self(batch[0]) + dataloader_idx
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("at_the_end", 3.0)
+
+
+class Dict(Learner):
+    """A dict from the training step; a dict as a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch["one"]) + self.loss(batch["two"])
+        self.log("loss", loss)
+        return {"loss": loss, "extra": batch_idx}
+
+
+class Noisy(Classifier):
+    """Draws random numbers in training and in validation."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.9)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.net(self.drop(features))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch) + torch.rand(()))
+
+
+class Empty(Learner):
+    """Has nothing to learn from some batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else self.loss(batch)
+
+
+class Schedules(Classifier):
+    """A schedule for each interval, and one that watches a metric."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        parts = [self.net[0].parameters(), self.net[2].parameters()]
+        optimizer = torch.optim.SGD([{"params": list(part)} for part in parts], lr=0.1)
+        lr = torch.optim.lr_scheduler
+        return [optimizer], [
+            {"scheduler": lr.StepLR(optimizer, 1, 0.9), "interval": "step", "frequency": 2},
+            {"scheduler": lr.ExponentialLR(optimizer, 0.8), "interval": "epoch"},
+            {"scheduler": lr.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0), "monitor": "val_loss"},
+        ]
+
+
+class Manual(Learner):
+    """A GAN's skeleton: two optimizers, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+        second = torch.optim.Adam(self.net[2].parameters(), lr=0.01)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 2)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for number, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            loss = self.loss(batch) * (number + 1)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if batch_idx % 2 or number:
+                optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.log(f"loss_{number}", loss, prog_bar=True)
+        self.lr_schedulers().step()
+
+
+class OwnStep(Learner):
+    """Takes the optimizer step into its own hands."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+class Newton(Learner):
+    """An optimizer that evaluates the loss itself."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class TwoOptimizersLog(Classifier):
+    """Overrides ``log``."""
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        super().log(f"mine/{name}", value, **options)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class ChildLogs(Learner):
+    """A child module logs through its parent's Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Logging()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.child.training_step(batch, batch_idx)
+
+
+class CallbackLogs(Callback):
+    """Logs from a callback."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.log("from_callback", float(batch_idx), on_epoch=True)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.log("from_callback_val", 7.0)
+
+
+class Stream(IterableDataset):
+    """Five batches; nobody knows how many there will be."""
+
+    def __iter__(self) -> Any:
+        yield from data(10)
+
+
+class Sized:
+    """Batches from something that is no dataloader."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        return iter(data(6))
+
+
+class MetricsSeen(Callback):
+    """What the metrics dictionaries hold when callbacks look."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def look(self, where: str, trainer: Any) -> None:
+        self.seen.append((where, numbers(trainer.callback_metrics), numbers(trainer.progress_bar_metrics)))
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.look("batch", trainer)
+
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
+        self.look("validation", trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        self.look("epoch", trainer)
+
+    def on_fit_end(self, trainer: Any, *args: Any) -> None:
+        self.look("fit", trainer)
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+class Seen:
+    """Everything that a run shows."""
+
+    def __init__(self, make: Callable[..., Any], module: Any, loaders: Callable[[], Any], arguments: Any) -> None:
+        self.module = module()
+        self.logger = RecordingLogger()
+        self.metrics = MetricsSeen()
+        self.losses: list[float] = []
+        callbacks = [kind() for kind in arguments.pop("callbacks", [])]
+        self.trainer = make(
+            logger=self.logger, callbacks=[self.metrics, *callbacks], **{"log_every_n_steps": 1, **arguments}
+        )
+        self.module.register_forward_hook(lambda *io: self.losses.append(io[2].sum().item()))
+        train, val = loaders()
+        self.trainer.fit(self.module, train, val)
+        self.after_fit = [numbers(self.trainer.callback_metrics), numbers(self.trainer.logged_metrics)]
+        self.results: list[Any] = []
+        if val is not None:
+            self.results = [self.trainer.validate(self.module, loaders()[1], verbose=False)]
+            if type(self.module).test_step is not Classifier.test_step:
+                self.results.append(self.trainer.test(self.module, loaders()[1], verbose=False))
+
+
+def assert_close(theirs: Any, mine: Any, where: str = "") -> None:
+    """The same keys in the same places, numbers close."""
+    assert type(theirs) is type(mine), where
+    if isinstance(theirs, dict):
+        assert sorted(theirs) == sorted(mine), where
+        for key in theirs:
+            assert_close(theirs[key], mine[key], f"{where}.{key}")
+    elif isinstance(theirs, (list, tuple)):
+        assert len(theirs) == len(mine), (where, theirs, mine)
+        for index, (a, b) in enumerate(zip(theirs, mine, strict=True)):
+            assert_close(a, b, f"{where}[{index}]")
+    elif isinstance(theirs, float):
+        assert math.isclose(theirs, mine, rel_tol=1e-5, abs_tol=1e-6), (where, theirs, mine)
+    else:
+        assert theirs == mine, where
+
+
+def train_val() -> Any:
+    return data(8), data(6, seed=1)
+
+
+def train_only() -> Any:
+    return data(8), None
+
+
+def two_val() -> Any:
+    return data(8), [data(6, seed=1), data(4, seed=2)]
+
+
+def shuffled() -> Any:
+    return data(9, shuffle=True, drop_last=True), data(6, seed=1)
+
+
+SCENARIOS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "logging": (Logging, train_val, {"max_epochs": 2}),
+    "logging, sparse": (Logging, train_val, {"max_epochs": 2, "log_every_n_steps": 3}),
+    "logging, no sanity check": (Logging, train_val, {"max_epochs": 1, "num_sanity_val_steps": 0}),
+    "logging, validation in the middle": (Logging, train_val, {"max_epochs": 2, "val_check_interval": 2}),
+    "logging, validation by share": (Logging, train_val, {"max_epochs": 1, "val_check_interval": 0.25}),
+    "logging, validation over epochs":
+        (Logging, train_val, {"max_epochs": 3, "val_check_interval": 3, "check_val_every_n_epoch": None}),
+    "logging, every second epoch": (Logging, train_val, {"max_epochs": 3, "check_val_every_n_epoch": 2}),
+    "logging, accumulation": (Logging, train_val, {"max_epochs": 2, "accumulate_grad_batches": 2}),
+    "logging, accumulation, sparse":
+        (Logging, train_val, {"max_epochs": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 3}),
+    "logging, max_steps": (Logging, train_val, {"max_steps": 5}),
+    "logging, limits": (Logging, train_val, {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 0.5}),
+    "logging, overfit": (Logging, train_val, {"max_epochs": 2, "overfit_batches": 2}),
+    "in hooks": (InHooks, train_val, {"max_epochs": 2}),
+    "in hooks, accumulation": (InHooks, train_val, {"max_epochs": 2, "accumulate_grad_batches": 2}),
+    "in callbacks": (Logging, train_val, {"max_epochs": 2, "callbacks": [CallbackLogs]}),
+    "metric objects": (Metrics, train_val, {"max_epochs": 2}),
+    "metric objects, in the middle": (Metrics, train_val, {"max_epochs": 2, "val_check_interval": 2}),
+    "several dataloaders": (SeveralLoaders, two_val, {"max_epochs": 2}),
+    "several dataloaders, in the middle": (SeveralLoaders, two_val, {"max_epochs": 1, "val_check_interval": 2}),
+    "several dataloaders, limited": (SeveralLoaders, two_val, {"max_epochs": 1, "limit_val_batches": 1}),
+    "random numbers": (Noisy, shuffled, {"max_epochs": 3}),
+    "random numbers, in the middle": (Noisy, shuffled, {"max_epochs": 2, "val_check_interval": 2}),
+    "clipping by norm": (Logging, train_val, {"max_epochs": 2, "gradient_clip_val": 0.1}),
+    "clipping by value":
+        (Logging, train_val, {"max_epochs": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "nothing from training_step": (Empty, train_only, {"max_epochs": 2}),
+    "schedules": (Schedules, train_val, {"max_epochs": 3}),
+    "schedules, accumulation": (Schedules, train_val, {"max_epochs": 3, "accumulate_grad_batches": 2}),
+    "manual": (Manual, train_only, {"max_epochs": 2}),
+    "optimizer_step": (OwnStep, train_only, {"max_epochs": 2}),
+    "optimizer_step, accumulation": (OwnStep, train_only, {"max_epochs": 2, "accumulate_grad_batches": 2}),
+    "LBFGS": (Newton, train_only, {"max_epochs": 2}),
+    "overridden log": (TwoOptimizersLog, train_val, {"max_epochs": 2}),
+    "a child logs": (ChildLogs, train_only, {"max_epochs": 2}),
+    "dict of dataloaders":
+        (Dict, lambda: ({"one": data(8), "two": data(4, seed=2)}, None), {"max_epochs": 2}),
+    "combined loader":
+        (Dict, lambda: (CombinedLoader({"one": data(8), "two": data(4, seed=2)}, "min_size"), None), {"max_epochs": 2}),
+    "stream": (Learner, lambda: (DataLoader(Stream(), batch_size=None), None), {"max_epochs": 2}),
+    "stream, limited":
+        (Learner, lambda: (DataLoader(Stream(), batch_size=None), None), {"max_epochs": 2, "limit_train_batches": 3}),
+    "stream, validation":
+        (Logging, lambda: (DataLoader(Stream(), batch_size=None), data(4)), {"max_epochs": 2, "val_check_interval": 2}),
+    "bare iterable": (Learner, lambda: (Sized(), None), {"max_epochs": 2}),
+    "64-true": (Logging, train_val, {"max_epochs": 2, "precision": "64-true"}),
+    "bf16-mixed": (Logging, train_val, {"max_epochs": 2, "precision": "bf16-mixed"}),
+}  # fmt: skip
+
+KNOWN_DIFFERENT = {
+    "norm": "GradientClipping logs `grad_norm`, which Lightning does not have",
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_same_run(name: str) -> None:
+    module, loaders, arguments = SCENARIOS[name]
+    theirs, mine = run_both(lambda make: Seen(make, module, loaders, dict(arguments)))
+    without_grad_norm(mine)
+    assert_close(theirs.losses, mine.losses, "forward")
+    for (key, a), b in zip(theirs.module.state_dict().items(), mine.module.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+    assert_close(theirs.logger.rows, mine.logger.rows, "logger")
+    assert_close(theirs.after_fit, mine.after_fit, "after fit")
+    assert_close(theirs.metrics.seen, mine.metrics.seen, "metrics")
+    assert_close(theirs.results, mine.results, "results")
+    for counter in ("current_epoch", "global_step", "num_training_batches", "is_last_batch", "should_stop"):
+        assert getattr(theirs.trainer, counter) == getattr(mine.trainer, counter), counter
+
+
+def without_grad_norm(seen: Seen) -> None:
+    """GradientClipping logs the norm before clipping; Lightning has no such thing."""
+    places = [row for _, row in seen.logger.rows] + seen.after_fit
+    places += [metrics for _, *both in seen.metrics.seen for metrics in both]
+    for place in places:
+        for name in ("grad_norm", "grad_norm_step", "grad_norm_epoch"):
+            place.pop(name, None)
+    seen.logger.rows = [(step, row) for step, row in seen.logger.rows if row.keys() - {"epoch"}]
