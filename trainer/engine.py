@@ -24,7 +24,7 @@ class Engine(Protocol):
     """Devices and processes.
 
     A run calls, in this order: ``launch`` (in the parent; the rest happens in every process), ``connect``,
-    ``setup_environment``, ``setup``, then the others, and ``teardown``.
+    ``setup_environment``, ``convert_module``, ``setup``, then the others, and ``teardown``.
     """
 
     @property
@@ -61,8 +61,11 @@ class Engine(Protocol):
     def setup_environment(self) -> None:
         """Select the device and join the process group."""
 
+    def convert_module(self) -> None:
+        """Put the module into the dtype of the precision: before weights are loaded into it, which would be rounded."""
+
     def setup(self, *, fitting: bool) -> None:
-        """Convert the module, move it to the device and, for fitting, wrap it and make the optimizers."""
+        """Move the module to the device and, for fitting, wrap it and make the optimizers."""
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """The module's ``training_step`` (or ``validation_step``, ...), going through the wrapper where there is one."""

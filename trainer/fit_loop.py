@@ -303,7 +303,7 @@ class FitLoop:
     def close_batch(self) -> None:
         """What waits until a validation after the batch is over."""
         if self.window.is_last:
-            if self.schedules:
+            if self.schedules and self.has_updated:
                 self.schedules.advance("step", self.progress.batches_this_epoch, on_plateau=True)
             self.progress.windows += 1
             self.progress.closing = False

@@ -215,8 +215,10 @@ def clip_gradients(
         The total norm before clipping, a 0-dim tensor on the gradients' device; or None.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not parameters:
+        return None
     if algorithm == "norm":
         return torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type) if measure and parameters else None
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type) if measure else None
     torch.nn.utils.clip_grad_value_(parameters, limit)
     return norm

@@ -66,8 +66,18 @@ class ManualOptimization:
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
         """``optimizer.step(closure)`` of one optimizer. Returns what the closure returned."""
+        device = self._loop.engine.device.type
+        around = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+
+        def forward() -> Any:
+            # the training step's autocast has kept casts of the weights, and a step changes those
+            torch.clear_autocast_cache()
+            with around:
+                return closure()
+
         with _without_autocast(self._loop):
-            result = _step(self._loop, optimizer, closure, **kwargs)
+            result = _step(self._loop, optimizer, forward, **kwargs)
+        torch.clear_autocast_cache()
         self._stepped.append(optimizer)
         return result
 

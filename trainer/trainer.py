@@ -454,6 +454,7 @@ class Trainer(TrainerBase):
         self.data.prepare_data()
         self._call_setup_hooks()
         modules.configure_model(self, module, self.engine.adapter.plugin)
+        self.engine.convert_module()
         self._checkpoint = {}
         if self.ckpt_path is not None:
             rank_zero_info(f"Restoring states from the checkpoint path at {self.ckpt_path}")
@@ -778,12 +779,12 @@ class Trainer(TrainerBase):
         if enable_progress_bar is not False:
             if missing(ProgressBar.__bases__[0]):
                 callbacks.append(ProgressBar())
-            if missing(RunSummary):
-                callbacks.append(RunSummary())
         if enable_model_summary is not False and missing(ModelSummary):
             callbacks.append(ModelSummary())
         if draw_curves and missing(Curves):
             callbacks.append(Curves())
+        if enable_progress_bar is not False and missing(RunSummary):
+            callbacks.append(RunSummary())  # after Curves, whose picture it lists
         if enable_checkpointing is not False and missing(ModelCheckpoint):
             callbacks.append(ModelCheckpoint())
         return ordering.in_order(callbacks)

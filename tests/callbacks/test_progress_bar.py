@@ -128,7 +128,7 @@ def on_lines(clock, **options):
 def on_terminal(clock, seconds_per_write=0.0, color_system=None, **options):
     file = Terminal(clock, seconds_per_write)
     console = Console(file=file, force_terminal=True, width=120, color_system=color_system, _environ={})
-    bar = ProgressBar(console=console, **options)
+    bar = ProgressBar(console=console, **{"refresh_rate": 0.1, **options})
     bar._clock = clock
     return bar
 
@@ -474,7 +474,7 @@ def test_switched_off(clock):
     assert written(bar) == ""
     bar.enable()
     assert bar.is_enabled
-    assert bar.refresh_rate == 0.1
+    assert bar.refresh_rate == 0.2
     FakeTrainer(bar, clock).fit()
     assert written(bar).count("\n") == 3
 

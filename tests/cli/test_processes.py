@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from omegaconf import OmegaConf
 
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.processes import agree, clean_environment, is_first
@@ -47,7 +48,8 @@ def test_without_torchrun_everybody_keeps_the_folder():
 def test_a_run_claims_a_folder_of_its_own(project):
     arguments = [read(["fit", "+recipe=line"]) for _ in range(3)]
     config = validate(arguments[0])
-    config.hydra.run.dir = "outputs/line/now"
+    OmegaConf.set_readonly(config.hydra, False)
+    config.hydra.run.dir = "outputs/line/now"  # all three in the same second
     folders = [claim(each, config) for each in arguments]
     assert [str(folder) for folder in folders] == ["outputs/line/now", "outputs/line/now_2", "outputs/line/now_3"]
     assert all(folder.is_dir() for folder in folders)

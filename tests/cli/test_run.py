@@ -119,13 +119,6 @@ def test_what_cannot_be_built_is_a_mistake_in_the_config(capsys):
     assert "model: there is no line_fit.Lime: line_fit has no 'Lime'. Did you mean 'Line'?" in capsys.readouterr().err
 
 
-def test_what_cannot_be_resolved_is_a_mistake_in_the_config(capsys):
-    assert main(["fit", *LINE, "model.start=${data.strat}"]) == 2
-    err = capsys.readouterr().err
-    assert "model.start: Interpolation key 'data.strat' not found" in err
-    assert "Traceback" not in err
-
-
 def test_what_the_trainer_refuses_is_told_without_a_traceback(capsys):
     assert main(["fit", *LINE, "trainer.max_epochs=-7"]) == 2
     assert "Traceback" not in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,10 +50,17 @@ def test_a_sweep_loses_only_the_job_that_fails(project, monkeypatch):
 
 def result(job: int, **more) -> dict:
     usual = {
-        "job": job, "overrides": ["+recipe=a", f"optimizer.lr={job}", "command=fit"], "status": "completed", "epochs": 3,
-        "seconds": 61.25, "skipped_steps": 2, "scale": 32768.0, "peak_memory": {"gpu": 2**31}, "run_dir": f"jobs/{job}",
-        "metrics": {"val_acc": 0.98765, "train_loss_step": 1.0, "val_loss": 0.1, "lr": 0.5, "test_acc": 0.9, "zz": 1},
-    }  # fmt: skip
+        "job": job,
+        "overrides": ["+recipe=a", f"optimizer.lr={job}", "command=fit"],
+        "run_dir": f"jobs/{job}",
+        "status": "completed",
+        "epochs": 3,
+        "seconds": 61.25,
+        "skipped_steps": 2,
+        "scale": 32768.0,
+        "peak_memory": {"gpu": 2**31},
+        "metrics": {"val_acc": 0.98765, "val_loss_step": 1.0, "val_loss": 0.1, "lr": 0.5, "test_acc": 0.9},
+    }
     return usual | more
 
 
@@ -64,17 +72,24 @@ def test_the_table_shows_what_differs_and_what_came_out(tmp_path, monkeypatch, c
     assert report(Path("jobs")) == 1
     lines = Path("jobs/summary.md").read_text().splitlines()
     assert lines[0] == (
-        "| job | overrides | status | epochs | time | val_acc | val_loss | test_acc | lr | skipped | scale | memory"
+        "| job | overrides | status | epochs | time | test_acc | val_acc | val_loss | skipped | scale | memory"
         " | run dir |"
     )
     assert lines[2] == (
-        "| 0 | optimizer.lr=0 | completed | 3 | 61.2 s | 0.9877 | 0.1 | 0.9 | 0.5 | 2 | 32768 | 2,048 MiB | 0 |"
+        "| 0 | optimizer.lr=0 | completed | 3 | 61.2 s | 0.9 | 0.9877 | 0.1 | 2 | 32768 | 2,048 MiB | 0 |"
     )
     assert lines[3].startswith("| 2 |")
-    assert lines[4] == "| 10 | optimizer.lr=10 | failed | 3 | 61.2 s | - | - | - | - | 2 | - | 2,048 MiB | 10 |"
+    assert lines[4] == "| 10 | optimizer.lr=10 | failed | 3 | 61.2 s | - | - | - | 2 | - | 2,048 MiB | 10 |"
     out = capsys.readouterr().out
     assert "0.9877" in out
     assert "Job 10 failed: Oops: no" in out
+
+
+def test_an_earlier_sweep_in_the_same_folder_is_left_out(tmp_path, capsys):
+    write(tmp_path, {f"{job}/result.json": json.dumps(result(job)) for job in (0, 1)})
+    os.utime(tmp_path / "1" / "result.json", (1000.0, 1000.0))
+    assert report(tmp_path, since=2000.0) == 0
+    assert [job["job"] for job in json.loads((tmp_path / "summary.json").read_text())] == [0]
 
 
 def test_a_sweep_without_jobs_has_no_table(tmp_path, capsys):

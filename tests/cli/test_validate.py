@@ -67,6 +67,14 @@ def complaint(argv, capsys) -> str:
         ([*FIT, "precision=32,16"], "precision=32-true,16-mixed has several values: add -m"),
         ([*FIT, "optimizer.lr=a b:{"], "Cannot read the setting 'optimizer.lr=a b:{'"),
         ([*FIT, "ckpt_path=nowhere.ckpt"], "ckpt_path is nowhere.ckpt: there is no such file."),
+        (
+            ["fit", "+recipe=resnet50", "data=imagefolder"],
+            "data.root has no value: give it one, as in data.root=VALUE.",
+        ),
+        ([*FIT, "model.start=${data.strat}"], "model.start: Interpolation key 'data.strat' not found."),
+        ([*FIT, "trainer.precision=16"], "Did you mean 'precision'?"),
+        ([*FIT, "hydra.run.dir=line_fit.py"], "Cannot write into line_fit.py: it is a file, expected a folder."),
+        ([*FIT, "hydra.run.dir=/proc/nowhere/run"], "Cannot make the folder /proc/nowhere/run:"),
         ([*FIT, "--config-dir", "nowhere"], "--config-dir is nowhere, expected a folder that exists."),
         ([*FIT, "model._target_=torh.nn.Linear"], "Did you mean 'torch'?"),
         ([*FIT, "-m", "precision=32,15"], "Config group 'precision' has no option '15'."),
@@ -119,7 +127,12 @@ def test_mistakes_in_a_file(project, capsys, text, message):
         ["trainer.devices=-1", "precision.init_scale=1e3", "model.start=-1.5", "model.fail_at=3"],
         ["callbacks.model_checkpoint=null", "optimizer={lr: 0.5}", "++anything.at.all=1", "+data.more={a: [1]}"],
         ["callbacks=none", "+optimizer.maximize=true", "~optimizer.nesterov", "model.start=${optimizer.lr}"],
-        ["hydra.job.name=a", "hydra.run.dir='my runs/${now:%Y}'", "precision._target_=line_fit.Mine"],
+        [
+            "hydra.job.name=a",
+            "hydra.verbose=[a,b]",
+            "hydra.run.dir='my runs/${now:%Y}'",
+            "precision._target_=line_fit.Mine",
+        ],
         ["trainer.strategy={_target_: lightning.pytorch.strategies.DDPStrategy}"],
     ],
 )

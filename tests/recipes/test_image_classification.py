@@ -2,7 +2,6 @@ import copy
 from functools import partial
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torchvision.models import resnet18
 
 from recipes.image_classification import ImageClassifier
 from recipes.schedules import onecycle, warmup_cosine
+from trainer import Trainer
 
 CLASSES = 4
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -39,7 +39,7 @@ def loader(count: int = 8, right: int | None = None) -> DataLoader[tuple[Tensor,
     return DataLoader(TensorDataset(images, labels % CLASSES), batch_size=4)
 
 
-def trainer(root: Path, **options: object) -> L.Trainer:
+def trainer(root: Path, **options: object) -> Trainer:
     defaults = {
         "max_epochs": 1,
         "logger": False,
@@ -47,14 +47,7 @@ def trainer(root: Path, **options: object) -> L.Trainer:
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    return L.Trainer(accelerator="cpu", default_root_dir=root, **{**defaults, **options})
-
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
+    return Trainer(accelerator="cpu", default_root_dir=root, **{**defaults, **options})
 
 
 def test_a_torchvision_model_trains_and_logs_by_the_documented_names(tmp_path: Path):
@@ -91,7 +84,7 @@ def test_label_smoothing_is_in_the_training_loss(tmp_path: Path):
     expected = nn.functional.cross_entropy(logits, labels, label_smoothing=0.3)
 
     fit = trainer(tmp_path, max_steps=1)
-    fit.fit(module, loader())
+    fit.fit(module, loader(), loader())
     assert fit.callback_metrics["train_loss"].item() == pytest.approx(expected.item())
 
 
@@ -105,7 +98,7 @@ def test_predictions_are_probabilities(tmp_path: Path):
 def test_the_schedule_spans_the_run_and_steps_with_the_optimizer(tmp_path: Path):
     module = ImageClassifier(FirstPixels(), SGD, partial(warmup_cosine, warmup=0.0), num_classes=CLASSES)
     fit = trainer(tmp_path, max_epochs=3)
-    fit.fit(module, loader(8))
+    fit.fit(module, loader(), loader())
 
     (config,) = fit.lr_scheduler_configs
     assert config.interval == "step"
@@ -116,7 +109,7 @@ def test_the_schedule_spans_the_run_and_steps_with_the_optimizer(tmp_path: Path)
 def test_without_a_schedule_the_rate_stays(tmp_path: Path):
     module = ImageClassifier(FirstPixels(), SGD, num_classes=CLASSES)
     fit = trainer(tmp_path)
-    fit.fit(module, loader())
+    fit.fit(module, loader(), loader())
     assert fit.lr_scheduler_configs == []
     assert fit.optimizers[0].param_groups[0]["lr"] == 0.1
 
@@ -124,7 +117,7 @@ def test_without_a_schedule_the_rate_stays(tmp_path: Path):
 def test_a_schedule_for_a_run_without_end_is_refused(tmp_path: Path):
     module = ImageClassifier(FirstPixels(), SGD, onecycle, num_classes=CLASSES)
     with pytest.raises(ValueError, match=r"this run has no end. Set trainer.max_epochs"):
-        trainer(tmp_path, max_epochs=-1).fit(module, loader())
+        trainer(tmp_path, max_epochs=-1).fit(module, loader(), loader())
 
 
 def test_norm_and_bias_can_be_exempt_from_weight_decay():
@@ -171,7 +164,7 @@ def test_channels_last_changes_the_layout_and_not_the_result():
 def test_a_checkpoint_loads_with_weights_only(tmp_path: Path):
     module = ImageClassifier(FirstPixels(), SGD, partial(onecycle), num_classes=CLASSES, label_smoothing=0.1)
     fit = trainer(tmp_path)
-    fit.fit(module, loader())
+    fit.fit(module, loader(), loader())
     fit.save_checkpoint(tmp_path / "last.ckpt")
 
     torch.load(tmp_path / "last.ckpt", weights_only=True)

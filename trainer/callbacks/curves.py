@@ -55,7 +55,7 @@ class Curves(Callback):
         ValueError: If `max_points` is less than 2.
     """
 
-    def __init__(self, dirpath: str | os.PathLike[str] | None = None, max_points: int = 2048) -> None:
+    def __init__(self, dirpath: str | os.PathLike[str] | None = None, max_points: int = 1024) -> None:
         if max_points < 2:
             raise ValueError(f"max_points={max_points}: a curve needs at least 2.")
         self.path: Path | None = None
@@ -90,8 +90,7 @@ class Curves(Callback):
         loss = training_loss(trainer, outputs, batch_idx)
         if loss is not None:
             # On a GPU `item` would wait for the device. A copy, because CUDA graphs reuse their outputs.
-            value = loss.item() if loss.device.type == "cpu" else loss.clone()
-            self.losses.append(trainer.global_step, value)
+            self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss.detach().clone())
 
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any, outcome: Any
@@ -348,17 +347,15 @@ def training_loss(trainer: "pl.Trainer", outputs: Any, batch_idx: int) -> Tensor
 
     Args:
         trainer: Says how many batches a window and the epoch have.
-        outputs: A mapping with a "loss", a tensor, or anything else.
+        outputs: A dict with a "loss", a tensor, or anything else.
         batch_idx: Zero-based, within the epoch.
 
     Returns:
-        A tensor with one element, unread and without a graph, or None if there is no loss.
+        A tensor with one element, unread, or None if there is no loss.
     """
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
-    if loss.requires_grad:
-        loss = loss.detach()
     window = trainer.accumulate_grad_batches
     if window == 1:
         return loss

@@ -43,7 +43,7 @@ class ProgressBar(LightningProgressBar):
     ``get_metrics`` to show other things.
 
     Args:
-        refresh_rate: Seconds between two refreshes of the live bar (drawing takes about half a millisecond).
+        refresh_rate: Seconds between two refreshes of the live bar; drawing takes about half a millisecond.
             0 switches the progress bar off, lines included.
         seconds_between_lines: Seconds between two plain lines within an epoch.
         leave: Keep a line for every finished epoch above the live bar.
@@ -55,7 +55,7 @@ class ProgressBar(LightningProgressBar):
 
     def __init__(
         self,
-        refresh_rate: float = 0.1,
+        refresh_rate: float = 0.2,
         seconds_between_lines: float = 30.0,
         leave: bool = False,
         console: Console | None = None,

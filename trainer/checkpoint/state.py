@@ -107,7 +107,7 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
             f"{path} holds more than tensors and plain containers, or is damaged: {str(error).splitlines()[0]}"
             " If you made the file yourself and trust it, pass weights_only=False."
         ) from error
-    except (RuntimeError, EOFError) as error:
+    except Exception as error:  # a damaged file breaks its readers in any way
         raise CheckpointError(f"{path} cannot be read as a checkpoint; it may be cut short: {error}") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} is not a checkpoint: it has no 'state_dict'.")

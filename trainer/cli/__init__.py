@@ -8,7 +8,9 @@ does that for each of many jobs. Nothing before ``run`` imports torch.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     search_here()
     try:
-        return _dispatch(read(sys.argv[1:] if argv is None else argv))
+        arguments = read(sys.argv[1:] if argv is None else argv)
+        if argv is None and (arguments.shows or arguments.command not in RUNS) and hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
+        return _dispatch(arguments)
     except ConfigurationError as error:
         print(f"trainer: {error}", file=sys.stderr)
         return USAGE
@@ -77,7 +82,7 @@ def _hydra(arguments: Arguments) -> int:
     from trainer.cli.validate import validate
     from trainer.cli.workdir import claim, sweeps
 
-    folder = None
+    folder, started = None, time.time() - 1.0  # file systems are not that exact
     if "--experimental-rerun" not in arguments.flags and "--hydra-help" not in arguments.flags:
         config = validate(arguments)
         if not arguments.shows:
@@ -86,7 +91,7 @@ def _hydra(arguments: Arguments) -> int:
     try:
         status = _call_hydra(arguments)
     finally:
-        failed = _report(folder)
+        failed = _report(folder, started)
     return status or (FAILED if failed else OK)
 
 
@@ -115,13 +120,13 @@ def _call_hydra(arguments: Arguments) -> int:
     return OK
 
 
-def _report(folder: Path | None) -> int:
+def _report(folder: Path | None, started: float) -> int:
     """Print the table of the sweep in ``folder``, if there was one; the number of jobs that failed."""
     if folder is None:
         return 0
     from trainer.cli.sweep import report
 
-    return report(folder)
+    return report(folder, since=started)
 
 
 @contextmanager

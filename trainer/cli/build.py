@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trainer.cli.arguments import UsageError
@@ -97,11 +98,13 @@ def locate(target: str, key: str = "", allowed_packages: Iterable[str] = ()) -> 
         UsageError: there is none, it cannot be called, or it lives outside the allowed packages.
     """
     first, *names = target.split(".")
-    found: Any = _import(first, target, key)
+    found: Any = _import(first)
+    if found is None:
+        raise UsageError(f"{key}: there is no {target}: no module {first!r}.")
     path = first
     for name in names:
         if not hasattr(found, name) and hasattr(found, "__path__"):
-            _import(f"{path}.{name}", target, key, among=dir(found))
+            _import(f"{path}.{name}")
         if not hasattr(found, name):
             raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{did_you_mean(name, dir(found))}")
         found, path = getattr(found, name), f"{path}.{name}"
@@ -114,17 +117,16 @@ def locate(target: str, key: str = "", allowed_packages: Iterable[str] = ()) -> 
         raise UsageError(
             f"{key}: {target} comes from {root}, which is not allowed. To allow it, write 'allowed_packages=[{root}]'."
         )
-    _refuse_dangerous(f"{home}.{getattr(found, '__qualname__', '')}", target, key)
+    _refuse_dangerous(f"x{home}.{getattr(found, '__qualname__', '')}", target, key)
     return found
 
 
-def _import(module: str, target: str, key: str, among: Iterable[str] = ()) -> Any:
+def _import(module: str) -> ModuleType | None:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-            hint = did_you_mean(module.rpartition(".")[2], among)
-            raise UsageError(f"{key}: there is no {target}: no module {module!r}.{hint}") from error
+        if error.name == module:
+            return None
         raise  # the module is there, and something it imports is not
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -23,8 +24,8 @@ from hydra.errors import (
 )
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer.cli.arguments import Arguments, UsageError
@@ -127,6 +128,24 @@ class Composer:
             raise UsageError(f"A config file is not valid YAML: {_one_paragraph(str(error))}.") from error
         except HydraException as error:
             raise UsageError(f"{_one_paragraph(str(error))}.") from error
+
+
+def resolve(config: DictConfig) -> dict[str, Any]:
+    """The config as plain containers, every interpolation replaced by its value.
+
+    Raises:
+        UsageError: a value that is missing, or an interpolation of something that is.
+    """
+    try:
+        settings = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise UsageError(f"{error.full_key} has no value: give it one, as in {error.full_key}=VALUE.") from error
+    except OmegaConfBaseException as error:
+        raise UsageError(
+            f"{error.full_key}: {_one_paragraph(str(error.msg or error).partition(chr(10))[0])}."
+        ) from error
+    assert isinstance(settings, dict)
+    return {str(name): value for name, value in settings.items()}
 
 
 def explain(error: Exception) -> str:

@@ -65,7 +65,8 @@ Settings with a value (--cfg job prints all of them):
   trainer.max_epochs=3  trainer.devices=2  data.batch_size=64  optimizer.lr=0.1  seed=7
   ckpt_path=FILE        the checkpoint to resume from, or whose weights to use
   +model.dropout=0.1    a + adds a setting that the config does not have yet
-  hydra.run.dir=FOLDER  where everything goes"""
+  +name=my-run          everything goes to outputs/my-run/DATE_TIME
+  hydra.run.dir=FOLDER  everything goes there"""
 
 _FLAGS = """\
 Flags, anywhere among the settings:

@@ -55,7 +55,7 @@ def agree(folder: str) -> str:
     """
     if not under_torchrun() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return folder
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     key = f"amp_trainer/folder/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

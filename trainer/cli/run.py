@@ -12,10 +12,9 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli.arguments import UsageError
 from trainer.cli.build import build, locate
+from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.processes import is_first
 
@@ -56,7 +55,7 @@ def run(config: DictConfig) -> dict[str, float]:
     trainer = None
     started = time.monotonic()
     try:
-        settings = _plain(config)
+        settings = resolve(config)
         module, data, trainer = assemble(settings, folder)
         started = time.monotonic()  # importing and building is not what a run is compared by
         _execute(settings, folder, module, data, trainer)
@@ -109,15 +108,6 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
     """Write ``result.json`` into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    try:
-        settings = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise UsageError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}.") from error
-    assert isinstance(settings, dict)
-    return {str(name): value for name, value in settings.items()}
 
 
 def _build_all(nodes: dict[str, Any] | None, key: str, allowed: list[str]) -> list[Any]:

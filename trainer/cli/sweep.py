@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from trainer.cli.arguments import read
 from trainer.cli.processes import clean_environment
@@ -75,7 +75,7 @@ def run_job() -> dict[str, float]:
     return dict(result["metrics"])
 
 
-def _as_written(overrides: ListConfig) -> list[str]:
+def _as_written(overrides: Any) -> list[str]:
     words = OmegaConf.to_container(overrides, resolve=False)
     assert isinstance(words, list)
     return words
@@ -101,14 +101,19 @@ def shown(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if not override.startswith("command=")]
 
 
-def report(folder: Path) -> int:
+def report(folder: Path, since: float = 0.0) -> int:
     """Print the table of the sweep in ``folder``; write it to ``summary.md`` and the numbers to
     ``summary.json``.
+
+    Args:
+        folder: of the sweep; the jobs have theirs in it.
+        since: a time (of `time.time`); jobs that ended before it are an earlier sweep's and left out.
 
     Returns:
         How many jobs did not complete.
     """
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in folder.rglob(RESULT)]
+    files = [file for file in folder.rglob(RESULT) if file.stat().st_mtime >= since]
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     results = sorted((result for result in results if "job" in result), key=lambda result: result["job"])
     if not results:
         return 0
@@ -157,11 +162,11 @@ def _rows(results: list[dict[str, Any]], folder: Path) -> tuple[list[str], list[
 
 
 def _metrics(results: list[dict[str, Any]], most: int = 4) -> list[str]:
-    """The metrics worth a column: validation before test before the rest; no per-step or -epoch doubles."""
-    names = {name for result in results for name in result["metrics"]}
-    names = {name for name in names if not name.endswith(("_step", "_epoch"))} or names
-    ranks = {"val": 0, "test": 1}
-    return sorted(names, key=lambda name: (ranks.get(name[:4].rstrip("_/").removesuffix("_"), 2), name))[:most]
+    """The metrics worth a column: those of validation and test, or the others where there are none."""
+    names = sorted({name for result in results for name in result["metrics"]})
+    evaluated = [name for name in names if name.startswith(("val", "test"))]
+    whole = [name for name in evaluated or names if not name.endswith(("_step", "_epoch"))]
+    return (whole or evaluated or names)[:most]
 
 
 def _number(value: float | None) -> str:

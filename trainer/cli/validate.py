@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
 from trainer.cli.build import check_targets
-from trainer.cli.compose import Composer
+from trainer.cli.compose import Composer, resolve
 from trainer.cli.recipes import options
 from trainer.cli.schema import TYPES, TrainerSettings, describe, expected, mistake
 from trainer.errors import did_you_mean
@@ -142,8 +144,7 @@ def _check_option(composer: Composer, override: Override) -> None:
 
 def _check_settings(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
     """Hold the settings among ``overrides`` against the config they change."""
-    known = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(known, dict)
+    known = _unresolved(config)
     for override in overrides:
         key = override.key_or_group
         if override.package is not None or "[" in key or key == "hydra.searchpath":
@@ -154,6 +155,12 @@ def _check_settings(composer: Composer, config: DictConfig, overrides: Sequence[
             _check_new_key(composer, override)
         elif _exists(known, override, composer) and not override.is_delete():
             _check_value(known, override)
+
+
+def _unresolved(config: DictConfig) -> dict[Any, Any]:
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    return plain
 
 
 def _check_new_key(composer: Composer, override: Override) -> None:
@@ -234,7 +241,13 @@ def _check_value(known: dict[Any, Any], override: Override) -> None:
         if problem := mistake({**TrainerSettings().__dict__, name: value}):
             raise UsageError(problem)
         return
-    if value is None or default is None or default == "???" or str(default).startswith("${"):
+    if (
+        value is None
+        or default is None
+        or default == "???"
+        or str(default).startswith("${")
+        or key.startswith("hydra.")
+    ):
         return
     kind = _kind(default)
     if kind != "text" and _kind(value) != kind:
@@ -256,30 +269,42 @@ def _kind(value: Any) -> str:
 
 
 def _check_whole(config: DictConfig, *, runs: bool, config_dir: str | None) -> None:
-    """What only the whole config shows: a model, a checkpoint that exists, targets that are allowed."""
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    del plain["hydra"]
-    settings = {name: value for name, value in plain.get("trainer", {}).items() if not str(value).startswith("${")}
+    """What only the whole config shows: values that are missing, a model, a checkpoint, targets that are allowed."""
+    job = copy.deepcopy(config)
+    with open_dict(job):
+        del job["hydra"]
+    HydraConfig.instance().set_config(config)  # for ${hydra:...}
+    plain = resolve(job) if runs else _unresolved(job)  # what is only shown need not be complete
+    settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
     if problem := mistake({**TrainerSettings().__dict__, **settings}):
         raise UsageError(problem)
-    check_targets(plain, allowed_packages=plain.get("allowed_packages") or [])
-    if not runs:
+    check_targets(plain, allowed_packages=plain["allowed_packages"])
+    if runs:
+        _check_model(plain, config_dir)
+        _check_checkpoint(plain["ckpt_path"])
+
+
+def _check_model(plain: dict[str, Any], config_dir: str | None) -> None:
+    if plain["model"] is not None:
         return
-    command = plain["command"]
-    if plain.get("model") is None:
-        names = list(options("recipe", config_dir))
-        example = names[0] if names else "NAME"
-        raise UsageError(
-            f"There is no model to {command}. Choose a recipe, such as"
-            f" `python -m trainer {command} +recipe={example}`, or a model: model=NAME."
-            f" Recipes: {', '.join(names) or 'none, put one into conf/recipe/'}"
-            " (`python -m trainer recipes` describes them)."
-        )
-    path = plain.get("ckpt_path")
-    if path is None or path in _NAMED_CHECKPOINTS or "://" in path or path.startswith(("registry", "${")):
+    command, names = plain["command"], list(options("recipe", config_dir))
+    raise UsageError(
+        f"There is no model to {command}. Choose a recipe, such as"
+        f" `python -m trainer {command} +recipe={names[0] if names else 'NAME'}`, or a model: model=NAME."
+        f" Recipes: {', '.join(names) or 'none, put one into conf/recipe/'}"
+        " (`python -m trainer recipes` describes them)."
+    )
+
+
+def _check_checkpoint(path: str | None) -> None:
+    if (
+        path is None
+        or path in _NAMED_CHECKPOINTS
+        or "://" in path
+        or path.startswith("registry")
+        or Path(path).exists()
+    ):
         return
-    if not Path(path).exists():
-        folder = Path(path).parent
-        near = did_you_mean(Path(path).name, [file.name for file in folder.iterdir()] if folder.is_dir() else [])
-        raise UsageError(f"ckpt_path is {path}: there is no such file.{near}")
+    folder = Path(path).parent
+    near = did_you_mean(Path(path).name, [file.name for file in folder.iterdir()] if folder.is_dir() else [])
+    raise UsageError(f"ckpt_path is {path}: there is no such file.{near}")

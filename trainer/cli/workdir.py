@@ -25,7 +25,7 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     A folder with the time in its name gets a number when another run was given the same second.
 
     Raises:
-        UsageError: a sweep under torchrun, where every rank would start all the jobs.
+        UsageError: a folder that cannot be made, or a sweep under torchrun, where every rank would start all jobs.
     """
     sweeping = sweeps(arguments, config)
     if sweeping and under_torchrun():
@@ -57,7 +57,14 @@ def _make(folder: Path, *, exist_ok: bool) -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=exist_ok)
         except FileExistsError:
+            if exist_ok:
+                raise UsageError(f"Cannot write into {folder}: it is a file, expected a folder.") from None
             number += 1
             folder = wanted.with_name(f"{wanted.name}_{number}")
+        except OSError as error:
+            raise UsageError(
+                f"Cannot make the folder {folder}: {error.strerror}. Choose another with hydra.run.dir=FOLDER, or"
+                " hydra.sweep.dir=FOLDER for a sweep."
+            ) from error
         else:
             return folder

@@ -60,8 +60,14 @@ class LoaderSet:
 
     def num_batches(self) -> float:
         """Batches in one pass; inf where nobody knows."""
-        count = {"sequential": sum, "min_size": min}.get(self.combined._mode, max)
-        return count(self._limits)
+        mode = self.combined._mode
+        return (
+            sum(self._limits)
+            if mode == "sequential"
+            else min(self._limits)
+            if mode == "min_size"
+            else max(self._limits)
+        )
 
     def start_epoch(self, epoch: int) -> None:
         """Distributed samplers shuffle by the epoch's number."""

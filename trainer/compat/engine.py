@@ -109,8 +109,12 @@ class LightningEngine:
         """Select the device and join the process group."""
         self.strategy.setup_environment()
 
+    def convert_module(self) -> None:
+        """Put the module into the precision's dtype."""
+        self.strategy.model = self.adapter.plugin.convert_module(self.model)
+
     def setup(self, *, fitting: bool) -> None:
-        """Convert, move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
+        """Move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
         self.strategy.setup(self._trainer)
 
     def step_function(self, name: str) -> Callable[..., Any]:

@@ -44,8 +44,8 @@ class PrecisionAdapter(LightningPrecision):
         return self.plugin.name
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Called by the strategy before it moves and wraps the module."""
-        return self.plugin.convert_module(module)
+        """Called by the strategy before it moves and wraps the module: which is converted by then (``engine``)."""
+        return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Used by the model summary for its example forward."""

@@ -3,7 +3,7 @@
 ===========================  ==========================================================================
 ``check(device)``            once, when the Trainer is built. Raises if the device cannot do it.
 ``build_scaler(device)``     once, when the Trainer is built: the scaler that lives as long as the Trainer.
-``convert_module(module)``   once a run, before the module is moved to its device and wrapped.
+``convert_module(module)``   once a run, before weights are loaded into it and it is moved and wrapped.
 ``session(module, device)``  once a run: a context around everything from the first to the last batch.
 ``convert_batch(batch)``     every batch, before it is moved to the device.
 ``autocast()``               every forward (train, validate, test, predict): a context around the step

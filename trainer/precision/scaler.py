@@ -52,13 +52,16 @@ class LossScaler(torch.amp.GradScaler):
         ceiling = float("inf") if max_scale is None else max_scale
         _expect(growth_factor > 1.0, "growth_factor", growth_factor, "a number above 1")
         _expect(0.0 < backoff_factor < 1.0, "backoff_factor", backoff_factor, "a number between 0 and 1")
-        _expect(growth_interval >= 1, "growth_interval", growth_interval, "a number of steps, at least 1")
+        whole = isinstance(growth_interval, int)
+        _expect(
+            whole and growth_interval >= 1, "growth_interval", growth_interval, "a whole number of steps, at least 1"
+        )
         _expect(0.0 < min_scale <= ceiling, "min_scale", min_scale, f"above 0 and at most max_scale={max_scale}")
         _expect(
-            min_scale <= init_scale <= ceiling,
+            min_scale <= init_scale <= ceiling and init_scale != float("inf"),
             "init_scale",
             init_scale,
-            f"from {min_scale} to {max_scale or 'any'}",
+            f"from {min_scale} to {max_scale or 'any finite number'}",
         )
         if enabled and device == "cuda" and not torch.cuda.is_available():
             raise PrecisionError(
@@ -99,6 +102,7 @@ class LossScaler(torch.amp.GradScaler):
         found_inf = state["found_inf_per_device"]
         if not found_inf:
             self._expect_no_gradients(optimizer)
+            del self._per_optimizer_states[id(optimizer)]  # it may have some the next time
             return None
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # the kernel decides, on the device
@@ -117,7 +121,7 @@ class LossScaler(torch.amp.GradScaler):
         if not any(state["found_inf_per_device"] for state in self._per_optimizer_states.values()):
             self._per_optimizer_states.clear()
             if new_scale is not None:
-                self._replace_scale(float(new_scale))
+                self._set_scale(float(new_scale))
             return
         self.read_skipped()  # before torch adds the answers up in place
         super().update(new_scale)
@@ -197,7 +201,7 @@ class LossScaler(torch.amp.GradScaler):
     def _follow_update(self, new_scale: float | torch.Tensor | None) -> None:
         """Keep the host's account of scale and tracker, by the rule that torch's kernel applies on the device."""
         if new_scale is not None:
-            self._replace_scale(float(new_scale))
+            self._set_scale(float(new_scale))
         elif self.skipped:
             self._replace_scale(self._host_scale * self._backoff_factor)
             self._host_tracker = 0
@@ -209,16 +213,21 @@ class LossScaler(torch.amp.GradScaler):
         self.skipped = False
 
     def _replace_scale(self, scale: float) -> None:
-        clamped = min(max(scale, self.min_scale), self.max_scale)
-        if self._scale is None:  # torch makes it with the first loss
-            self._init_scale = self._host_scale = clamped
-        elif clamped != scale:
-            self._scale.fill_(clamped)
-            self._host_scale = clamped
+        """After torch has multiplied: keep to floor and ceiling."""
+        assert self._scale is not None
+        if scale < self.min_scale or scale > self.max_scale:
+            self._set_scale(scale)
         else:
             # Read, not computed: torch multiplies in float32 and does not grow past its largest number.
             # A host-device synchronisation, but only on an overflow or once every growth_interval steps.
             self._host_scale = self._scale.item()
+
+    def _set_scale(self, scale: float) -> None:
+        self._host_scale = min(max(scale, self.min_scale), self.max_scale)
+        if self._scale is None:
+            self._init_scale = self._host_scale  # torch makes the tensor with the first loss
+        else:
+            self._scale.fill_(self._host_scale)
 
 
 class _FusedStep(NamedTuple):

@@ -1,0 +1,209 @@
+"""What every process of a distributed test runs; started the way users start theirs (see ``test_ddp.py``).
+
+``python worker.py FOLDER LAUNCHER`` trains a few small models on two gloo processes, one after the other, and leaves
+what each rank saw in ``FOLDER/rank_R.pt``. ``LAUNCHER`` is ``own`` (this file starts the second process through
+``devices=2, strategy="ddp"``) or ``torchrun``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer import Trainer
+from trainer.precision import MixedPrecision
+
+PRECISIONS: dict[str, Any] = {
+    "32-true": "32-true",
+    "16-mixed": lambda: MixedPrecision("float16", init_scale=1024.0),
+    "bf16-mixed": "bf16-mixed",
+}
+WORLD_SIZE = 2
+BATCH = 8
+"""Samples in a batch over all processes."""
+
+
+def precision_of(name: str) -> Any:
+    given = PRECISIONS[name]
+    return given() if callable(given) else given
+
+
+def samples(number: int = 40) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(number, 6, generator=generator), torch.randn(number, 2, generator=generator))
+
+
+class Regression(LightningModule):
+    """Automatic optimization. ``None`` is returned, or an infinite loss, where the rank and the batch say so."""
+
+    def __init__(self, none_at: Any = (), inf_at: Any = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+        self.none_at = set(none_at)
+        self.inf_at = set(inf_at)
+
+    def loss(self, batch: Any) -> Tensor:
+        features, target = batch
+        return nn.functional.mse_loss(self.net(features), target)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        where = (self.global_rank, batch_idx)
+        if where in self.none_at:
+            return None
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss * float("inf") if where in self.inf_at else loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rank_mean", float(self.global_rank), sync_dist=True, batch_size=1 + 2 * self.global_rank)
+        self.log("rank_sum", float(self.global_rank + 1), sync_dist=True, reduce_fx="sum")
+        self.log("rank_max", float(self.global_rank), sync_dist=True, reduce_fx="max")
+        self.log("own", float(self.global_rank), rank_zero_only=True)
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Manual(Regression):
+    """Two optimizers by hand, of which each step uses the parameters of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.05) for i in (0, 2)]
+
+
+class Seen(Callback):
+    """What one rank saw."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[bool] = []
+        self.norms: list[float] = []
+        self.synced: list[bool] = []
+
+    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+        self.outcomes.append(outcome.skipped)
+        if outcome.grad_norm is not None:
+            self.norms.append(outcome.grad_norm.item())
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.synced.append(getattr(trainer.model, "require_backward_grad_sync", True))
+
+
+def fit(module: LightningModule, *, world_size: int = WORLD_SIZE, batches: int = 5, **arguments: Any) -> dict[str, Any]:
+    """Train on ``world_size`` processes, the same global batches whatever their number. Returns what was seen."""
+    seen = Seen()
+    callbacks = [seen, *arguments.pop("callbacks", [])]
+    quiet = {
+        "accelerator": "cpu",
+        "devices": world_size,
+        "strategy": "ddp" if world_size > 1 else "auto",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "limit_train_batches": batches,
+    }
+    trainer = Trainer(**{**quiet, **arguments, "callbacks": callbacks})
+    train = DataLoader(samples(), batch_size=BATCH // world_size)
+    has_validation = arguments.get("limit_val_batches", 1) != 0
+    trainer.fit(module, train, DataLoader(samples(8), batch_size=4) if has_validation else None)
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "outcomes": seen.outcomes,
+        "norms": seen.norms,
+        "synced": seen.synced,
+        "global_step": trainer.global_step,
+        "skipped_steps": trainer.skipped_steps,
+        "scale": trainer.scaler.get_scale(),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "rank": trainer.global_rank,
+        "world_size": trainer.world_size,
+        "trainer": trainer,
+    }
+
+
+def none_everywhere() -> dict[str, set[tuple[int, int]]]:
+    """None on one rank, at each position of a window of 3 (the epoch's batches 0..4: a full window and one of 2)."""
+    cases = {f"none at {i} on rank {rank}": {(rank, i)} for rank in range(2) for i in range(5)}
+    return {**cases, "none in a whole window on one rank": {(1, 0), (1, 1), (1, 2)}, "none on both": {(0, 1), (1, 1)}}
+
+
+def scenarios(folder: Path) -> dict[str, Any]:
+    """Everything that is run, in this order, on all ranks."""
+    both = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    found: dict[str, Any] = {}
+    for name in PRECISIONS:
+        found[f"automatic {name}"] = fit(Regression(), precision=precision_of(name), **both)
+    found["plain"] = fit(Regression())
+    unused = DDPStrategy(find_unused_parameters=True)
+    found["manual 32-true"] = fit(Manual(), strategy=unused, limit_val_batches=0)
+    for name in ("16-mixed", "bf16-mixed"):
+        strategy = DDPStrategy(find_unused_parameters=True)
+        found[f"manual {name}"] = fit(Manual(), strategy=strategy, precision=precision_of(name), limit_val_batches=0)
+    for name, where in none_everywhere().items():
+        found[name] = fit(Regression(none_at=where), accumulate_grad_batches=3, max_epochs=1, limit_val_batches=0)
+    found["overflow"] = fit(Regression(inf_at={(1, 2)}), precision=precision_of("16-mixed"))
+    saver = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", filename="{epoch}", save_top_k=1)
+    found["checkpoint"] = fit(Regression(), callbacks=[saver], enable_checkpointing=True)
+    found["checkpoint"]["best"] = saver.best_model_path
+    trainer = found["checkpoint"]["trainer"]
+    loader = DataLoader(samples(8), batch_size=4)
+    found["validate"] = trainer.validate(Regression(), loader, ckpt_path=saver.best_model_path, verbose=False)
+    found["resumed"] = fit(Regression(), max_epochs=1, limit_val_batches=0)
+    found["resumed"]["trainer"].save_checkpoint(folder / "one_epoch.ckpt")
+    found["resumed"] = resume(folder / "one_epoch.ckpt")
+    return found
+
+
+def resume(path: Path) -> dict[str, Any]:
+    trainer = Trainer(
+        accelerator="cpu", devices=WORLD_SIZE, strategy="ddp", max_epochs=2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, limit_train_batches=5, limit_val_batches=0,
+    )  # fmt: skip
+    module = Regression()
+    trainer.fit(module, DataLoader(samples(), batch_size=BATCH // WORLD_SIZE), ckpt_path=path)
+    return {"weights": dict(module.state_dict()), "global_step": trainer.global_step}
+
+
+def main() -> None:
+    folder, launcher = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*does not have many workers")
+    if launcher == "own":
+        found = scenarios(folder)
+    else:
+        found = {"automatic 32-true": fit(Regression(), accumulate_grad_batches=2, gradient_clip_val=0.5)}
+    rank = torch.distributed.get_rank()
+    for result in found.values():
+        if isinstance(result, dict):
+            result.pop("trainer", None)
+    torch.save(found, folder / f"rank_{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

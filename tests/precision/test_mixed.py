@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
+from trainer.errors import PrecisionError
+from trainer.precision import MixedPrecision, cpu_fp16
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "scales"),
+    [
+        ({}, "16-mixed", True),
+        ({"dtype": "float16"}, "16-mixed", True),
+        ({"dtype": torch.float16}, "16-mixed", True),
+        ({"dtype": "float16", "loss_scaling": False}, "16-mixed", False),
+        ({"dtype": "bfloat16"}, "bf16-mixed", False),
+        ({"dtype": torch.bfloat16}, "bf16-mixed", False),
+        ({"dtype": "bfloat16", "loss_scaling": True}, "bf16-mixed", True),
+    ],
+)
+def test_name_and_scaling(arguments, name, scales):
+    plugin = MixedPrecision(**arguments)
+    assert plugin.name == name
+    assert plugin.build_scaler(CPU).is_enabled() is scales
+
+
+def test_defaults_are_torchs():
+    ours, theirs = MixedPrecision().build_scaler(CPU), torch.amp.GradScaler("cpu")
+    assert ours.state_dict() == theirs.state_dict()
+    assert (ours.min_scale, ours.max_scale) == (1.0, float("inf"))
+
+
+def test_settings_reach_the_scaler():
+    settings = {"init_scale": 64.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
+    scaler = MixedPrecision(min_scale=4.0, max_scale=1000.0, **settings).build_scaler(CPU)
+    assert scaler.state_dict() == torch.amp.GradScaler("cpu", **settings).state_dict()
+    assert (scaler.min_scale, scaler.max_scale) == (4.0, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "float8"}, r"Got dtype='float8', expected 'float16' or 'bfloat16'"),
+        ({"dtype": torch.float32}, r"Got dtype=torch.float32"),
+        ({"cpu_kernels": "slow"}, r"Got cpu_kernels='slow', expected 'auto', 'fast' or 'native'"),
+        ({"growth_factor": 0.5}, r"growth_factor=0.5"),
+        ({"init_scale": 0.0}, r"init_scale=0.0"),
+        ({"dtype": "bfloat16", "backoff_factor": 2.0}, r"backoff_factor=2.0"),
+    ],
+)
+def test_impossible_arguments(arguments, message):
+    with pytest.raises(PrecisionError, match=message):
+        MixedPrecision(**arguments)
+
+
+def test_devices_that_cannot():
+    with pytest.raises(PrecisionError, match="MPS.*GradScaler.*loss_scaling=False"):
+        MixedPrecision("float16").check(torch.device("mps"))
+    MixedPrecision("float16", loss_scaling=False).check(torch.device("mps"))
+    with pytest.raises(PrecisionError, match="type 'meta', expected cpu, cuda, mps or xpu"):
+        MixedPrecision("bfloat16").check(torch.device("meta"))
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_emulated_bf16_is_a_warning(monkeypatch, native):
+    asked = []
+
+    def supported(including_emulation=True):
+        asked.append(including_emulation)
+        return native or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GeForce 2080")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        MixedPrecision("bfloat16").check(torch.device("cuda"))
+        MixedPrecision("float16").check(torch.device("cuda"))
+    assert asked == [False]
+    assert ["GeForce 2080 has no bfloat16 units" in str(w.message) for w in caught] == ([] if native else [True])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_is_one_object_valid_inside_the_session(dtype):
+    plugin, net = MixedPrecision(dtype), nn.Linear(2, 2)
+    with plugin.session(net, CPU):
+        context = plugin.autocast()
+        assert plugin.autocast() is context
+        for _ in range(2):
+            with context:
+                assert torch.is_autocast_enabled("cpu")
+                assert torch.get_autocast_dtype("cpu") is dtype
+                assert net(torch.ones(1, 2)).dtype is dtype
+            assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(AssertionError, match="inside session"):
+        plugin.autocast()
+
+
+def test_autocast_sees_weights_that_changed_between_forwards():
+    plugin, net, x = MixedPrecision("bfloat16"), nn.Linear(2, 2, bias=False), torch.ones(1, 2)
+    with plugin.session(net, CPU):
+        with plugin.autocast():
+            first = net(x)
+        with torch.no_grad():
+            net.weight.mul_(2)
+        with plugin.autocast():
+            assert torch.equal(net(x), first * 2)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "native", "pays", "dtype", "expected"),
+    [
+        ("auto", False, True, "float16", True),
+        ("auto", False, False, "float16", False),  # too small to gain
+        ("auto", True, True, "float16", False),  # the CPU has the instructions
+        ("fast", True, False, "float16", True),
+        ("native", False, True, "float16", False),
+        ("auto", False, True, "bfloat16", False),
+        ("fast", False, True, "bfloat16", False),
+    ],
+)
+def test_which_kernels(monkeypatch, kernels, native, pays, dtype, expected):
+    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: native)
+    monkeypatch.setattr(cpu_fp16, "pays", lambda module: pays)
+    with MixedPrecision(dtype, cpu_kernels=kernels).session(nn.Linear(2, 2), CPU):
+        assert (cpu_fp16._users > 0) is expected
+    assert cpu_fp16._users == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_gives_the_kernels_back(tmp_path, fails):
+    seen = []
+
+    class Looking(Regression):
+        def training_step(self, batch, batch_idx):
+            seen.append(cpu_fp16._users)
+            if fails:
+                raise KeyError("in the forward")
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(tmp_path, precision=MixedPrecision("float16", cpu_kernels="fast"))
+    if fails:
+        with pytest.raises(KeyError):
+            trainer.fit(Looking(), loader_of(make_batches(2)))
+    else:
+        trainer.fit(Looking(), loader_of(make_batches(2)))
+    assert seen == [1] * len(seen) != []
+    assert cpu_fp16._users == 0
+
+
+def test_fp16_on_a_cpu_is_fp16_and_never_bf16(tmp_path):
+    """Lightning turns 16-mixed into bf16-mixed there."""
+    seen = set()
+
+    class Looking(Regression):
+        def training_step(self, batch, batch_idx):
+            seen.add(self.net[0](batch[0]).dtype)
+            return super().training_step(batch, batch_idx)
+
+    for kernels in ("fast", "native"):
+        plugin = MixedPrecision("float16", cpu_kernels=kernels)
+        make_trainer(tmp_path, precision=plugin).fit(Looking(make_net()), loader_of(make_batches(1)))
+    assert seen == {torch.float16}

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from trainer.errors import ConfigurationError, PrecisionError
+from trainer.precision.names import ALIASES, NAMES, canonical
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (16, "16-mixed"), ("16", "16-mixed"), ("16-mixed", "16-mixed"), ("fp16-mixed", "16-mixed"),
+        (32, "32-true"), ("32", "32-true"), ("fp32", "32-true"), ("32-true", "32-true"),
+        (64, "64-true"), ("64", "64-true"), ("64-true", "64-true"),
+        ("bf16", "bf16-mixed"), ("bf16-mixed", "bf16-mixed"), (" BF16-Mixed ", "bf16-mixed"),
+    ],
+)  # fmt: skip
+def test_canonical(given, name):
+    assert canonical(given) == name
+
+
+def test_every_name_and_alias_leads_to_a_name():
+    assert {canonical(alias) for alias in ALIASES} == set(NAMES)
+    assert [canonical(name) for name in NAMES] == list(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("given", "near"), [("16-mixd", "16-mixed"), ("bf16-mix", "bf16-mixed"), ("fp23", "fp32"), ("32true", "32-true")]
+)
+def test_a_typo_is_told_the_near_name(given, near):
+    with pytest.raises(PrecisionError, match=f"Got precision='{given}'.*Did you mean '{near}'"):
+        canonical(given)
+
+
+@pytest.mark.parametrize("given", [8, "16-true", "bf16-true", "transformer-engine", "", True])
+def test_what_there_is_not(given):
+    with pytest.raises(ConfigurationError, match=r"expected one of 32-true, 16-mixed, bf16-mixed, 64-true"):
+        canonical(given)
+
+
+def test_names_need_no_torch():
+    code = "import sys, trainer.precision.names; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision as LightningDouble
+from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixed
+from lightning.pytorch.strategies import DDPStrategy
+
+from tests.support import make_trainer
+from trainer.errors import PrecisionError
+from trainer.precision import DoublePrecision, FullPrecision, MixedPrecision, Precision, resolve_precision
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "name", "scales"),
+    [
+        (None, FullPrecision, "32-true", False),
+        (32, FullPrecision, "32-true", False),
+        ("64", DoublePrecision, "64-true", False),
+        ("16", MixedPrecision, "16-mixed", True),
+        ("bf16", MixedPrecision, "bf16-mixed", False),
+    ],
+)
+def test_a_name_becomes_a_plugin(given, kind, name, scales):
+    plugin = resolve_precision(given)
+    assert (type(plugin), plugin.name) == (kind, name)
+    assert plugin.build_scaler(torch.device("cpu")).is_enabled() is scales
+    assert resolve_precision(given) is not plugin
+
+
+def test_an_object_is_taken_as_it_is():
+    plugin = MixedPrecision("bfloat16")
+    assert resolve_precision(plugin) is plugin
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (16.0, r"of type builtins\.float"),
+        (MixedPrecision, r"of type builtins\.type"),
+        (torch.float16, r"of type torch\.dtype"),
+    ],
+)
+def test_something_else(given, message):
+    with pytest.raises(PrecisionError, match=f"Got precision {message}, expected a name such as '16-mixed'") as caught:
+        resolve_precision(given)
+    assert "Lightning" not in str(caught.value)
+
+
+def lightnings():
+    return LightningMixed("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_lightnings_plugin_as_precision(tmp_path):
+    with pytest.raises(PrecisionError, match=r"Lightning's precision plugins.*trainer\.precision\.MixedPrecision"):
+        make_trainer(tmp_path, precision=lightnings())
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_lightnings_plugin_among_the_plugins(tmp_path, several):
+    plugins = [LightningDouble()] if several else lightnings()
+    name = "DoublePrecision" if several else "MixedPrecision"
+    with pytest.raises(PrecisionError, match=rf"Got {name} through plugins.*trainer\.precision"):
+        make_trainer(tmp_path, plugins=plugins)
+
+
+def test_lightnings_plugin_inside_a_strategy(tmp_path):
+    with pytest.raises(PrecisionError, match=r"through DDPStrategy\(precision_plugin\).*MixedPrecision\('float16'"):
+        make_trainer(tmp_path, strategy=DDPStrategy(precision_plugin=lightnings()))
+
+
+def test_the_name_on_the_trainer(tmp_path):
+    class Own(Precision):
+        name = "own"
+
+    assert make_trainer(tmp_path, precision="16").precision == "16-mixed"
+    assert make_trainer(tmp_path).precision == "32-true"
+    assert make_trainer(tmp_path, precision=Own()).precision == "own"

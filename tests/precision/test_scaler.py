@@ -1,0 +1,361 @@
+"""The loss scaler alone, against torch's own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import PrecisionError
+from trainer.precision import LossScaler
+
+INF, NAN = float("inf"), float("nan")
+
+
+def parameter(value=1.0):
+    return nn.Parameter(torch.tensor([value, value]))
+
+
+def sgd(*parameters, **options):
+    return torch.optim.SGD(parameters, lr=1.0, **options)
+
+
+def backward(scaler, p, slope=1.0):
+    """The gradient of ``slope * p``, scaled."""
+    scaler.scale((p * slope).sum()).backward()
+
+
+def train(scaler, p, optimizer, slope=1.0):
+    """One whole step; returns whether it was skipped."""
+    p.grad = None
+    backward(scaler, p, slope)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    skipped = scaler.read_skipped()
+    scaler.update()
+    return skipped
+
+
+# --- same as torch --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_scale": 8.0, "growth_interval": 3},
+        {"init_scale": 1000.5, "growth_factor": 1.7, "backoff_factor": 0.37, "growth_interval": 2},
+        {"init_scale": 0.3, "growth_interval": 1},
+        {"init_scale": 2.0**120, "growth_factor": 8.0, "growth_interval": 1, "backoff_factor": 0.9},
+    ],
+)
+def test_any_sequence_of_overflows_and_growths(fused, settings):
+    """Scale and tracker are torch's; the host's account of the scale is the device's."""
+    dice = random.Random(0)
+    ours, theirs = LossScaler("cpu", min_scale=1e-30, **settings), torch.amp.GradScaler("cpu", **settings)
+    p, q = parameter(), parameter()
+    optimizer, other = sgd(p, fused=fused), sgd(q, fused=fused)
+    skips = 0
+    for _ in range(200):
+        slope = dice.choice([1.0, 1.0, 1.0, 0.0, INF, NAN])
+        before = p.detach().clone()
+        skipped = train(ours, p, optimizer, slope)
+        skips += skipped
+        assert skipped is (torch.equal(p, before) and slope != 0.0)
+        q.grad = None
+        theirs.scale((q * slope).sum()).backward()
+        theirs.step(other)
+        theirs.update()
+        assert ours.get_scale() == theirs.get_scale() == ours.current_scale
+        assert ours._get_growth_tracker() == theirs._get_growth_tracker() == ours._host_tracker
+        assert torch.equal(p, q)
+    assert 40 < skips < 120
+
+
+def test_growth_stops_at_the_largest_float32_as_torchs_does():
+    ours = LossScaler("cpu", init_scale=2.0**127, growth_interval=1)
+    p = parameter()
+    optimizer = sgd(p)
+    assert train(ours, p, optimizer, 1e-38) is False
+    assert ours.current_scale == ours.get_scale() == 2.0**127
+
+
+def test_disabled_is_transparent():
+    scaler, p = LossScaler("cpu", enabled=False), parameter()
+    optimizer = sgd(p)
+    loss = p.sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert scaler.read_skipped() is False
+    scaler.update()
+    scaler.forget_steps()
+    assert torch.equal(p, torch.zeros(2))
+    assert (scaler.current_scale, scaler.get_scale(), scaler.state_dict()) == (1.0, 1.0, {})
+    scaler.load_state_dict({})
+    scaler.load_state_dict({"scale": 3.0, "_growth_tracker": 1})
+    assert scaler.current_scale == 1.0
+
+
+def test_it_is_a_grad_scaler():
+    scaler = LossScaler("cpu")
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert scaler.is_enabled()
+    assert scaler.state_dict() == torch.amp.GradScaler("cpu").state_dict()
+
+
+def test_copies_and_pickles():
+    scaler, p = LossScaler("cpu", init_scale=8.0, min_scale=2.0), parameter()
+    train(scaler, p, sgd(p), INF)
+    for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert (copied.current_scale, copied.min_scale, copied.state_dict()) == (4.0, 2.0, scaler.state_dict())
+        q = parameter()
+        assert train(copied, q, sgd(q), INF)
+        assert copied.get_scale() == copied.current_scale == 2.0
+
+
+# --- floor and ceiling ------------------------------------------------------------------------------------------------
+
+
+def test_the_scale_has_a_floor():
+    scaler, p = LossScaler("cpu", init_scale=4.0), parameter()
+    optimizer = sgd(p)
+    scales = []
+    for _ in range(4):
+        assert train(scaler, p, optimizer, INF)
+        scales.append((scaler.get_scale(), scaler.current_scale))
+    assert scales == [(2.0, 2.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0)]
+
+
+def test_the_scale_has_a_ceiling_and_goes_on_from_it():
+    scaler, p = LossScaler("cpu", init_scale=4.0, growth_interval=1, max_scale=10.0), parameter()
+    optimizer = sgd(p)
+    scales = []
+    for slope in (1.0, 1.0, 1.0, INF, 1.0):
+        train(scaler, p, optimizer, slope)
+        scales.append((scaler.get_scale(), scaler.current_scale))
+    assert scales == [(s, s) for s in (8.0, 10.0, 10.0, 5.0, 10.0)]
+
+
+def test_a_new_scale_by_hand():
+    scaler, p = LossScaler("cpu", init_scale=4.0, max_scale=100.0), parameter()
+    scaler.update(16.0)  # before the first loss
+    assert scaler.current_scale == scaler.get_scale() == 16.0
+    optimizer = sgd(p)
+    backward(scaler, p)
+    assert torch.equal(p.grad, torch.full((2,), 16.0))
+    scaler.step(optimizer)
+    scaler.update(32.0)
+    assert scaler.current_scale == scaler.get_scale() == 32.0
+    scaler.update(torch.tensor([64.0]))
+    assert scaler.current_scale == scaler.get_scale() == 64.0
+    scaler.update(1000.0)
+    assert scaler.current_scale == scaler.get_scale() == 100.0
+
+
+# --- several optimizers, several steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_two_optimizers_are_judged_one_by_one_and_the_scale_adjusted_once(fused):
+    scaler, p, q = LossScaler("cpu", init_scale=8.0), parameter(), parameter()
+    one, other = sgd(p, fused=fused), sgd(q, fused=fused)
+    backward(scaler, p, INF)
+    backward(scaler, q, 0.5)
+    scaler.step(one)
+    scaler.step(other)
+    assert scaler.read_skipped()
+    scaler.update()
+    assert torch.equal(p, torch.ones(2))
+    assert torch.equal(q, torch.full((2,), 0.5))
+    assert scaler.get_scale() == scaler.current_scale == 4.0
+    assert scaler.skipped is False
+
+
+@pytest.mark.parametrize("overflow", [0, 1, 2])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_in_any_of_several_steps_counts_once(fused, overflow):
+    scaler, p = LossScaler("cpu", init_scale=8.0), parameter(0.0)
+    optimizer = sgd(p, fused=fused)
+    for step in range(3):
+        p.grad = None
+        backward(scaler, p, INF if step == overflow else 1.0)
+        scaler.unscale_(optimizer)
+        assert p.grad[0] == (INF if step == overflow else 1.0)
+        scaler.unscale_(optimizer)  # torch raises
+        assert p.grad[0] == (INF if step == overflow else 1.0)
+        scaler.step(optimizer)
+    assert scaler.read_skipped()
+    scaler.update()
+    assert torch.equal(p, torch.full((2,), -2.0))
+    assert scaler.get_scale() == scaler.current_scale == 4.0
+    assert train(scaler, p, optimizer) is False
+
+
+def test_without_an_overflow_several_steps_advance_the_growth_by_one():
+    scaler, p = LossScaler("cpu", init_scale=8.0, growth_interval=2), parameter()
+    optimizer = sgd(p)
+    for _ in range(3):
+        p.grad = None
+        backward(scaler, p)
+        scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_idle_optimizers_are_left_alone(fused):
+    scaler, p, q = LossScaler("cpu", init_scale=8.0, growth_interval=3), parameter(), parameter()
+    busy, idle = sgd(p, fused=fused), sgd(q, weight_decay=1.0, fused=fused)
+    backward(scaler, p)
+    for optimizer in (idle, busy):
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(q, torch.ones(2))
+    assert torch.equal(p, torch.zeros(2))
+    assert scaler._get_growth_tracker() == 1
+
+
+def test_a_batch_in_which_nothing_steps_changes_nothing():
+    scaler, p = LossScaler("cpu", init_scale=8.0, growth_interval=1), parameter()
+    optimizer = sgd(p)
+    backward(scaler, p)
+    p.grad = None
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert scaler.read_skipped() is False
+    scaler.update()
+    scaler.update()
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 0)
+    assert train(scaler, p, optimizer) is False  # and the next batch is an ordinary one
+    assert scaler.get_scale() == 16.0
+
+
+def test_a_fused_momentum_is_not_left_uninitialised_and_a_running_one_is_kept():
+    scaler, p, q = LossScaler("cpu", init_scale=8.0), parameter(), parameter()
+    one, other = sgd(p, momentum=0.9, fused=True), sgd(q, momentum=0.9, fused=True)
+    litter = [torch.full((2,), 1e30) for _ in range(5000)]
+    del litter
+    for first, second in ((INF, 1.0), (1.0, INF), (1.0, 1.0)):
+        p.grad = q.grad = None
+        backward(scaler, p, first)
+        backward(scaler, q, second)
+        scaler.step(one)
+        scaler.step(other)
+        scaler.update()
+    assert torch.equal(p, torch.tensor([1.0, 1.0]) - 1.0 - 1.9)
+    assert torch.equal(q, torch.tensor([1.0, 1.0]) - 1.0 - 1.9)
+
+
+def test_steps_of_an_interrupted_run_are_forgotten():
+    scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
+    optimizer = sgd(p)
+    backward(scaler, p, INF)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.unscale_(optimizer)
+    scaler.forget_steps()
+    assert scaler.skipped is False
+    assert scaler.get_scale() == 8.0
+    assert train(scaler, p, optimizer) is False
+    assert torch.equal(p, torch.zeros(2))
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_restores_scale_and_tracker_but_not_settings():
+    scaler, p = LossScaler("cpu", init_scale=8.0, growth_interval=4), parameter()
+    optimizer = sgd(p)
+    for slope in (INF, 1.0, 1.0):
+        train(scaler, p, optimizer, slope)
+    state = scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (4.0, 2)
+    other = LossScaler("cpu", init_scale=2.0, growth_interval=3, growth_factor=3.0, backoff_factor=0.1)
+    other.load_state_dict(state)
+    assert other.current_scale == other.get_scale() == 4.0
+    q = parameter()
+    assert train(other, q, sgd(q)) is False
+    assert other.current_scale == other.get_scale() == 12.0  # the third step: its own interval and factor
+    assert train(other, q, sgd(q), INF)
+    assert other.current_scale == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("tracker", [5, 6, 1000])
+def test_a_tracker_past_the_interval_still_leads_to_growth(tracker, used):
+    scaler, p = LossScaler("cpu", init_scale=8.0, growth_interval=5), parameter()
+    if used:
+        train(scaler, p, sgd(p))
+    scaler.load_state_dict({"scale": 8.0, "_growth_tracker": tracker})
+    train(scaler, p, sgd(p))
+    assert scaler.get_scale() == scaler.current_scale == 16.0
+
+
+@pytest.mark.parametrize(("saved", "restored"), [(0.25, 1.0), (1e9, 128.0), (64.0, 64.0)])
+def test_a_restored_scale_keeps_to_floor_and_ceiling(saved, restored):
+    scaler = LossScaler("cpu", init_scale=8.0, max_scale=128.0)
+    scaler.load_state_dict({"scale": saved, "_growth_tracker": 0})
+    assert scaler.current_scale == scaler.get_scale() == restored
+
+
+def test_the_empty_state_of_a_disabled_scaler_is_refused():
+    with pytest.raises(ValueError, match=r"Got the empty state of a disabled scaler.*without loss scaling"):
+        LossScaler("cpu").load_state_dict({})
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"growth_factor": 1.0}, r"growth_factor=1.0, expected a number above 1"),
+        ({"backoff_factor": 1.0}, r"backoff_factor=1.0, expected a number between 0 and 1"),
+        ({"backoff_factor": 0.0}, r"backoff_factor=0.0"),
+        ({"growth_interval": 0}, r"growth_interval=0, expected a whole number"),
+        ({"growth_interval": 2.5}, r"growth_interval=2.5, expected a whole number"),
+        ({"min_scale": 0.0}, r"min_scale=0.0, expected above 0"),
+        ({"min_scale": 8.0, "max_scale": 4.0}, r"min_scale=8.0.*max_scale=4.0"),
+        ({"init_scale": 0.5}, r"init_scale=0.5, expected from 1.0"),
+        ({"init_scale": 64.0, "max_scale": 32.0}, r"init_scale=64.0, expected from 1.0 to 32.0"),
+        ({"init_scale": INF}, r"init_scale=inf"),
+        ({"init_scale": NAN}, r"init_scale=nan"),
+    ],
+)
+def test_impossible_settings(arguments, message):
+    with pytest.raises(PrecisionError, match=message):
+        LossScaler("cpu", **arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_on_a_machine_without_it():
+    with pytest.raises(PrecisionError, match=r"'cuda', but CUDA is not available.*accelerator='cpu'"):
+        LossScaler("cuda")
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        disabled = torch.amp.GradScaler("cuda")  # what torch does
+    assert not disabled.is_enabled()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_a_loss_that_was_not_scaled(fused):
+    scaler, p = LossScaler("cpu"), parameter()
+    optimizer = sgd(p, fused=fused)
+    p.sum().backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"Got gradients for SGD, but no loss was scaled"):
+        scaler.step(optimizer)
+    assert torch.equal(p, torch.ones(2))
+
+
+def test_half_precision_weights_are_refused_as_by_torch():
+    scaler, p = LossScaler("cpu", init_scale=8.0), nn.Parameter(torch.ones(2, dtype=torch.float16))
+    backward(scaler, p)
+    with pytest.raises(ValueError, match="unscale FP16"):
+        scaler.unscale_(sgd(p))

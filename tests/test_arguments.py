@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.strategies import FSDPStrategy
+
+from tests.support import make_trainer
+from trainer import Trainer
+from trainer.arguments import parse_limits
+from trainer.callbacks import GradientAccumulation, GradientClipping
+from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
+
+INF = float("inf")
+DEFAULTS = {
+    "fast_dev_run": False,
+    "overfit_batches": 0.0,
+    "max_epochs": None,
+    "max_steps": -1,
+    "limit_train_batches": None,
+    "limit_val_batches": None,
+    "limit_test_batches": None,
+    "limit_predict_batches": None,
+    "val_check_interval": None,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": None,
+}
+
+
+def limits(**given):
+    return parse_limits(**DEFAULTS | given)
+
+
+def test_defaults():
+    parsed = limits()
+    assert (parsed.train, parsed.val, parsed.test, parsed.predict) == (1.0, 1.0, 1.0, 1.0)
+    assert (parsed.max_epochs, parsed.max_steps, parsed.num_sanity_val_steps) == (None, -1, 2)
+    assert (parsed.val_check_interval, parsed.check_val_every_n_epoch) == (1.0, 1)
+
+
+@pytest.mark.parametrize("stage", ["train", "val", "test", "predict"])
+@pytest.mark.parametrize(("given", "kind"), [(0, int), (1, int), (7, int), (0.5, float), (1.0, float), (3.0, int)])
+def test_batches_and_shares(stage, given, kind):
+    parsed = getattr(limits(**{f"limit_{stage}_batches": given}), stage)
+    assert parsed == given
+    assert type(parsed) is kind  # 1 is a batch, 1.0 is all of them
+
+
+@pytest.mark.parametrize("given", [True, -1, -0.5, 1.5, float("nan"), "3"])
+@pytest.mark.parametrize("name", ["limit_train_batches", "limit_predict_batches", "overfit_batches"])
+def test_impossible_amounts(name, given):
+    with pytest.raises(ConfigurationError, match=name):
+        limits(**{name: given})
+
+
+@pytest.mark.parametrize(("given", "batches"), [(True, 1), (1, 1), (5, 5)])
+def test_fast_dev_run(given, batches):
+    parsed = limits(
+        fast_dev_run=given, max_epochs=9, max_steps=100, limit_val_batches=0.1, val_check_interval=0.1,
+        check_val_every_n_epoch=3, num_sanity_val_steps=7,
+    )  # fmt: skip
+    assert (parsed.train, parsed.val, parsed.test, parsed.predict) == (batches,) * 4
+    assert (parsed.max_steps, parsed.max_epochs, parsed.num_sanity_val_steps) == (batches, 1, 0)
+    assert (parsed.val_check_interval, parsed.check_val_every_n_epoch) == (1.0, 1)
+
+
+def test_overfit_batches():
+    parsed = limits(overfit_batches=2, limit_train_batches=0.5)
+    assert (parsed.train, parsed.val, parsed.test) == (2, 2, 1.0)
+    parsed = limits(overfit_batches=3, fast_dev_run=True)
+    assert (parsed.train, parsed.val, parsed.test) == (3, 3, 1)
+
+
+@pytest.mark.parametrize(("given", "steps"), [(None, 2), (0, 0), (5, 5), (-1, INF)])
+def test_sanity_steps(given, steps):
+    assert limits(num_sanity_val_steps=given).num_sanity_val_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"fast_dev_run": -1}, ConfigurationError, r"fast_dev_run=-1, expected True, False or a number"),
+        ({"max_epochs": -2}, ConfigurationError, r"`max_epochs` must be.*passed in -2"),
+        ({"max_steps": -2}, ConfigurationError, r"`max_steps` must be.*passed in -2"),
+        ({"num_sanity_val_steps": -2}, ConfigurationError, r"num_sanity_val_steps=-2, expected a number"),
+        ({"val_check_interval": "00:01:00:00"}, UnsupportedError, r"intervals of time are not supported yet"),
+        ({"val_check_interval": timedelta(hours=1)}, UnsupportedError, r"val_check_interval=.*not supported yet"),
+        ({"val_check_interval": 1.5}, ConfigurationError, r"1.5 for val_check_interval"),
+        ({"check_val_every_n_epoch": 1.5}, ConfigurationError, r"check_val_every_n_epoch.*found 1.5"),
+        ({"check_val_every_n_epoch": 0}, ConfigurationError, r"check_val_every_n_epoch=0, expected at least 1"),
+        ({"check_val_every_n_epoch": None}, ConfigurationError, r"check_val_every_n_epoch=None and val_check_int"),
+        (
+            {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
+            ConfigurationError,
+            r"val_check_interval=0.5, expected a whole number of batches",
+        ),
+    ],
+)
+def test_impossible_limits(given, kind, message):
+    with pytest.raises(kind, match=message):
+        limits(**given)
+
+
+def test_batches_over_all_epochs():
+    assert limits(check_val_every_n_epoch=None, val_check_interval=100).val_check_interval == 100
+
+
+# --- the Trainer refuses, when it is built -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"barebones": True}, UnsupportedError, r"barebones=True, expected its default False: .* not supported yet"),
+        ({"reload_dataloaders_every_n_epochs": 2}, UnsupportedError, r"reload_dataloaders_every_n_epochs=2"),
+        ({"model_registry": "somewhere"}, UnsupportedError, r"model_registry='somewhere'"),
+        ({"limit_train_batches": 1.5}, ConfigurationError, r"1.5 for limit_train_batches"),
+        ({"max_epochs": -3}, ConfigurationError, r"max_epochs"),
+        ({"precision": "17-mixed"}, PrecisionError, r"precision='17-mixed'.*Did you mean '16-mixed'"),
+        ({"accumulate_grad_batches": 0}, ConfigurationError, r"accumulate_grad_batches=0"),
+        ({"accumulate_grad_batches": 2.0}, ConfigurationError, r"accumulate_grad_batches=2.0"),
+        ({"gradient_clip_val": -1.0}, ConfigurationError, r"Got -1.0 as the limit of gradient clipping"),
+        ({"gradient_clip_val": "1"}, ConfigurationError, r"Got '1' as the limit of gradient clipping"),
+        ({"gradient_clip_algorithm": "both"}, ConfigurationError, r"gradient_clip_algorithm='both', expected 'norm'"),
+        ({"profiler": "quick"}, ConfigurationError, r"profiler='quick', expected one of simple, advanced, pytorch"),
+        (
+            {"accumulate_grad_batches": 2, "callbacks": GradientAccumulation(2)},
+            ConfigurationError,
+            r"accumulate_grad_batches=2 and a GradientAccumulation callback, expected one of them",
+        ),
+        (
+            {"gradient_clip_val": 1.0, "callbacks": [GradientClipping(max_norm=1.0)]},
+            ConfigurationError,
+            r"gradient_clip_val=1.0 and a GradientClipping callback, expected one of them",
+        ),
+        (
+            {"enable_checkpointing": False, "callbacks": ModelCheckpoint()},
+            ConfigurationError,
+            r"`enable_checkpointing=False` but found `ModelCheckpoint`",
+        ),
+        (
+            {"enable_progress_bar": False, "callbacks": RichProgressBar()},
+            ConfigurationError,
+            r"`enable_progress_bar=False` but found `ProgressBar`",
+        ),
+    ],
+)
+def test_the_trainer_refuses(tmp_path, arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        make_trainer(tmp_path, **arguments)
+
+
+def test_fsdp_is_not_supported_yet_by_name_either(tmp_path):
+    with pytest.raises((UnsupportedError, ValueError), match=r"FSDP|fsdp"):
+        make_trainer(tmp_path, strategy="fsdp")
+
+
+def test_arguments_are_given_by_name():
+    with pytest.raises(TypeError):
+        Trainer("cpu")
+    with pytest.raises(TypeError, match="acumulate"):
+        Trainer(acumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("off", [0, 0.0, None])
+def test_a_limit_of_zero_clips_nothing(tmp_path, off):
+    trainer = make_trainer(tmp_path, gradient_clip_val=off)
+    assert trainer.gradient_clip_val is None
+    assert not any(isinstance(callback, GradientClipping) for callback in trainer.callbacks)
+
+
+def test_short_forms_become_callbacks_and_attributes(tmp_path):
+    trainer = make_trainer(tmp_path, gradient_clip_val=0.5, gradient_clip_algorithm="value", accumulate_grad_batches=4)
+    assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, "value")
+    assert trainer.accumulate_grad_batches == 4
+    trainer = make_trainer(tmp_path, callbacks=[GradientAccumulation(3), GradientClipping(max_norm=2.0)])
+    assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (2.0, "norm")
+    assert trainer.accumulate_grad_batches == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "epochs", "steps", "least"),
+    [
+        ({"max_epochs": None}, 1000, -1, 0),
+        ({"max_epochs": None, "max_steps": 5}, -1, 5, 0),
+        ({"max_epochs": 3, "max_steps": 5}, 3, 5, 0),
+        ({"max_epochs": None, "max_time": "00:00:01:00"}, -1, -1, 0),
+        ({"max_epochs": 3, "min_steps": 2}, 3, -1, 1),
+        ({"max_epochs": 3, "min_epochs": 2, "min_steps": 2}, 3, -1, 2),
+        ({"max_epochs": 3, "fast_dev_run": 4}, 1, 4, 0),
+    ],
+)
+def test_how_long(tmp_path, arguments, epochs, steps, least):
+    trainer = make_trainer(tmp_path, **arguments)
+    assert (trainer.max_epochs, trainer.max_steps, trainer.min_epochs) == (epochs, steps, least)

@@ -1,0 +1,629 @@
+"""Modules that take the optimizer into their own hands, against loops written by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+
+from tests.support import (
+    AUTOCAST_DTYPES,
+    OPTIMIZERS,
+    Regression,
+    assert_same,
+    fit_and_watch,
+    loader_of,
+    loss_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    native_fp16,
+    sgd,
+    train_by_hand,
+)
+from trainer.callbacks import GradientClipping
+from trainer.errors import ConfigurationError
+
+SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
+PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
+
+
+def plugin_of(precision, **options):
+    return native_fp16(**SMALL | options) if precision == "16-mixed" else precision
+
+
+def forward_context(precision):
+    return torch.autocast("cpu", AUTOCAST_DTYPES.get(precision, torch.bfloat16), enabled=precision in AUTOCAST_DTYPES)
+
+
+def scaler_of(precision, **options):
+    return torch.amp.GradScaler("cpu", enabled=precision == "16-mixed", **SMALL | options)
+
+
+def assert_equal_nets(one, other):
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def close(one, other):
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def poisoned(batches, gain=1e30):
+    return [[*batch[:2], torch.tensor(gain)] for batch in batches]
+
+
+class Outcomes(Callback):
+    """Every outcome, once a batch that has one, and every call of the hook."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_after_optimizer_step(self, trainer, module, optimizer, outcome):
+        self.calls.append((trainer.optimizers.index(optimizer), outcome))
+
+    @property
+    def outcomes(self):
+        seen = []
+        for _, outcome in self.calls:
+            if not any(outcome is other for other in seen):
+                seen.append(outcome)
+        return seen
+
+
+# --- manual optimization --------------------------------------------------------------------------------------------
+
+
+class Pair(LightningModule):
+    """Two nets, each with an optimizer of its own. ``plan(batch_idx)`` says which step, in which order.
+
+    ``gains[batch_idx, turn]`` multiplies the loss of one turn.
+    """
+
+    def __init__(self, plan=lambda batch_idx: (0, 1), optimizer=sgd, gains=None):
+        super().__init__()
+        self.automatic_optimization = False
+        self.nets = nn.ModuleList([make_net(0), make_net(1)])
+        self.plan, self.make_optimizer, self.gains = plan, optimizer, gains or {}
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        for turn, which in enumerate(self.plan(batch_idx)):
+            optimizers[which].zero_grad()
+            loss = loss_of(self.nets[which], batch) * self.gains.get((batch_idx, turn), 1.0)
+            self.manual_backward(loss)
+            optimizers[which].step()
+
+    def configure_optimizers(self):
+        return [self.make_optimizer(net.parameters()) for net in self.nets]
+
+
+def train_pair(batches, precision, plan, optimizer, gains):
+    """The same, by hand: one autocast for each forward, one ``update`` a batch."""
+    nets, scaler = [make_net(0), make_net(1)], scaler_of(precision)
+    optimizers = [optimizer(net.parameters()) for net in nets]
+    for i, batch in enumerate(batches):
+        for turn, which in enumerate(plan(i)):
+            optimizers[which].zero_grad()
+            with forward_context(precision):
+                loss = loss_of(nets[which], batch) * gains.get((i, turn), 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizers[which])
+        if scaler.is_enabled() and plan(i):
+            scaler.update()
+    return nets, scaler
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam", "adam-fused"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_two_optimizers_one_update_a_batch(tmp_path, precision, optimizer):
+    gains = {(3, 0): 1e30, (6, 1): 1e30, (9, 0): 1e30, (9, 1): float("nan")} if precision == "16-mixed" else {}
+    plan, make, batches = (lambda i: (0, 1) if i % 4 else (1,)), OPTIMIZERS[optimizer], make_batches(14)
+    module, watch = Pair(plan, make, gains), Outcomes()
+    trainer = make_trainer(tmp_path, precision=plugin_of(precision), callbacks=[watch])
+    trainer.fit(module, loader_of(batches))
+    nets, scaler = train_pair(batches, precision, plan, make, gains)
+    for ours, theirs in zip(module.nets, nets, strict=True):
+        assert_equal_nets(ours, theirs)
+    assert trainer.scaler.get_scale() == trainer.scaler.current_scale == scaler.get_scale()
+    assert trainer.scaler._get_growth_tracker() == scaler._get_growth_tracker()
+    assert trainer.global_step == sum(len(plan(i)) for i in range(14))
+    assert [o.optimizers for o in watch.outcomes] == [(0, 1) if i % 4 else (1,) for i in range(14)]
+    assert [i for i, o in enumerate(watch.outcomes) if o.skipped] == ([3, 6, 9] if gains else [])
+    assert trainer.skipped_steps == (3 if gains else 0)
+    if gains:
+        scales = [o.scale for o in watch.outcomes]
+        assert scales[4] == scales[3] / 2
+        assert scales[10] == scales[9] / 2  # both overflowed: backed off once
+        assert [o.next_scale for o in watch.outcomes[:-1]] == scales[1:]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_in_one_loss_leaves_the_others_update_exact(tmp_path, fused):
+    """torch's ``update`` after each optimizer, as Lightning has it, would unscale the second by another scale."""
+    make, (batch,) = partial(sgd, fused=fused), make_batches(1)
+    module = Pair(lambda i: (0, 1), make, {(0, 0): 1e30})
+    trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=2.0**9))
+    trainer.fit(module, loader_of([batch]))
+    assert_equal_nets(module.nets[0], make_net(0))
+    expected = make_net(1)
+    with forward_context("16-mixed"):
+        loss = loss_of(expected, batch)
+    (loss * 2.0**9).backward()
+    with torch.no_grad():
+        for p in expected.parameters():
+            p.grad.div_(2.0**9)
+    make(expected.parameters()).step()
+    assert_equal_nets(module.nets[1], expected)
+    assert trainer.scaler.get_scale() == 2.0**8
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam", "adam-fused"])
+@pytest.mark.parametrize("overflow", [None, 0, 1, 2])
+def test_an_optimizer_that_steps_several_times_a_batch(tmp_path, optimizer, overflow):
+    """n-critic. torch refuses a second ``step`` before ``update``: the loop by hand keeps the account itself."""
+    make, batches = OPTIMIZERS[optimizer], make_batches(6)
+    gains = {} if overflow is None else {(2, overflow): 1e30}
+    module, watch = Pair(lambda i: (0, 0, 1), make, gains), Outcomes()
+    trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=64.0, growth_interval=4), callbacks=[watch])
+    trainer.fit(module, loader_of(batches))
+
+    nets, scale, tracker = [make_net(0), make_net(1)], 64.0, 0
+    optimizers = [make(net.parameters()) for net in nets]
+    for i, batch in enumerate(batches):
+        skipped = False
+        for turn, which in enumerate((0, 0, 1)):
+            optimizers[which].zero_grad()
+            with forward_context("16-mixed"):
+                loss = loss_of(nets[which], batch) * gains.get((i, turn), 1.0)
+            (loss * scale).backward()
+            gradients = [p.grad for p in nets[which].parameters()]
+            if all(g.isfinite().all() for g in gradients):
+                torch._foreach_mul_(gradients, 1 / scale)
+                optimizers[which].step()
+            else:
+                skipped = True
+        tracker = 0 if skipped else tracker + 1
+        scale = scale / 2 if skipped else scale
+        if tracker == 4:
+            scale, tracker = scale * 2, 0
+    for ours, theirs in zip(module.nets, nets, strict=True):
+        assert_equal_nets(ours, theirs)
+    assert trainer.scaler.get_scale() == trainer.scaler.current_scale == scale
+    assert trainer.global_step == 18
+    assert trainer.skipped_steps == (0 if overflow is None else 1)
+    assert [o.skipped for o in watch.outcomes] == [overflow is not None and i == 2 for i in range(6)]
+    assert [index for index, _ in watch.calls] == [0, 1] * 6
+
+
+class Manual(Regression):
+    """A Regression by manual optimization; ``around_step`` runs between backward and step."""
+
+    def __init__(self, *args, **how):
+        super().__init__(*args, **how)
+        self.automatic_optimization = False
+
+    def around_step(self, optimizer):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.around_step(optimizer)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "adamw-fused"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_manual_equals_a_hand_written_loop(tmp_path, precision, optimizer):
+    make, batches = OPTIMIZERS[optimizer], make_batches(10, gains={4: 1e30} if precision == "16-mixed" else {})
+    ours, theirs = make_net(), make_net()
+    _, trace = fit_and_watch(tmp_path, Manual(ours, make), batches, precision=plugin_of(precision), max_epochs=2)
+    expected = train_by_hand(
+        theirs, batches, precision=precision, optimizer=make, scaler=scaler_of(precision), epochs=2
+    )
+    assert_same(trace, expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_forward_after_a_step_sees_the_new_weights(tmp_path, precision):
+    """``training_step`` runs in one autocast, whose weight cache must not outlive a step."""
+    losses = []
+
+    class Twice(Manual):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            losses.append(loss_of(self.net, batch).item())
+            super().training_step(batch, batch_idx)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(4)
+    fit_and_watch(tmp_path, Twice(ours, sgd), batches, precision=plugin_of(precision))
+    optimizer, expected = sgd(theirs.parameters()), []
+    scale = 512.0 if precision == "16-mixed" else 1.0
+    for batch in batches:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with forward_context(precision):
+                loss = loss_of(theirs, batch)
+            (loss * scale).backward()
+            torch._foreach_mul_([p.grad for p in theirs.parameters()], 1 / scale)
+            optimizer.step()
+            with forward_context(precision), torch.no_grad():
+                expected.append(loss_of(theirs, batch).item())
+    assert losses == expected[::2]
+    assert_equal_nets(ours, theirs)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_clipping_by_hand_sees_true_gradients(tmp_path, precision, optimizer, algorithm, wrapped):
+    limit, after = {"norm": 0.3, "value": 0.02}[algorithm], []
+
+    class Clipping(Manual):
+        def around_step(self, optimizer):
+            optimizer = optimizer if wrapped else self.optimizers(use_pl_optimizer=False)
+            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
+
+        def on_before_optimizer_step(self, optimizer):
+            after.append([p.grad.clone() for p in self.net.parameters()])
+
+    def clip(parameters):
+        parameters = list(parameters)
+        if algorithm == "norm":
+            return nn.utils.clip_grad_norm_(parameters, limit)
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        nn.utils.clip_grad_value_(parameters, limit)
+        return norm
+
+    make, batches = OPTIMIZERS[optimizer], make_batches(8, gains={3: 1e30} if precision == "16-mixed" else {})
+    ours, theirs = make_net(), make_net()
+    _, trace = fit_and_watch(tmp_path, Clipping(ours, make), batches, precision=plugin_of(precision))
+    expected = train_by_hand(
+        theirs, batches, precision=precision, optimizer=make, scaler=scaler_of(precision), clip=clip
+    )
+    assert_same(trace, expected)
+    for gradients, skipped in zip(after, trace.skipped, strict=True):
+        if not skipped and algorithm == "norm":
+            assert nn.utils.get_total_norm(gradients) <= limit * 1.0001
+        elif not skipped:
+            assert max(g.abs().max() for g in gradients) <= limit
+
+
+def test_accumulation_by_hand(tmp_path):
+    class Accumulating(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            if batch_idx % 3 == 0:
+                optimizer.zero_grad()
+            loss = loss_of(self.net, batch) / 3
+            self.manual_backward(loss)
+            if batch_idx % 3 == 2:
+                optimizer.step()
+            return loss
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(9, gains={4: 1e30})
+    trainer, trace = fit_and_watch(tmp_path, Accumulating(ours), batches, precision=plugin_of("16-mixed"))
+    expected = train_by_hand(theirs, batches, precision="16-mixed", scaler=scaler_of("16-mixed"), window=3)
+    assert_same(trace, expected)
+    assert (trainer.global_step, trainer.skipped_steps) == (3, 1)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_closure_in_manual_optimization(tmp_path, precision):
+    class Closing(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(self.net, batch)
+                self.manual_backward(loss)
+                return loss
+
+            return optimizer.step(closure=closure)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(6)
+    _, trace = fit_and_watch(tmp_path, Closing(ours, OPTIMIZERS["adam"]), batches, precision=plugin_of(precision))
+    expected = train_by_hand(
+        theirs, batches, precision=precision, optimizer=OPTIMIZERS["adam"], scaler=scaler_of(precision)
+    )
+    for name in ("weights", "skipped", "scales"):
+        assert str(getattr(trace, name)) == str(getattr(expected, name))
+    assert_equal_nets(ours, theirs)
+
+
+def test_autocast_is_off_in_manual_backward_and_step_and_on_again_afterwards(tmp_path):
+    seen = []
+
+    class Looking(Manual):
+        def on_before_backward(self, loss):
+            seen.append(("backward", torch.is_autocast_enabled("cpu")))
+
+        def on_before_optimizer_step(self, optimizer):
+            seen.append(("step", torch.is_autocast_enabled("cpu")))
+
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            seen.append(("afterwards", torch.is_autocast_enabled("cpu")))
+
+    fit_and_watch(tmp_path, Looking(), make_batches(1), precision="bf16-mixed")
+    assert seen == [("backward", False), ("step", False), ("afterwards", True)]
+
+
+def test_toggled_optimizers(tmp_path):
+    class Toggling(Pair):
+        def training_step(self, batch, batch_idx):
+            for net, optimizer in zip(self.nets, self.optimizers(), strict=True):
+                self.toggle_optimizer(optimizer)
+                assert [p.requires_grad for n in self.nets for p in n.parameters()] == [
+                    n is net for n in self.nets for _ in n.parameters()
+                ]
+                optimizer.zero_grad()
+                self.manual_backward(loss_of(net, batch))
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+    batches, module = make_batches(5), Toggling()
+    make_trainer(tmp_path, precision=plugin_of("16-mixed")).fit(module, loader_of(batches))
+    nets, _ = train_pair(batches, "16-mixed", lambda i: (0, 1), sgd, {})
+    for ours, theirs in zip(module.nets, nets, strict=True):
+        assert_equal_nets(ours, theirs)
+
+
+def test_schedules_are_the_modules_business(tmp_path):
+    class Scheduling(Manual):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            if batch_idx == 1:
+                self.lr_schedulers().step()
+
+    module = Scheduling(make_net(), sgd, lambda o: torch.optim.lr_scheduler.StepLR(o, 1), interval="step")
+    _, trace = fit_and_watch(tmp_path, module, make_batches(4))
+    assert trace.rates == pytest.approx([0.1, 0.01, 0.01, 0.01])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_forgetting_manual_backward_is_an_error_where_the_loss_is_scaled(tmp_path, fused):
+    class Forgetful(Manual):
+        def manual_backward(self, loss, *args, **kwargs):
+            loss.backward()
+
+    module = Forgetful(make_net(), partial(sgd, fused=fused))
+    with pytest.raises(RuntimeError, match=r"no loss was scaled.*self\.manual_backward\(loss\)"):
+        make_trainer(tmp_path, precision="16-mixed").fit(module, loader_of(make_batches(2)))
+    assert_equal_nets(module.net, make_net())
+    make_trainer(tmp_path).fit(module, loader_of(make_batches(2)))  # nothing wrong with it in 32-true
+
+
+def test_stepping_without_gradients_first_and_with_them_later_in_a_batch(tmp_path):
+    class Idle(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            optimizer.step()
+            super().training_step(batch, batch_idx)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(3)
+    fit_and_watch(tmp_path, Idle(ours), batches, precision=plugin_of("16-mixed"))
+    train_by_hand(theirs, batches, precision="16-mixed", scaler=scaler_of("16-mixed"))
+    assert_equal_nets(ours, theirs)
+
+
+def test_what_training_step_may_return(tmp_path):
+    seen = []
+
+    class Returning(Manual):
+        def __init__(self, output):
+            super().__init__()
+            self.output = output
+
+        def training_step(self, batch, batch_idx):
+            return self.output
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(outputs)
+
+    attached = torch.ones((), requires_grad=True)
+    for output in (None, attached, {"a": 1}):
+        make_trainer(tmp_path).fit(Returning(output), loader_of(make_batches(1)))
+    assert seen[0] == {}
+    assert set(seen[1]) == {"loss"}
+    assert not seen[1]["loss"].requires_grad
+    assert seen[2] == {"a": 1}
+    with pytest.raises(ConfigurationError, match="must either return a Tensor or have no return.*Got int"):
+        make_trainer(tmp_path).fit(Returning(3), loader_of(make_batches(1)))
+
+
+@pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
+def test_what_the_module_does_itself_is_refused_as_an_argument(tmp_path, arguments):
+    with pytest.raises(MisconfigurationException, match="manual optimization"):
+        make_trainer(tmp_path, **arguments).fit(Manual(), loader_of(make_batches(1)))
+
+
+# --- an optimizer_step of the module's own ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("optimizer", ["adam", "adam-fused"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_own_optimizer_step(tmp_path, precision, optimizer, window):
+    """The warm-up of Lightning's documentation, with clipping, a schedule and an overflow."""
+    order = []
+
+    class WarmUp(Regression):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            order.append(batch_idx)
+            optimizer.step(closure=optimizer_closure)
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)
+
+    make, batches = OPTIMIZERS[optimizer], make_batches(11, gains={4: 1e30} if precision == "16-mixed" else {})
+    ours, theirs = make_net(dropout=0.2), make_net(dropout=0.2)
+    torch.manual_seed(1)
+    trainer, trace = fit_and_watch(
+        tmp_path,
+        WarmUp(ours, make, schedule, interval="step"),
+        loader_of(batches),
+        precision=plugin_of(precision),
+        accumulate_grad_batches=window,
+        callbacks=[GradientClipping(max_norm=0.3)],
+    )
+    torch.manual_seed(1)
+    expected = train_by_hand(
+        theirs,
+        loader_of(batches),
+        precision=precision,
+        optimizer=make,
+        scaler=scaler_of(precision),
+        window=window,
+        schedule=schedule,
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3),
+    )
+    assert_same(trace, expected)
+    assert order == (list(range(11)) if window == 1 else [2, 5, 8, 10])
+    assert trainer.global_step == len(order)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_an_own_optimizer_step_may_evaluate_the_closure_itself(tmp_path, precision):
+    class Own(Regression):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer_closure()
+            optimizer.step()
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(5)
+    _, trace = fit_and_watch(tmp_path, Own(ours), batches, precision=plugin_of(precision))
+    assert_same(trace, train_by_hand(theirs, batches, precision=precision, scaler=scaler_of(precision)))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_an_own_optimizer_step_may_leave_a_step_out(tmp_path, precision):
+    """Then nothing counts as stepped, and the schedule waits."""
+
+    class Every(Regression):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            if batch_idx % 2:
+                optimizer.step(closure=optimizer_closure)
+            else:
+                optimizer_closure()
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(6)
+    trainer, trace = fit_and_watch(
+        tmp_path, Every(ours, sgd, schedule, interval="step"), batches, precision=plugin_of(precision)
+    )
+    train_by_hand(theirs, batches[1::2], precision=precision, scaler=scaler_of(precision), schedule=schedule)
+    assert_equal_nets(ours, theirs)
+    assert trainer.global_step == 3
+    assert trace.rates == pytest.approx([0.1, 0.05, 0.05, 0.025, 0.025, 0.0125])
+
+
+@pytest.mark.parametrize("none_in", [0, 1, 2])
+def test_none_inside_a_window_of_an_own_optimizer_step(tmp_path, none_in):
+    class Own(Regression):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == none_in else super().training_step(batch, batch_idx)
+
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer.step(closure=optimizer_closure)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(3)
+    fit_and_watch(tmp_path, Own(ours), batches, accumulate_grad_batches=3)
+    train_by_hand(theirs, [batch for i, batch in enumerate(batches) if i != none_in], window=2)
+    close(ours, theirs)
+
+
+# --- optimizers that evaluate the loss themselves ---------------------------------------------------------------------------
+
+
+lbfgs = partial(torch.optim.LBFGS, lr=0.2, max_iter=4, line_search_fn="strong_wolfe")
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lbfgs_is_exact(tmp_path, precision, clip):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(5)
+    module = Regression(ours, lbfgs, schedule, interval="step")
+    trainer, trace = fit_and_watch(tmp_path, module, batches, precision=precision, gradient_clip_val=clip, max_epochs=2)
+
+    optimizer, evaluations = lbfgs(theirs.parameters()), 0
+    scheduler = schedule(optimizer)
+    for batch in batches * 2:
+
+        def closure(batch=batch):
+            nonlocal evaluations
+            evaluations += 1
+            optimizer.zero_grad()
+            with forward_context(precision):
+                loss = loss_of(theirs, batch)
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(theirs.parameters(), clip)
+            return loss
+
+        optimizer.step(closure)
+        scheduler.step()
+    assert_equal_nets(ours, theirs)
+    assert trainer.global_step == len(trace.skipped) == 10
+    assert evaluations > 20, "the closure was hardly repeated: the test would not see a mistake there"
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lbfgs_in_manual_optimization_is_exact(tmp_path, precision):
+    class Closing(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(self.net, batch)
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure=closure)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(5)
+    fit_and_watch(tmp_path, Closing(ours, lbfgs), batches, precision=precision)
+    optimizer = lbfgs(theirs.parameters())
+    for batch in batches:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            with forward_context(precision):
+                loss = loss_of(theirs, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_equal_nets(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [Regression, Manual])
+def test_lbfgs_is_refused_at_set_up_where_the_loss_is_scaled(tmp_path, kind):
+    started = []
+
+    class Looking(kind):
+        def on_train_start(self):
+            started.append(True)
+
+    trainer = make_trainer(tmp_path, precision="16-mixed")
+    message = r"Got the optimizer LBFGS with precision='16-mixed'.*Use precision='bf16-mixed' or '32-true'"
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.fit(Looking(make_net(), lbfgs), loader_of(make_batches(1)))
+    assert started == []
