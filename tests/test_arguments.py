@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from tests.support import make_trainer
 from trainer import Trainer
@@ -106,7 +106,7 @@ def test_batches_over_all_epochs():
     assert limits(check_val_every_n_epoch=None, val_check_interval=100).val_check_interval == 100
 
 
-# --- the Trainer refuses, when it is built -------------------------------------------------------------------------------
+# --- the Trainer refuses, when it is built --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,11 @@ def test_batches_over_all_epochs():
         ({"limit_train_batches": 1.5}, ConfigurationError, r"1.5 for limit_train_batches"),
         ({"max_epochs": -3}, ConfigurationError, r"max_epochs"),
         ({"precision": "17-mixed"}, PrecisionError, r"precision='17-mixed'.*Did you mean '16-mixed'"),
+        (
+            {"strategy": ModelParallelStrategy()},
+            UnsupportedError,
+            r"becomes ModelParallelStrategy; expected a single device or DDP.*use strategy='ddp'",
+        ),
         ({"accumulate_grad_batches": 0}, ConfigurationError, r"accumulate_grad_batches=0"),
         ({"accumulate_grad_batches": 2.0}, ConfigurationError, r"accumulate_grad_batches=2.0"),
         ({"gradient_clip_val": -1.0}, ConfigurationError, r"Got -1.0 as the limit of gradient clipping"),
@@ -149,11 +154,6 @@ def test_batches_over_all_epochs():
 def test_the_trainer_refuses(tmp_path, arguments, kind, message):
     with pytest.raises(kind, match=message):
         make_trainer(tmp_path, **arguments)
-
-
-def test_fsdp_is_not_supported_yet_by_name_either(tmp_path):
-    with pytest.raises((UnsupportedError, ValueError), match=r"FSDP|fsdp"):
-        make_trainer(tmp_path, strategy="fsdp")
 
 
 def test_arguments_are_given_by_name():

@@ -43,7 +43,7 @@ def precision_and_scaler(precision: str, **options: Any) -> tuple[Any, torch.amp
     return native_fp16(**options) if enabled else precision, torch.amp.GradScaler("cpu", enabled=enabled, **options)
 
 
-# --- to the bit ---------------------------------------------------------------------------------------------------
+# --- to the bit -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -60,9 +60,7 @@ def test_losses_and_weights_are_those_of_a_hand_written_loop(tmp_path, precision
     torch.manual_seed(5)
     trainer, trace = fit_and_watch(tmp_path, Regression(ours, make), loader_of(batches), precision=plugin, max_epochs=2)
     torch.manual_seed(5)
-    expected = train_by_hand(
-        theirs, loader_of(batches), precision=precision, scaler=scaler, optimizer=make, epochs=2
-    )
+    expected = train_by_hand(theirs, loader_of(batches), precision=precision, scaler=scaler, optimizer=make, epochs=2)
 
     assert_same(trace, expected)
     assert len(trace.losses) == trainer.global_step == 40
@@ -146,7 +144,9 @@ def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, win
         assert sum(trace.skipped) == 3
 
 
-@pytest.mark.parametrize("short", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.3, "gradient_clip_algorithm": "norm"}])
+@pytest.mark.parametrize(
+    "short", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.3, "gradient_clip_algorithm": "norm"}]
+)
 def test_gradient_clip_val_is_short_for_the_callback(tmp_path, short):
     ours, theirs, batches = make_net(), make_net(), make_batches(6)
     trainer, trace = fit_and_watch(tmp_path, Regression(ours), batches, **short)
@@ -157,9 +157,7 @@ def test_gradient_clip_val_is_short_for_the_callback(tmp_path, short):
 @pytest.mark.parametrize(("batches", "window", "steps"), [(9, 3, 3), (7, 3, 3), (2, 5, 1), (8, 4, 2)])
 def test_a_short_last_window_is_averaged_over_what_it_has(tmp_path, batches, window, steps):
     ours, theirs, data = make_net(), make_net(), make_batches(batches)
-    trainer, trace = fit_and_watch(
-        tmp_path, Regression(ours), data, accumulate_grad_batches=window, max_epochs=2
-    )
+    trainer, trace = fit_and_watch(tmp_path, Regression(ours), data, accumulate_grad_batches=window, max_epochs=2)
     assert_same(trace, train_by_hand(theirs, data, window=window, epochs=2))
     assert trainer.global_step == 2 * steps
 
@@ -167,7 +165,9 @@ def test_a_short_last_window_is_averaged_over_what_it_has(tmp_path, batches, win
 def test_a_window_equals_one_large_batch(tmp_path):
     ours, theirs, batches = make_net(), make_net(), make_batches(5)
     fit_and_watch(tmp_path, Regression(ours), batches, accumulate_grad_batches=3)
-    merged = [[torch.cat(parts) for parts in zip(*(b[:2] for b in some), strict=True)] for some in (batches[:3], batches[3:])]
+    merged = [
+        [torch.cat(parts) for parts in zip(*(b[:2] for b in some), strict=True)] for some in (batches[:3], batches[3:])
+    ]
     train_by_hand(theirs, [[*pair, torch.tensor(1.0)] for pair in merged])
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
@@ -208,9 +208,7 @@ def test_fused_momentum_that_overflows_on_the_first_step_starts_as_if_the_batch_
         pytest.skip("torch refuses it")
 
     def make(parameters):
-        return torch.optim.SGD(
-            parameters, lr=0.05, momentum=0.9, dampening=dampening, nesterov=nesterov, fused=True
-        )
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, dampening=dampening, nesterov=nesterov, fused=True)
 
     batches = make_batches(6, gains={0: 1e30, 1: NAN})
     ours, theirs = make_net(), make_net()
@@ -343,7 +341,7 @@ def test_a_fit_after_an_interrupted_one_unscales_its_gradients(tmp_path):
     assert norms[1] == norms[0]
 
 
-# --- autocast ---------------------------------------------------------------------------------------------------------
+# --- autocast -------------------------------------------------------------------------------------------------------
 
 
 def test_autocast_covers_the_step_function_and_nothing_else(tmp_path):
@@ -394,7 +392,7 @@ def test_each_forward_sees_the_weights_of_its_own_step(tmp_path):
     assert_same(trace, train_by_hand(theirs, batches, precision="bf16-mixed", window=2))
 
 
-# --- the path ---------------------------------------------------------------------------------------------------------
+# --- the path -------------------------------------------------------------------------------------------------------
 
 
 def test_at_most_four_functions_of_ours_between_fit_and_training_step(tmp_path):
@@ -410,7 +408,7 @@ def test_at_most_four_functions_of_ours_between_fit_and_training_step(tmp_path):
     assert calls[::-1] == ["fit", "_run", "run", "train_batch"]
 
 
-# --- what training_step returns -----------------------------------------------------------------------------------------
+# --- what training_step returns -------------------------------------------------------------------------------------
 
 
 class WithNone(Regression):
@@ -514,7 +512,7 @@ def test_training_step_without_batch_idx(tmp_path):
     assert_same(trace, train_by_hand(theirs, batches))
 
 
-# --- hooks that a module may override -------------------------------------------------------------------------------------
+# --- hooks that a module may override -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -555,16 +553,12 @@ def test_a_module_may_override_backward_zero_grad_clipping_and_the_schedules_ste
         precision=plugin,
         callbacks=[GradientClipping(max_norm=0.3)],
     )
-    expected = train_by_hand(
-        theirs, batches, precision=precision, scaler=scaler, clip=norm_of(0.3), schedule=schedule
-    )
+    expected = train_by_hand(theirs, batches, precision=precision, scaler=scaler, clip=norm_of(0.3), schedule=schedule)
     assert_same(trace, expected)
     step = ["backward", ("configure_gradient_clipping", 0.3, "norm"), ("lr_scheduler_step", None)]
     skips = precision == "16-mixed"
     assert calls == [
-        call
-        for i in range(4)
-        for call in (("optimizer_zero_grad", 0, i), *(step[:2] if skips and i == 0 else step))
+        call for i in range(4) for call in (("optimizer_zero_grad", 0, i), *(step[:2] if skips and i == 0 else step))
     ]
 
 
@@ -582,7 +576,7 @@ def test_an_optimizers_own_zero_grad_is_called(tmp_path):
     assert cleared == [True] * 3
 
 
-# --- how long it runs ---------------------------------------------------------------------------------------------------
+# --- how long it runs -----------------------------------------------------------------------------------------------
 
 
 class Unsized(IterableDataset):
@@ -617,7 +611,12 @@ def test_a_loader_of_unknown_length(tmp_path, window, limit):
         callbacks=[Look()],
     )
     expected = train_by_hand(
-        theirs, used, window=window, epochs=2, schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1), interval="epoch"
+        theirs,
+        used,
+        window=window,
+        epochs=2,
+        schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
+        interval="epoch",
     )
     assert trainer.num_training_batches == (limit or float("inf"))
     assert last == ([False] * (len(used) - 1) + [True]) * 2
@@ -641,9 +640,7 @@ def test_validation_comes_after_the_last_batch_of_a_loader_that_ends_before_its_
 
 @pytest.mark.parametrize(("limit", "batches"), [(4, 4), (0.5, 5), (1.0, 10), (1, 1), (100, 10), (0.25, 2)])
 def test_limit_train_batches(tmp_path, limit, batches):
-    trainer, trace = fit_and_watch(
-        tmp_path, Regression(), make_batches(10), limit_train_batches=limit, max_epochs=2
-    )
+    trainer, trace = fit_and_watch(tmp_path, Regression(), make_batches(10), limit_train_batches=limit, max_epochs=2)
     assert trainer.num_training_batches == batches
     assert len(trace.losses) == trainer.global_step == 2 * batches
 
@@ -703,17 +700,13 @@ class StopAt(Callback):
     ],
 )
 def test_should_stop_is_heeded_once_the_minimum_is_met(tmp_path, arguments, batches):
-    _, trace = fit_and_watch(
-        tmp_path, Regression(), make_batches(5), callbacks=[StopAt(2)], max_epochs=4, **arguments
-    )
+    _, trace = fit_and_watch(tmp_path, Regression(), make_batches(5), callbacks=[StopAt(2)], max_epochs=4, **arguments)
     assert len(trace.losses) == batches
 
 
 def test_should_stop_inside_a_window_uses_the_batches_it_has(tmp_path):
     ours, theirs, batches = make_net(), make_net(), make_batches(9)
-    trainer, _ = fit_and_watch(
-        tmp_path, Regression(ours), batches, callbacks=[StopAt(5)], accumulate_grad_batches=4
-    )
+    trainer, _ = fit_and_watch(tmp_path, Regression(ours), batches, callbacks=[StopAt(5)], accumulate_grad_batches=4)
     assert trainer.global_step == 2
     train_by_hand(theirs, batches[:4], window=4)
     optimizer = sgd(theirs.parameters())
@@ -733,9 +726,7 @@ def test_minus_one_from_on_train_batch_start_ends_the_epoch(tmp_path, stop_at, t
             return -1 if batch_idx == stop_at else None
 
     ours, theirs, batches = make_net(), make_net(), make_batches(8)
-    trainer, trace = fit_and_watch(
-        tmp_path, Ending(ours), batches, accumulate_grad_batches=3, max_epochs=2
-    )
+    trainer, trace = fit_and_watch(tmp_path, Ending(ours), batches, accumulate_grad_batches=3, max_epochs=2)
     assert len(trace.losses) == 2 * trained
     assert (trainer.global_step, trainer.current_epoch) == (2 * steps, 2)
     if trained:

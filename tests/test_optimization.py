@@ -36,7 +36,7 @@ def parameters_with(*gradients):
     return parameters
 
 
-# --- windows ----------------------------------------------------------------------------------------------------------
+# --- windows --------------------------------------------------------------------------------------------------------
 
 
 def windows(batches, *, size, known=True, window=None):
@@ -118,12 +118,17 @@ def test_correct_gradients_makes_the_mean_over_the_backward_passes_there_were(si
     assert none.grad is None
 
 
-# --- schedules --------------------------------------------------------------------------------------------------------
+# --- schedules ------------------------------------------------------------------------------------------------------
 
 
 def schedule_of(name, interval="step", frequency=1, plateau=False, monitor=None, strict=True):
     return SimpleNamespace(
-        scheduler=name, interval=interval, frequency=frequency, reduce_on_plateau=plateau, monitor=monitor, strict=strict
+        scheduler=name,
+        interval=interval,
+        frequency=frequency,
+        reduce_on_plateau=plateau,
+        monitor=monitor,
+        strict=strict,
     )
 
 
@@ -178,6 +183,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler is using 'interval'. 'epoch':RuntimeWarning")
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw-fused"])
 @pytest.mark.parametrize("interval", ["step", "epoch"])
@@ -266,9 +272,7 @@ def test_a_plateau_schedule_watches_validation(tmp_path):
 
 def test_a_plateau_schedule_by_steps_does_not_judge_a_skipped_one(tmp_path):
     module = Plateau([3.0, 4.0, 9.0, 2.0, 2.5], interval="step")
-    _, trace = fit_and_watch(
-        tmp_path, module, make_batches(5, gains={2: 1e30}), precision=native_fp16(**SMALL)
-    )
+    _, trace = fit_and_watch(tmp_path, module, make_batches(5, gains={2: 1e30}), precision=native_fp16(**SMALL))
     rates = trace.rates  # recorded in on_train_batch_end: before the batch's own plateau step
     assert trace.skipped == [False, False, True, False, False]
     assert rates == [0.1, 0.1, 0.05, 0.05, 0.05]
@@ -280,7 +284,7 @@ def test_a_plateau_schedule_without_its_metric(tmp_path):
         make_trainer(tmp_path).fit(module, loader_of(make_batches(1)))
 
 
-# --- helpers ------------------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------------
 
 
 def test_clear_gradients_is_zero_grad():

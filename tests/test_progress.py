@@ -85,6 +85,4 @@ def test_the_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
     progress = FitProgress(epoch=3, epochs_trained=4, batch_idx=9, batches=40, optimizer_steps=20, windows=20)
     restored = FitProgress()
     restored.load_state_dict(progress.state_dict())
-    assert restored == FitProgress(
-        epoch=4, epochs_trained=4, batch_idx=-1, batches=40, optimizer_steps=20, windows=20
-    )
+    assert restored == FitProgress(epoch=4, epochs_trained=4, batch_idx=-1, batches=40, optimizer_steps=20, windows=20)

@@ -440,7 +440,7 @@ def test_what_training_step_may_return(tmp_path):
     assert set(seen[1]) == {"loss"}
     assert not seen[1]["loss"].requires_grad
     assert seen[2] == {"a": 1}
-    with pytest.raises(ConfigurationError, match="must either return a Tensor or have no return.*Got int"):
+    with pytest.raises(ConfigurationError, match=r"must either return a Tensor or have no return.*Got int"):
         make_trainer(tmp_path).fit(Returning(3), loader_of(make_batches(1)))
 
 
@@ -450,7 +450,7 @@ def test_what_the_module_does_itself_is_refused_as_an_argument(tmp_path, argumen
         make_trainer(tmp_path, **arguments).fit(Manual(), loader_of(make_batches(1)))
 
 
-# --- an optimizer_step of the module's own ------------------------------------------------------------------------------
+# --- an optimizer_step of the module's own --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -546,7 +546,7 @@ def test_none_inside_a_window_of_an_own_optimizer_step(tmp_path, none_in):
     close(ours, theirs)
 
 
-# --- optimizers that evaluate the loss themselves ---------------------------------------------------------------------------
+# --- optimizers that evaluate the loss themselves -------------------------------------------------------------------
 
 
 lbfgs = partial(torch.optim.LBFGS, lr=0.2, max_iter=4, line_search_fn="strong_wolfe")

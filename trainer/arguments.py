@@ -70,7 +70,9 @@ def parse_limits(
     if check_val_every_n_epoch is not None and not isinstance(check_val_every_n_epoch, int):
         raise ConfigurationError(f"`check_val_every_n_epoch` should be an integer, found {check_val_every_n_epoch!r}.")
     if check_val_every_n_epoch is not None and check_val_every_n_epoch < 1:
-        raise ConfigurationError(f"Got check_val_every_n_epoch={check_val_every_n_epoch}, expected at least 1, or None.")
+        raise ConfigurationError(
+            f"Got check_val_every_n_epoch={check_val_every_n_epoch}, expected at least 1, or None."
+        )
     if check_val_every_n_epoch is None and not isinstance(val_check_interval, int):
         raise ConfigurationError(
             f"Got check_val_every_n_epoch=None and val_check_interval={val_check_interval!r}, expected a whole number"

@@ -765,7 +765,7 @@ class Trainer(TrainerBase):
 
         if max_time is not None and missing(Timer):
             callbacks.append(Timer(max_time))
-        if self.scaler.is_enabled() and missing(ScalerCheckpoint):
+        if missing(ScalerCheckpoint):
             callbacks.append(ScalerCheckpoint())
         for enabled, kind, argument in (
             (enable_progress_bar, ProgressBar.__bases__[0], "enable_progress_bar"),

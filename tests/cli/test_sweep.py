@@ -180,7 +180,7 @@ def test_an_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, 
     monkeypatch.setattr(Job, "wait", wait)
     assert main(["fit", "-m", "+recipe=line", "seed=1,2"]) == 130
     assert len(jobs.started) == 1
-    assert "Sweep of 1 jobs" in capsys.readouterr().out
+    assert "Sweep of 1 job" in capsys.readouterr().out
 
 
 @pytest.mark.slow

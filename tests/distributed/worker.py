@@ -1,12 +1,13 @@
 """What every process of a distributed test runs; started the way users start theirs (see ``test_ddp.py``).
 
 ``python worker.py FOLDER LAUNCHER`` trains a few small models on two gloo processes, one after the other, and leaves
-what each rank saw in ``FOLDER/rank_R.pt``. ``LAUNCHER`` is ``own`` (this file starts the second process through
-``devices=2, strategy="ddp"``) or ``torchrun``.
+what each rank saw in ``FOLDER/rank_R.pt``. ``LAUNCHER`` is ``own`` (the Trainer starts the second process:
+``devices=2, strategy="ddp"``), ``torchrun``, or ``fails``, where one rank raises.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -17,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from trainer import Trainer
 from trainer.precision import MixedPrecision
@@ -42,6 +43,21 @@ def samples(number: int = 40) -> TensorDataset:
     return TensorDataset(torch.randn(number, 6, generator=generator), torch.randn(number, 2, generator=generator))
 
 
+class Shard(Sampler[int]):
+    """This rank's part of each global batch, so that any number of processes sees the same global batches."""
+
+    def __init__(self, world_size: int) -> None:
+        rank, size = int(os.environ.get("LOCAL_RANK", "0")), BATCH // world_size
+        order = list(range(len(samples())))
+        self.order = [i for batch in range(0, len(order), BATCH) for i in order[batch + rank * size :][:size]]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Any:
+        return iter(self.order)
+
+
 class Regression(LightningModule):
     """Automatic optimization. ``None`` is returned, or an infinite loss, where the rank and the batch say so."""
 
@@ -61,7 +77,8 @@ class Regression(LightningModule):
         if where in self.none_at:
             return None
         loss = self.loss(batch)
-        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        if not self.none_at:  # synchronised logging waits for all ranks, in Lightning too
+            self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss * float("inf") if where in self.inf_at else loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -112,6 +129,15 @@ class Seen(Callback):
         self.synced.append(getattr(trainer.model, "require_backward_grad_sync", True))
 
 
+class Fails(Regression):
+    """Raises on one rank while the other waits for it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if (self.global_rank, batch_idx) == (1, 1):
+            raise RuntimeError("rank 1 has had enough")
+        return self.loss(batch)
+
+
 def fit(module: LightningModule, *, world_size: int = WORLD_SIZE, batches: int = 5, **arguments: Any) -> dict[str, Any]:
     """Train on ``world_size`` processes, the same global batches whatever their number. Returns what was seen."""
     seen = Seen()
@@ -127,9 +153,11 @@ def fit(module: LightningModule, *, world_size: int = WORLD_SIZE, batches: int =
         "enable_checkpointing": False,
         "num_sanity_val_steps": 0,
         "limit_train_batches": batches,
+        "use_distributed_sampler": False,
     }
     trainer = Trainer(**{**quiet, **arguments, "callbacks": callbacks})
-    train = DataLoader(samples(), batch_size=BATCH // world_size)
+    own = arguments.get("use_distributed_sampler", False)
+    train = DataLoader(samples(), batch_size=BATCH // world_size, sampler=None if own else Shard(world_size))
     has_validation = arguments.get("limit_val_batches", 1) != 0
     trainer.fit(module, train, DataLoader(samples(8), batch_size=4) if has_validation else None)
     return {
@@ -144,6 +172,7 @@ def fit(module: LightningModule, *, world_size: int = WORLD_SIZE, batches: int =
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
         "trainer": trainer,
+        "sampler": type(trainer.train_dataloader.sampler).__name__,
     }
 
 
@@ -169,7 +198,8 @@ def scenarios(folder: Path) -> dict[str, Any]:
         found[name] = fit(Regression(none_at=where), accumulate_grad_batches=3, max_epochs=1, limit_val_batches=0)
     found["overflow"] = fit(Regression(inf_at={(1, 2)}), precision=precision_of("16-mixed"))
     saver = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", filename="{epoch}", save_top_k=1)
-    found["checkpoint"] = fit(Regression(), callbacks=[saver], enable_checkpointing=True)
+    arguments = {"callbacks": [saver], "enable_checkpointing": True, "use_distributed_sampler": True}
+    found["checkpoint"] = fit(Regression(), **arguments)
     found["checkpoint"]["best"] = saver.best_model_path
     trainer = found["checkpoint"]["trainer"]
     loader = DataLoader(samples(8), batch_size=4)
@@ -184,9 +214,11 @@ def resume(path: Path) -> dict[str, Any]:
     trainer = Trainer(
         accelerator="cpu", devices=WORLD_SIZE, strategy="ddp", max_epochs=2, logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, limit_train_batches=5, limit_val_batches=0,
+        use_distributed_sampler=False,
     )  # fmt: skip
     module = Regression()
-    trainer.fit(module, DataLoader(samples(), batch_size=BATCH // WORLD_SIZE), ckpt_path=path)
+    train = DataLoader(samples(), batch_size=BATCH // WORLD_SIZE, sampler=Shard(WORLD_SIZE))
+    trainer.fit(module, train, ckpt_path=path)
     return {"weights": dict(module.state_dict()), "global_step": trainer.global_step}
 
 
@@ -194,6 +226,9 @@ def main() -> None:
     folder, launcher = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers")
+    if launcher == "fails":
+        fit(Fails())
+    found: dict[str, Any]
     if launcher == "own":
         found = scenarios(folder)
     else:

@@ -29,7 +29,9 @@ def test_double_converts_parameters_buffers_and_batches():
     kinds = {name: tensor.dtype for name, tensor in net.state_dict().items()}
     assert kinds.pop("1.num_batches_tracked") is torch.int64
     assert set(kinds.values()) == {torch.float64}
-    x, nested = plugin.convert_batch([torch.ones(2), {"y": torch.ones(2, dtype=torch.float16), "n": torch.ones(2).long()}])
+    x, nested = plugin.convert_batch(
+        [torch.ones(2), {"y": torch.ones(2, dtype=torch.float16), "n": torch.ones(2).long()}]
+    )
     assert (x.dtype, nested["y"].dtype, nested["n"].dtype) == (torch.float64, torch.float64, torch.int64)
 
 
@@ -74,5 +76,5 @@ def test_the_default_dtype_survives_an_exception(tmp_path):
 
 
 def test_double_on_mps_is_refused():
-    with pytest.raises(PrecisionError, match="no float64.*precision='32-true'"):
+    with pytest.raises(PrecisionError, match=r"no float64.*precision='32-true'"):
         DoublePrecision().check(torch.device("mps"))

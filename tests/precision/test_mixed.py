@@ -61,7 +61,7 @@ def test_impossible_arguments(arguments, message):
 
 
 def test_devices_that_cannot():
-    with pytest.raises(PrecisionError, match="MPS.*GradScaler.*loss_scaling=False"):
+    with pytest.raises(PrecisionError, match=r"MPS.*GradScaler.*loss_scaling=False"):
         MixedPrecision("float16").check(torch.device("mps"))
     MixedPrecision("float16", loss_scaling=False).check(torch.device("mps"))
     with pytest.raises(PrecisionError, match="type 'meta', expected cpu, cuda, mps or xpu"):

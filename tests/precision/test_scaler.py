@@ -119,7 +119,7 @@ def test_copies_and_pickles():
         assert copied.get_scale() == copied.current_scale == 2.0
 
 
-# --- floor and ceiling ------------------------------------------------------------------------------------------------
+# --- floor and ceiling ----------------------------------------------------------------------------------------------
 
 
 def test_the_scale_has_a_floor():
@@ -158,7 +158,7 @@ def test_a_new_scale_by_hand():
     assert scaler.current_scale == scaler.get_scale() == 100.0
 
 
-# --- several optimizers, several steps ----------------------------------------------------------------------------------
+# --- several optimizers, several steps ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -267,7 +267,7 @@ def test_steps_of_an_interrupted_run_are_forgotten():
     assert torch.equal(p, torch.zeros(2))
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_state_restores_scale_and_tracker_but_not_settings():
@@ -310,7 +310,7 @@ def test_the_empty_state_of_a_disabled_scaler_is_refused():
         LossScaler("cpu").load_state_dict({})
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

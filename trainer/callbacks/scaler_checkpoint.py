@@ -17,8 +17,8 @@ OLD_KEY = "native_amp_scaling_state"
 class ScalerCheckpoint(Callback):
     """Puts the scale and the growth tracker into every checkpoint, and restores them.
 
-    On by default wherever a scaler is enabled. The settings (factors, interval, floor and ceiling) are saved for
-    the record; on restore the current ones win. One message says so when a checkpoint has no scaler state, or has
+    On by default; where the loss is not scaled there is nothing to save. The settings (factors, interval, floor and
+    ceiling) are saved for the record; on restore the current ones win. One message says so when a checkpoint has no scaler state, or has
     one that this run's precision does not need.
     """
 

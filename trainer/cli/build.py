@@ -117,7 +117,7 @@ def locate(target: str, key: str = "", allowed_packages: Iterable[str] = ()) -> 
         raise UsageError(
             f"{key}: {target} comes from {root}, which is not allowed. To allow it, write 'allowed_packages=[{root}]'."
         )
-    _refuse_dangerous(f"x{home}.{getattr(found, '__qualname__', '')}", target, key)
+    _refuse_dangerous(f"{home}.{getattr(found, '__qualname__', '')}", target, key)
     return found
 
 

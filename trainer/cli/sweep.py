@@ -180,7 +180,8 @@ def _print(header: list[str], rows: list[list[str]], results: list[dict[str, Any
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table(title=f"Sweep of {len(rows)} jobs", title_justify="left", box=box.SIMPLE_HEAD)
+    jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
+    table = Table(title=f"Sweep of {jobs}", title_justify="left", box=box.SIMPLE_HEAD)
     for name in header:
         left = name in ("overrides", "status", "run dir")
         table.add_column(name, justify="left" if left else "right", overflow="fold")

@@ -188,7 +188,8 @@ class ModuleLog:
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
                 " by doing `Trainer(logger=ALogger(...))`"
             )
-        if trainer.world_size > 1 and on_epoch and isinstance(value, Tensor) and not call.sync_dist:
+        is_shared = call.sync_dist or call.rank_zero_only
+        if trainer.world_size > 1 and on_epoch and isinstance(value, Tensor) and not is_shared:
             rank_zero_warn(
                 f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)`"
                 " when logging on epoch level in distributed setting to accumulate the metric across"

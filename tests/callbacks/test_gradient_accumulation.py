@@ -1,0 +1,128 @@
+"""GradientAccumulation as a callback; that its arithmetic is exact is in tests/test_fit_loop.py."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from tests.support import (
+    Regression,
+    assert_same,
+    fit_and_watch,
+    make_batches,
+    make_net,
+    make_trainer,
+    sgd,
+    train_by_hand,
+)
+from trainer.callbacks import GradientAccumulation
+from trainer.errors import ConfigurationError
+
+
+def test_a_number_of_batches(tmp_path):
+    ours, theirs, batches = make_net(), make_net(), make_batches(7)
+    trainer, trace = fit_and_watch(
+        tmp_path, Regression(ours), batches, callbacks=[GradientAccumulation(3)], max_epochs=2
+    )
+    assert_same(trace, train_by_hand(theirs, batches, window=3, epochs=2))
+    assert trainer.global_step == 6
+    assert trainer.accumulate_grad_batches == 3
+
+
+class Sizes(Callback):
+    """The global step after each batch, by epoch."""
+
+    def __init__(self):
+        self.steps = {}
+
+    def on_train_batch_end(self, trainer, *_):
+        self.steps.setdefault(trainer.current_epoch, []).append(trainer.global_step)
+
+
+def test_a_schedule(tmp_path):
+    sizes = Sizes()
+    trainer, trace = fit_and_watch(
+        tmp_path,
+        Regression(),
+        make_batches(5),
+        callbacks=[GradientAccumulation(schedule={1: 4, 3: 2}), sizes],
+        max_epochs=4,
+    )
+    assert sizes.steps == {
+        0: [1, 2, 3, 4, 5],
+        1: [5, 5, 5, 6, 7],
+        2: [7, 7, 7, 8, 9],
+        3: [9, 10, 10, 11, 12],
+    }
+    assert trainer.global_step == len(trace.skipped) == 12
+
+
+def test_the_gradients_of_a_schedule(tmp_path):
+    """Epochs with windows of 2 and of 3: one optimizer, each window a mean."""
+    ours, theirs, batches = make_net(), make_net(), make_batches(6)
+    _, trace = fit_and_watch(
+        tmp_path,
+        Regression(ours),
+        batches,
+        callbacks=[GradientAccumulation(schedule={0: 2, 1: 3})],
+        max_epochs=2,
+    )
+    optimizer = sgd(theirs.parameters())
+    first = train_by_hand(theirs, batches, window=2, optimizer=lambda parameters: optimizer)
+    second = train_by_hand(theirs, batches, window=3, optimizer=lambda parameters: optimizer)
+    assert trace.losses == first.losses + second.losses
+    for name in ("losses", "weights", "rates", "skipped", "scales", "next_scales"):
+        getattr(first, name).extend(getattr(second, name))
+    assert_same(trace, first)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_lightnings_own_scheduler_works_too(tmp_path, size):
+    ours, theirs, batches = make_net(), make_net(), make_batches(7)
+    _, trace = fit_and_watch(tmp_path, Regression(ours), batches, callbacks=[GradientAccumulationScheduler({0: size})])
+    assert_same(trace, train_by_hand(theirs, batches, window=size))
+
+
+@pytest.mark.parametrize(("epoch", "batches"), [(0, 1), (1, 1), (2, 8), (3, 8), (5, 4), (100, 4)])
+def test_batches_in(epoch, batches):
+    assert GradientAccumulation(schedule={5: 4, 2: 8}).batches_in(epoch) == batches
+    assert GradientAccumulation(3).batches_in(epoch) == 3
+
+
+def test_the_first_window_is_known_from_the_start(tmp_path):
+    """The summary, and schedules that ask for the number of steps, look before the first epoch starts."""
+    trainer = make_trainer(tmp_path, callbacks=[GradientAccumulation(schedule={0: 4, 2: 1})])
+    assert trainer.accumulate_grad_batches == 4
+
+
+@pytest.mark.parametrize(("callback", "steps"), [
+    (GradientAccumulation(4), 9), (GradientAccumulation(schedule={1: 4}), 16), (GradientAccumulation(20), 3)
+])  # fmt: skip
+def test_estimated_stepping_batches_is_what_a_fit_attempts(tmp_path, callback, steps):
+    estimated = []
+
+    class Asking(Regression):
+        def configure_optimizers(self):
+            estimated.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    trainer, _ = fit_and_watch(tmp_path, Asking(), make_batches(10), callbacks=[callback], max_epochs=3)
+    assert estimated == [trainer.global_step] == [steps]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"batches=None and schedule=None, expected exactly one"),
+        ({"batches": 2, "schedule": {0: 2}}, r"batches=2 and schedule={0: 2}, expected exactly one"),
+        ({"batches": 0}, r"Got 0 batches from epoch 0 on, expected a whole number of at least 1"),
+        ({"batches": 1.5}, r"Got 1.5 batches"),
+        ({"batches": True}, r"Got True batches"),
+        ({"schedule": {0: 2, 3: 0}}, r"Got 0 batches from epoch 3 on"),
+        ({"schedule": {-1: 2}}, r"Got 2 batches from epoch -1 on, .* an epoch of at least 0"),
+    ],
+)
+def test_impossible_arguments(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        GradientAccumulation(**arguments)

@@ -1,0 +1,163 @@
+"""GradientClipping as a callback; that its arithmetic is torch's, to the bit, is in tests/test_fit_loop.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from tests.support import (
+    OPTIMIZERS,
+    Regression,
+    assert_same,
+    fit_and_watch,
+    make_batches,
+    make_net,
+    make_trainer,
+    native_fp16,
+    train_by_hand,
+)
+from trainer.callbacks import GradientClipping
+from trainer.errors import ConfigurationError
+
+SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
+
+
+def norm_of_gradients(module):
+    return nn.utils.get_total_norm([p.grad for p in module.net.parameters()]).item()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam-fused"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("first", [True, False])
+def test_everybody_sees_unscaled_and_unclipped_gradients_before_it_clips(tmp_path, precision, optimizer, first):
+    """Wherever it stands among the callbacks, and whatever the scale."""
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            seen.append(("callback", norm_of_gradients(module)))
+
+        def on_after_optimizer_step(self, trainer, module, optimizer, outcome):
+            clipped.append(norm_of_gradients(module))
+
+    class Looking(Regression):
+        def on_before_optimizer_step(self, optimizer):
+            seen.append(("module", norm_of_gradients(self)))
+
+    seen, clipped = [], []
+    clipping, make, batches = GradientClipping(max_norm=0.3), OPTIMIZERS[optimizer], make_batches(4)
+    ours, theirs = make_net(), make_net()
+    scaled = precision == "16-mixed"
+    _, trace = fit_and_watch(
+        tmp_path,
+        Looking(ours, make),
+        batches,
+        precision=native_fp16(**SMALL) if scaled else precision,
+        callbacks=[clipping, Look()] if first else [Look(), clipping],
+    )
+    expected = train_by_hand(
+        theirs,
+        batches,
+        precision=precision,
+        optimizer=make,
+        scaler=torch.amp.GradScaler("cpu", enabled=scaled, **SMALL),
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3),
+    )
+    assert_same(trace, expected)
+    assert seen == [(who, norm) for norm in expected.norms for who in ("callback", "module")]
+    assert clipped == pytest.approx([0.3] * 4, rel=1e-4)
+
+
+def test_the_norm_before_clipping_is_logged(tmp_path):
+    logged = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            logged.append(trainer.callback_metrics["grad_norm_step"].item())
+
+    trainer, trace = fit_and_watch(
+        tmp_path, Regression(), make_batches(6), callbacks=[GradientClipping(max_norm=0.3), Look()]
+    )
+    assert logged == trace.norms
+    assert trainer.callback_metrics["grad_norm_epoch"].item() == pytest.approx(sum(trace.norms) / 6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_path, fused):
+    logged = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            value = trainer.callback_metrics.get("grad_norm_step")
+            logged.append(None if value is None else value.item())
+
+    trainer, trace = fit_and_watch(
+        tmp_path,
+        Regression(make_net(), OPTIMIZERS["sgd-fused" if fused else "sgd"]),
+        make_batches(6, gains={0: 1e30, 3: float("nan")}),
+        precision=native_fp16(**SMALL),
+        callbacks=[GradientClipping(max_norm=0.3), Look()],
+    )
+    finite = [norm for norm, skipped in zip(trace.norms, trace.skipped, strict=True) if not skipped]
+    assert trace.skipped == [True, False, False, True, False, False]
+    assert len(finite) == 4
+    assert all(norm < torch.inf for norm in finite)
+    assert logged == [None, finite[0], finite[1], finite[1], finite[2], finite[3]]
+    assert trainer.callback_metrics["grad_norm_epoch"].item() == pytest.approx(sum(finite) / 4)
+
+
+@pytest.mark.parametrize("clipping", [{"max_norm": 0.3}, {"clip_value": 0.1}])
+def test_nothing_is_logged_where_nobody_wants_it(tmp_path, clipping):
+    trainer, trace = fit_and_watch(
+        tmp_path, Regression(), make_batches(2), callbacks=[GradientClipping(**clipping, log_norm=False)]
+    )
+    assert not [name for name in trainer.callback_metrics if "grad_norm" in name]
+    assert (trace.norms == []) is ("clip_value" in clipping)  # clipping by norm has measured it anyway
+
+
+def test_two_of_them_clip_one_after_the_other(tmp_path):
+    def clip(parameters):
+        parameters = list(parameters)
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        nn.utils.clip_grad_value_(parameters, 0.1)
+        nn.utils.clip_grad_norm_(parameters, 0.2)
+        return norm
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(4)
+    callbacks = [GradientClipping(clip_value=0.1), GradientClipping(max_norm=0.2, log_norm=False)]
+    _, trace = fit_and_watch(tmp_path, Regression(ours), batches, callbacks=callbacks)
+    assert_same(trace, train_by_hand(theirs, batches, clip=clip))
+
+
+@pytest.mark.parametrize("clipping", [{"max_norm": 0.3}, {"clip_value": 0.1}])
+def test_an_optimizer_without_gradients(tmp_path, clipping):
+    idle = nn.Linear(2, 2)
+    module = Regression(make_net(), lambda parameters: torch.optim.SGD(idle.parameters(), lr=1.0))
+    trainer, _ = fit_and_watch(tmp_path, module, make_batches(2), callbacks=[GradientClipping(**clipping)])
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"max_norm=None and clip_value=None, expected exactly one"),
+        ({"max_norm": 1.0, "clip_value": 1.0}, r"max_norm=1.0 and clip_value=1.0, expected exactly one"),
+        ({"max_norm": 0.0}, r"Got 0.0 as the limit of gradient clipping, expected a number above 0"),
+        ({"clip_value": -1}, r"Got -1 as the limit"),
+        ({"max_norm": "1"}, r"Got '1' as the limit"),
+        ({"max_norm": True}, r"Got True as the limit"),
+        ({"max_norm": float("nan")}, r"Got nan as the limit"),
+    ],
+)
+def test_impossible_arguments(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        GradientClipping(**arguments)
+
+
+def test_limit_and_algorithm(tmp_path):
+    assert (GradientClipping(max_norm=2).limit, GradientClipping(max_norm=2).algorithm) == (2.0, "norm")
+    assert (GradientClipping(clip_value=0.5).limit, GradientClipping(clip_value=0.5).algorithm) == (0.5, "value")
+    trainer = make_trainer(tmp_path, gradient_clip_val=0.5, gradient_clip_algorithm="value")
+    (clipping,) = (callback for callback in trainer.callbacks if isinstance(callback, GradientClipping))
+    assert (clipping.clip_value, clipping.max_norm, clipping.norm_type) == (0.5, None, 2.0)

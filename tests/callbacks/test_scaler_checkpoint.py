@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixed
+
+from tests.support import Regression, loader_of, make_batches, make_net, make_trainer, native_fp16
+from trainer.callbacks import ScalerCheckpoint
+from trainer.callbacks.scaler_checkpoint import KEY, OLD_KEY
+
+SAVED = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}
+
+
+def callbacks_of(trainer):
+    return [callback for callback in trainer.callbacks if isinstance(callback, ScalerCheckpoint)]
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
+def test_on_by_default(tmp_path, precision):
+    """Also where the loss is not scaled: a checkpoint's state that is not used is worth a word."""
+    assert len(callbacks_of(make_trainer(tmp_path, precision=precision))) == 1
+
+
+def test_a_users_own_is_not_doubled(tmp_path):
+    own = ScalerCheckpoint()
+    assert callbacks_of(make_trainer(tmp_path, precision="16-mixed", callbacks=[own])) == [own]
+
+
+def test_the_key_is_lightnings():
+    assert LightningMixed.__qualname__ == KEY
+
+
+def fit_and_save(tmp_path, precision, name="saved.ckpt", epochs=1):
+    trainer = make_trainer(tmp_path, precision=precision, max_epochs=epochs)
+    trainer.fit(Regression(make_net()), loader_of(make_batches(5, gains={1: 1e30})))
+    path = tmp_path / name
+    trainer.save_checkpoint(path)
+    return trainer, path
+
+
+def resume(tmp_path, precision, path, epochs=1):
+    """What a run that starts from ``path`` says, and its Trainer."""
+    trainer = make_trainer(tmp_path, precision=precision, max_epochs=epochs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Regression(make_net()), loader_of(make_batches(5)), ckpt_path=path)
+    return [str(w.message) for w in caught if "scaler" in str(w.message)], trainer
+
+
+def test_scale_and_tracker_go_into_every_checkpoint_and_come_back(tmp_path):
+    plugin = native_fp16(init_scale=256.0, growth_interval=100)
+    trainer, path = fit_and_save(tmp_path, plugin)
+    saved = torch.load(path, weights_only=True)[KEY]
+    assert saved == {
+        "scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 100, "_growth_tracker": 3
+    }  # fmt: skip
+    assert saved == trainer.scaler.state_dict()
+    messages, resumed = resume(tmp_path, native_fp16(init_scale=64.0, growth_interval=5), path, epochs=2)
+    assert messages == []
+    # tracker 3, then five more steps; the interval is the new run's: it grows at its fifth
+    assert (resumed.scaler.get_scale(), resumed.scaler._get_growth_tracker()) == (256.0, 3)
+    assert resumed.skipped_steps == trainer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("key", [KEY, OLD_KEY])
+def test_lightnings_checkpoints_of_any_age(tmp_path, key):
+    trainer = make_trainer(tmp_path, precision="16-mixed")
+    ScalerCheckpoint().on_load_checkpoint(trainer, None, {key: SAVED})
+    assert trainer.scaler.get_scale() == trainer.scaler.current_scale == 1024.0
+    assert trainer.scaler._init_growth_tracker == 7
+
+
+def test_16_mixed_to_bf16_to_16_mixed(tmp_path):
+    _, fp16 = fit_and_save(tmp_path, native_fp16(init_scale=256.0))
+    messages, bf16_trainer = resume(tmp_path, "bf16-mixed", fp16, epochs=2)
+    assert messages == [
+        "The checkpoint has a loss-scaler state (scale 128), but precision='bf16-mixed' does not scale the loss. The"
+        " state is not used."
+    ]
+    assert bf16_trainer.global_step == 10
+    bf16 = tmp_path / "bf16.ckpt"
+    bf16_trainer.save_checkpoint(bf16)
+    assert KEY not in torch.load(bf16, weights_only=True)
+    messages, resumed = resume(tmp_path, native_fp16(init_scale=512.0), bf16, epochs=3)
+    assert len(messages) == 1
+    assert messages[0] == (
+        "The checkpoint has no loss-scaler state (it was saved by a run without loss scaling), but"
+        " precision='16-mixed' scales the loss. The scale starts anew at 512; a few steps may be skipped until it"
+        " has settled."
+    )
+    assert resumed.scaler.get_scale() == 512.0
+
+
+def test_evaluating_a_checkpoint_says_nothing(tmp_path):
+    fp32 = make_trainer(tmp_path)
+    fp32.fit(Regression(make_net()), loader_of(make_batches(2)))
+    fp32.save_checkpoint(tmp_path / "fp32.ckpt")
+
+    class Validated(Regression):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    trainer = make_trainer(tmp_path, precision="16-mixed")
+    trainer.validate(Validated(), loader_of(make_batches(1)), ckpt_path=tmp_path / "fp32.ckpt", verbose=False)
+
+
+def test_nothing_is_saved_without_a_scaler():
+    trainer = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False))
+    checkpoint = {}
+    ScalerCheckpoint().on_save_checkpoint(trainer, None, checkpoint)
+    assert checkpoint == {}

@@ -1,0 +1,195 @@
+"""Two processes on the CPU: started as users start them, compared with each other and with one process.
+
+The processes are started once for all tests (importing torch and Lightning takes longer than the runs); what each rank
+saw comes back in a file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import worker
+
+TIMEOUT = 150  # seconds; a hang is a failure, not a wait
+TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+def run(folder: Path, launcher: str, *, fails: bool = False) -> tuple[str, Path]:
+    """Run the worker; returns what it printed and where its files are."""
+    script = [str(Path(worker.__file__)), str(folder), launcher]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), *script]
+    inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
+    done = subprocess.run(
+        command, env={**inherited, "OMP_NUM_THREADS": "1"}, cwd=folder, timeout=TIMEOUT, capture_output=True, text=True
+    )
+    output = done.stdout + done.stderr
+    assert (done.returncode != 0) is fails, output[-4000:]
+    return output, folder
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return run(tmp_path_factory.mktemp("own"), "own")
+
+
+@pytest.fixture(scope="module")
+def ranks(launched: tuple[str, Path]) -> list[dict[str, Any]]:
+    return load(launched[1])
+
+
+def assert_close(one: dict[str, Any], other: dict[str, Any], tolerance: float) -> None:
+    for name, value in one["weights"].items():
+        torch.testing.assert_close(
+            value, other["weights"][name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n} {m}"
+        )
+
+
+FITS = [
+    *(f"{kind} {precision}" for kind in ("automatic", "manual") for precision in TOLERANCES),
+    "plain", "overflow", "checkpoint", "resumed", *worker.none_everywhere(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_both_ranks_end_with_the_same_bits(ranks: list[dict[str, Any]], name: str) -> None:
+    one, other = (rank[name] for rank in ranks)
+    for key, value in one["weights"].items():
+        assert torch.isfinite(value).all()
+        assert torch.equal(value, other["weights"][key]), key
+    assert one["global_step"] == other["global_step"] > 0
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_two_processes_do_what_one_does_on_the_same_batches(ranks: list[dict[str, Any]], precision: str) -> None:
+    alone = worker.fit(
+        worker.Regression(), world_size=1, precision=worker.precision_of(precision),
+        accumulate_grad_batches=2, gradient_clip_val=0.5,
+    )  # fmt: skip
+    together = ranks[0][f"automatic {precision}"]
+    assert_close(alone, together, TOLERANCES[precision])
+    assert together["global_step"] == alone["global_step"] == 6  # windows of 2, 2 and 1 in each of 2 epochs
+    assert together["norms"] == pytest.approx(alone["norms"], abs=20 * TOLERANCES[precision])
+    assert max(alone["norms"]) > 0.5  # something was clipped
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_manual_optimization_does_what_one_process_does(ranks: list[dict[str, Any]], precision: str) -> None:
+    alone = worker.fit(
+        worker.Manual(), world_size=1, precision=worker.precision_of(precision), limit_val_batches=0
+    )  # fmt: skip
+    together = ranks[0][f"manual {precision}"]
+    assert_close(alone, together, TOLERANCES[precision])
+    assert together["global_step"] == alone["global_step"] == 20
+
+
+def test_gradients_are_exchanged_once_a_window(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[1]["automatic 32-true"]["synced"] == [False, True, False, True, True] * 2
+    assert ranks[1]["plain"]["synced"] == [True] * 10
+
+
+def by_hand(none_at: set[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """One epoch of 5 batches in windows of 3, SGD with momentum; a rank's None adds nothing to the mean."""
+    module = worker.Regression()
+    optimizer = module.configure_optimizers()
+    features, targets = worker.samples().tensors
+    for window in ((0, 1, 2), (3, 4)):
+        optimizer.zero_grad()
+        for batch in window:
+            for rank in range(2):
+                if (rank, batch) not in none_at:
+                    part = slice(batch * 8 + rank * 4, batch * 8 + rank * 4 + 4)
+                    (module.loss((features[part], targets[part])) / (2 * len(window))).backward()
+        optimizer.step()
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("name", worker.none_everywhere())
+def test_none_on_one_rank_hangs_nobody_and_counts_as_no_gradient(ranks: list[dict[str, Any]], name: str) -> None:
+    found = ranks[0][name]
+    assert_close({"weights": by_hand(worker.none_everywhere()[name])}, found, 1e-6)
+    assert found["global_step"] == 2
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank["overflow"]
+        assert found["outcomes"] == [False, False, True, False, False] * 2
+        assert found["skipped_steps"] == 2
+        assert found["global_step"] == 10
+        assert found["scale"] == 256.0  # 1024, halved twice
+
+
+def test_logged_values_are_reduced_over_the_processes(ranks: list[dict[str, Any]]) -> None:
+    metrics = [rank["plain"]["metrics"] for rank in ranks]
+    for seen in metrics:
+        assert seen["rank_mean"] == 0.75  # 0 with weight 1, 1 with weight 3
+        assert seen["rank_sum"] == 2 * 3.0  # of 2 batches on each rank
+        assert seen["rank_max"] == 1.0
+    assert [seen["own"] for seen in metrics] == [0.0, 1.0]
+    for name in ("train_loss_step", "train_loss_epoch", "val_loss"):
+        assert metrics[0][name] == metrics[1][name]
+    alone = worker.fit(worker.Regression(), world_size=1)["metrics"]
+    for name in ("train_loss_step", "train_loss_epoch", "val_loss"):
+        assert metrics[0][name] == pytest.approx(alone[name], abs=1e-6)
+
+
+def test_the_data_is_divided_by_a_distributed_sampler_unless_told_otherwise(ranks: list[dict[str, Any]]) -> None:
+    assert {rank["checkpoint"]["sampler"] for rank in ranks} == {"DistributedSampler"}
+    assert {rank["plain"]["sampler"] for rank in ranks} == {"Shard"}
+
+
+def test_one_checkpoint_is_written_and_all_ranks_know_its_name(
+    launched: tuple[str, Path], ranks: list[dict[str, Any]]
+) -> None:
+    written = list((launched[1] / "checkpoints").iterdir())
+    assert len(written) == 1
+    assert {rank["checkpoint"]["best"] for rank in ranks} == {str(written[0])}
+    checkpoint = torch.load(written[0], weights_only=True)
+    assert all(name.startswith("net.") for name in checkpoint["state_dict"])  # not DDP's "module.net."
+
+
+def test_validate_gives_every_rank_the_same_results(ranks: list[dict[str, Any]]) -> None:
+    results = [{k: v for k, v in rank["validate"][0].items() if k != "own"} for rank in ranks]
+    assert results[0] == results[1]
+    assert results[0]["val_loss"] == pytest.approx(ranks[0]["checkpoint"]["metrics"]["val_loss"], rel=0.5)
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
+    for name, value in ranks[0]["plain"]["weights"].items():
+        assert torch.equal(value, ranks[0]["resumed"]["weights"][name])
+    assert ranks[0]["resumed"]["global_step"] == 10
+
+
+def test_nothing_of_ours_warns(launched: tuple[str, Path]) -> None:
+    for line in launched[0].splitlines():
+        if "Warning" in line:
+            assert "val_dataloader" in line or "DistributedSampler" in line, line
+
+
+def test_torchrun_does_what_the_built_in_launcher_does(tmp_path: Path, ranks: list[dict[str, Any]]) -> None:
+    _, folder = run(tmp_path, "torchrun")
+    for own, found in zip(ranks, load(folder), strict=True):
+        mine = found["automatic 32-true"]
+        assert (mine["rank"], mine["world_size"]) == (own["plain"]["rank"], 2)
+        for name, value in mine["weights"].items():
+            assert torch.equal(value, own["automatic 32-true"]["weights"][name])
+
+
+def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
+    output, folder = run(tmp_path, "fails", fails=True)
+    assert "rank 1 has had enough" in output
+    assert not list(folder.glob("rank_*.pt"))
