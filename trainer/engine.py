@@ -68,7 +68,7 @@ class Engine(Protocol):
         """Move the module to the device and, for fitting, wrap it and make the optimizers."""
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """The module's ``training_step`` (or ``validation_step``, ...), going through the wrapper where there is one."""
+        """The module's ``training_step`` (``validation_step``, ...), going through the wrapper where there is one."""
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """The context of a forward and backward whose gradients are, or are not, averaged over the processes."""

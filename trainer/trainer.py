@@ -11,35 +11,26 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, Timer
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.profilers import (
-    AdvancedProfiler,
-    PassThroughProfiler,
-    Profiler,
-    PyTorchProfiler,
-    SimpleProfiler,
-)
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer import arguments
-from trainer.callbacks.curves import Curves
+from trainer import arguments, assembly
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
-from trainer.callbacks.progress_bar import ProgressBar
-from trainer.callbacks.run_summary import RunSummary
-from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import callbacks as ordering
 from trainer.compat import hparams, loop_state, modules
@@ -67,7 +58,6 @@ _STAGES = {
     TrainerFn.TESTING: RunningStage.TESTING,
     TrainerFn.PREDICTING: RunningStage.PREDICTING,
 }
-_PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 
 
 class Trainer(TrainerBase):
@@ -184,7 +174,7 @@ class Trainer(TrainerBase):
         self.val_check_interval = limits.val_check_interval
         self.num_sanity_val_steps = limits.num_sanity_val_steps
         self.enable_autolog_hparams = enable_autolog_hparams
-        self.profiler = _resolve_profiler(profiler)
+        self.profiler = assembly.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
         self.module: LightningModule | None = None
@@ -196,20 +186,23 @@ class Trainer(TrainerBase):
         self._hooks: Hooks | None = None
         self._session = ExitStack()
 
-        self.callbacks = self._build_callbacks(
+        callbacks = assembly.build_callbacks(
             callbacks,
             accumulate_grad_batches=accumulate_grad_batches,
-            clipping=(gradient_clip_val, gradient_clip_algorithm),
+            gradient_clip_val=gradient_clip_val,
+            gradient_clip_algorithm=gradient_clip_algorithm,
             max_time=max_time,
             enable_checkpointing=enable_checkpointing,
             enable_model_summary=enable_model_summary,
             enable_progress_bar=enable_progress_bar,
-            draw_curves=logger is not False and not fast_dev_run,
+            scales_loss=self.scaler.is_enabled(),
+            writes_logs=logger is not False and not fast_dev_run,
         )
+        self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
         self.progress = FitProgress()
         self.published = PublishedMetrics()
         self.recorder = Recorder(self.published, lambda: self.progress.epoch)
-        self.recorder.loggers = self._build_loggers(logger)
+        self.recorder.loggers = assembly.build_loggers(logger, self._default_root_dir, fast_dev_run=bool(fast_dev_run))
         shared: dict[str, Any] = {
             "engine": self.engine,
             "precision": plugin,
@@ -449,8 +442,7 @@ class Trainer(TrainerBase):
         self.callbacks = ordering.with_model_callbacks(self.callbacks, module)
         modules.verify(self, module)
         self.engine.setup_environment()
-        self.profiler._lightning_module = module  # type: ignore[attr-defined]
-        self.profiler.setup(stage=self.state.fn, local_rank=self.local_rank, log_dir=self.log_dir)  # type: ignore[arg-type]
+        modules.set_up_profiler(self, module)
         self.data.prepare_data()
         self._call_setup_hooks()
         modules.configure_model(self, module, self.engine.adapter.plugin)
@@ -526,8 +518,7 @@ class Trainer(TrainerBase):
         if not module.automatic_optimization:
             side_door = ManualOptimization(loop)
         elif hooks.override_of("optimizer_step") or any(needs_closure(o) for o in self.engine.optimizers):
-            wrapped = list(self.strategy._lightning_optimizers)
-            side_door = ClosureOptimization(loop, hooks.of_module("optimizer_step"), wrapped)
+            side_door = ClosureOptimization(loop, hooks.of_module("optimizer_step"), self.engine.wrapped_optimizers)
         self.engine.adapter.side_door = side_door
         if side_door is not None:
             loop.train = side_door.train_batch
@@ -566,7 +557,7 @@ class Trainer(TrainerBase):
         clippers = [callback for callback in self.callbacks if isinstance(callback, GradientClipping)]
         if len(clippers) < 2:
             return clippers[0].clip if clippers else None
-        return lambda optimizer: tuple(clipper.clip(optimizer) for clipper in clippers)[0]
+        return partial(_clip_in_turn, clippers)
 
     def _clip_by_hand(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
         """``LightningModule.clip_gradients``: on true gradients, also when nobody has unscaled them yet."""
@@ -736,68 +727,6 @@ class Trainer(TrainerBase):
 
     # --- construction -----------------------------------------------------------------------------------------
 
-    def _build_callbacks(
-        self,
-        given: list[Callback] | Callback | None,
-        *,
-        accumulate_grad_batches: int | None,
-        clipping: tuple[int | float | None, str | None],
-        max_time: Any,
-        enable_checkpointing: bool | None,
-        enable_model_summary: bool | None,
-        enable_progress_bar: bool | None,
-        draw_curves: bool,
-    ) -> list[Any]:
-        """The user's callbacks, those that short-form arguments stand for, and the defaults."""
-        callbacks: list[Any] = [] if given is None else [given] if isinstance(given, Callback) else list(given)
-        callbacks += ordering.external_callbacks()
-        arguments.refuse_twice("accumulate_grad_batches", accumulate_grad_batches, callbacks, GradientAccumulation)
-        arguments.refuse_twice("gradient_clip_val", clipping[0], callbacks, GradientClipping)
-        limit, algorithm = clipping
-        if algorithm not in (None, "norm", "value"):
-            raise ConfigurationError(f"Got gradient_clip_algorithm={algorithm!r}, expected 'norm' or 'value'.")
-        if limit:
-            by_value = algorithm == "value"
-            callbacks.append(GradientClipping(clip_value=limit) if by_value else GradientClipping(max_norm=limit))
-
-        def missing(kind: type) -> bool:
-            return not any(isinstance(callback, kind) for callback in callbacks)
-
-        if max_time is not None and missing(Timer):
-            callbacks.append(Timer(max_time))
-        if missing(ScalerCheckpoint):
-            callbacks.append(ScalerCheckpoint())
-        for enabled, kind, argument in (
-            (enable_progress_bar, ProgressBar.__bases__[0], "enable_progress_bar"),
-            (enable_checkpointing, ModelCheckpoint, "enable_checkpointing"),
-            (enable_model_summary, ModelSummary, "enable_model_summary"),
-        ):
-            if enabled is False and not missing(kind) and kind is not ModelSummary:
-                raise ConfigurationError(
-                    f"Trainer was configured with `{argument}=False` but found `{kind.__name__}` in callbacks list."
-                )
-        if enable_progress_bar is not False:
-            if missing(ProgressBar.__bases__[0]):
-                callbacks.append(ProgressBar())
-        if enable_model_summary is not False and missing(ModelSummary):
-            callbacks.append(ModelSummary())
-        if draw_curves and missing(Curves):
-            callbacks.append(Curves())
-        if enable_progress_bar is not False and missing(RunSummary):
-            callbacks.append(RunSummary())  # after Curves, whose picture it lists
-        if enable_checkpointing is not False and missing(ModelCheckpoint):
-            callbacks.append(ModelCheckpoint())
-        return ordering.in_order(callbacks)
-
-    def _build_loggers(self, given: Logger | Iterable[Logger] | bool | None) -> list[Any]:
-        if given is None or given is True:
-            if self.fast_dev_run:
-                return [DummyLogger()]
-            csv = CSVLogger(self.default_root_dir)
-            return [TensorBoardLogger(self.default_root_dir, version=csv.version), csv]
-        loggers: list[Any] = [] if given is False else [given] if isinstance(given, Logger) else list(given)
-        return [DummyLogger()] if loggers and self.fast_dev_run else loggers
-
     def _first_window(self, given: int | None) -> int:
         accumulation = self._first_callback(GradientAccumulation)
         return (1 if given is None else given) if accumulation is None else accumulation.batches_in(0)
@@ -810,15 +739,9 @@ class Trainer(TrainerBase):
         return 1000
 
 
-def _resolve_profiler(given: Profiler | str | None) -> Profiler:
-    if given is None:
-        return PassThroughProfiler()
-    if not isinstance(given, str):
-        return given
-    if given.lower() not in _PROFILERS:
-        raise ConfigurationError(f"Got profiler={given!r}, expected one of {', '.join(_PROFILERS)}, or a profiler.")
-    profiler: Profiler = _PROFILERS[given.lower()]()
-    return profiler
+def _clip_in_turn(clippers: list[GradientClipping], optimizer: Optimizer) -> Tensor | None:
+    norms = [clipper.clip(optimizer) for clipper in clippers]
+    return norms[0]  # before any clipping
 
 
 def _print_table(stage: str, results: list[dict[str, float]]) -> None:

@@ -70,6 +70,11 @@ class LightningEngine:
         return self.strategy.optimizers
 
     @property
+    def wrapped_optimizers(self) -> list[Any]:
+        """The optimizers as modules know them (``self.optimizers()``)."""
+        return list(self.strategy._lightning_optimizers)
+
+    @property
     def schedules(self) -> list[ScheduleConfig]:
         """The schedules; a live list."""
         return self.strategy.lr_scheduler_configs  # type: ignore[return-value]

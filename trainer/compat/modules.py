@@ -39,6 +39,13 @@ def announce_device(trainer: Any, module: LightningModule) -> None:
             part._device = trainer.strategy.root_device
 
 
+def set_up_profiler(trainer: Any, module: LightningModule) -> None:
+    """Tell the profiler whose run it watches."""
+    trainer.profiler._lightning_module = module
+    rank = trainer.local_rank if trainer.world_size > 1 else None
+    trainer.profiler.setup(stage=trainer.state.fn, local_rank=rank, log_dir=trainer.log_dir)
+
+
 def configure_model(trainer: Any, module: LightningModule, precision: Precision) -> None:
     """Run ``module.configure_model()``, whose parameters are made on the device and in the precision's dtype."""
     if not is_overridden("configure_model", module):

@@ -1,0 +1,124 @@
+"""The parts a Trainer is put together from: its callbacks, its loggers, its profiler, and their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary, Timer
+from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
+
+from trainer.arguments import refuse_twice
+from trainer.callbacks.curves import Curves
+from trainer.callbacks.gradient_accumulation import GradientAccumulation
+from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.callbacks.progress_bar import ProgressBar
+from trainer.callbacks.run_summary import RunSummary
+from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+from trainer.errors import ConfigurationError
+
+_PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+
+
+def build_callbacks(
+    given: Sequence[Callback] | Callback | None,
+    *,
+    accumulate_grad_batches: int | None,
+    gradient_clip_val: float | None,
+    gradient_clip_algorithm: str | None,
+    max_time: Any,
+    enable_checkpointing: bool | None,
+    enable_model_summary: bool | None,
+    enable_progress_bar: bool | None,
+    scales_loss: bool,
+    writes_logs: bool,
+) -> list[Any]:
+    """The user's callbacks, those that short-form arguments stand for, and the defaults.
+
+    Args:
+        given: the user's.
+        accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, max_time: short forms.
+        enable_checkpointing, enable_model_summary, enable_progress_bar: False leaves the default out.
+        scales_loss: whether there is a scaler state to keep.
+        writes_logs: whether a picture of the curves belongs beside the logs.
+
+    Raises:
+        ConfigurationError: a setting made twice, a callback that another argument forbids, an unknown algorithm.
+    """
+    callbacks: list[Any] = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+
+    def missing(kind: type) -> bool:
+        return not any(isinstance(callback, kind) for callback in callbacks)
+
+    refuse_twice("accumulate_grad_batches", accumulate_grad_batches, callbacks, GradientAccumulation)
+    refuse_twice("gradient_clip_val", gradient_clip_val, callbacks, GradientClipping)
+    for enabled, kind, argument in (
+        (enable_progress_bar, AnyProgressBar, "enable_progress_bar"),
+        (enable_checkpointing, Checkpoint, "enable_checkpointing"),
+    ):
+        if enabled is False and not missing(kind):
+            found = next(type(callback).__name__ for callback in callbacks if isinstance(callback, kind))
+            raise ConfigurationError(
+                f"Trainer was configured with `{argument}=False` but found `{found}` in callbacks list."
+            )
+    if gradient_clip_algorithm not in (None, "norm", "value"):
+        raise ConfigurationError(
+            f"Got gradient_clip_algorithm={gradient_clip_algorithm!r}, expected 'norm' or 'value'."
+        )
+    if gradient_clip_val:
+        by_value = gradient_clip_algorithm == "value"
+        callbacks.append(
+            GradientClipping(clip_value=gradient_clip_val) if by_value else GradientClipping(max_norm=gradient_clip_val)
+        )
+    if max_time is not None and missing(Timer):
+        callbacks.append(Timer(max_time))
+    defaults: list[tuple[bool, type, type]] = [
+        (scales_loss, ScalerCheckpoint, ScalerCheckpoint),
+        (enable_progress_bar is not False, AnyProgressBar, ProgressBar),
+        (enable_model_summary is not False, ModelSummary, ModelSummary),
+        (writes_logs, Curves, Curves),
+        (enable_progress_bar is not False, RunSummary, RunSummary),  # after Curves, whose picture it lists
+        (enable_checkpointing is not False, Checkpoint, ModelCheckpoint),
+    ]
+    callbacks += [default() for wanted, kind, default in defaults if wanted and missing(kind)]
+    return callbacks
+
+
+def build_loggers(given: Logger | Iterable[Logger] | bool | None, folder: str, *, fast_dev_run: bool) -> list[Any]:
+    """The loggers that ``given`` stands for; True and None are TensorBoard and CSV, in one folder below ``folder``.
+
+    A ``fast_dev_run`` gets one that drops everything.
+    """
+    if given is None or given is True:
+        if fast_dev_run:
+            return [DummyLogger()]
+        csv = CSVLogger(folder)
+        return [TensorBoardLogger(folder, version=csv.version), csv]
+    loggers: list[Any] = [] if given is False else [given] if isinstance(given, Logger) else list(given)
+    return [DummyLogger()] if loggers and fast_dev_run else loggers
+
+
+def build_profiler(given: Profiler | str | None) -> Profiler:
+    """The profiler that ``given`` names; None is one that costs nothing.
+
+    Raises:
+        ConfigurationError: an unknown name.
+    """
+    if given is None:
+        return PassThroughProfiler()
+    if not isinstance(given, str):
+        return given
+    if given.lower() not in _PROFILERS:
+        raise ConfigurationError(f"Got profiler={given!r}, expected one of {', '.join(_PROFILERS)}, or a profiler.")
+    profiler: Profiler = _PROFILERS[given.lower()]()
+    return profiler
