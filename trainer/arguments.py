@@ -13,7 +13,7 @@ from trainer.errors import ConfigurationError, UnsupportedError
 
 
 @dataclass
-class Limits:
+class RunLimits:
     """How much of everything to run. ``fast_dev_run`` overrides most of it.
 
     Attributes:
@@ -49,7 +49,7 @@ def parse_limits(
     val_check_interval: Any,
     check_val_every_n_epoch: int | None,
     num_sanity_val_steps: int | None,
-) -> Limits:
+) -> RunLimits:
     """The limits that these arguments mean, checked.
 
     Raises:
@@ -84,7 +84,7 @@ def parse_limits(
     )
     if overfit_batches:
         train = val = _amount(overfit_batches, "overfit_batches")
-    limits = Limits(
+    limits = RunLimits(
         max_epochs=max_epochs,
         max_steps=max_steps,
         train=train,

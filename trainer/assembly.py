@@ -62,14 +62,13 @@ def build_callbacks(
 
     refuse_twice("accumulate_grad_batches", accumulate_grad_batches, callbacks, GradientAccumulation)
     refuse_twice("gradient_clip_val", gradient_clip_val, callbacks, GradientClipping)
-    for enabled, kind, argument in (
-        (enable_progress_bar, AnyProgressBar, "enable_progress_bar"),
-        (enable_checkpointing, Checkpoint, "enable_checkpointing"),
+    for enabled, kind, name, argument in (
+        (enable_progress_bar, AnyProgressBar, "ProgressBar", "enable_progress_bar"),
+        (enable_checkpointing, Checkpoint, "ModelCheckpoint", "enable_checkpointing"),
     ):
         if enabled is False and not missing(kind):
-            found = next(type(callback).__name__ for callback in callbacks if isinstance(callback, kind))
             raise ConfigurationError(
-                f"Trainer was configured with `{argument}=False` but found `{found}` in callbacks list."
+                f"Trainer was configured with `{argument}=False` but found `{name}` in callbacks list."
             )
     if gradient_clip_algorithm not in (None, "norm", "value"):
         raise ConfigurationError(

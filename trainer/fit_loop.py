@@ -16,6 +16,7 @@ from trainer.data import TrainingBatches
 from trainer.engine import Engine
 from trainer.errors import ConfigurationError
 from trainer.hooks import NO_HOOKS, Hook, Hooks
+from trainer.limits import FitLimits
 from trainer.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.optimization import AccumulationWindow, Schedules, StepOutcome
 from trainer.precision.base import Precision
@@ -39,12 +40,7 @@ class FitLoop:
         progress: the counters.
         published: the metrics that callbacks and progress bars read.
         recorder: sends metrics to the loggers.
-        max_epochs: epochs to train in all; -1 for no limit.
-        min_epochs: epochs before ``should_stop`` is heeded.
-        max_steps: optimizer steps (skipped ones included) to take in all; -1 for no limit.
-        min_steps: optimizer steps before ``should_stop`` is heeded.
-        check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
-        log_every_n_steps: weight updates between two rows in the loggers; 0 for none.
+        limits: when to stop, to validate and to log.
     """
 
     def __init__(
@@ -57,12 +53,7 @@ class FitLoop:
         progress: FitProgress,
         published: PublishedMetrics,
         recorder: Recorder,
-        max_epochs: int,
-        min_epochs: int,
-        max_steps: int,
-        min_steps: int,
-        check_val_every_n_epoch: int | None,
-        log_every_n_steps: int,
+        limits: FitLimits,
     ) -> None:
         self.engine = engine
         self.precision = precision
@@ -72,15 +63,7 @@ class FitLoop:
         self.published = published
         self.recorder = recorder
         self.metrics = MetricStore(training=True)
-        # public knobs: stock callbacks and the tuner write them between batches
-        self.max_epochs = max_epochs
-        self.min_epochs = min_epochs
-        self.max_steps = max_steps
-        self.min_steps = min_steps
-        self.check_val_every_n_epoch = check_val_every_n_epoch
-        self.log_every_n_steps = log_every_n_steps
-        self.val_check_batch: float = float("inf")
-        self.should_stop = False
+        self.limits = limits
         self.outcome: StepOutcome | None = None
         self.grad_norm: Tensor | None = None
         self.has_updated = False
@@ -141,19 +124,20 @@ class FitLoop:
 
     def run(self) -> None:
         """Train until the last epoch, the last step, or until somebody sets ``should_stop``."""
-        if self.is_done() or not self.batches:
+        limits = self.limits
+        if limits.fit_is_done() or not self.batches:
             return
         self.hooks.on_train_start()
-        while not self.is_done():
+        while not limits.fit_is_done():
             self.start_epoch()
             for batch, batch_idx, is_last in self.batches:
                 self.train(batch, batch_idx, is_last)
                 if self.skips_epoch:
                     break
-                if self.validates_this_epoch and self.is_validation_due:
+                if self.validates_this_epoch and limits.validation_is_due():
                     self.run_validation()
                 self.close_batch()
-                if self.is_done_inside_epoch:
+                if limits.epoch_is_done():
                     break
             self.end_epoch()
         self.hooks.on_train_end()
@@ -163,8 +147,7 @@ class FitLoop:
         progress = self.progress
         self.skips_epoch = False
         self.window.reset()
-        every = self.check_val_every_n_epoch
-        self.validates_this_epoch = self.validate is not None and (every is None or (progress.epoch + 1) % every == 0)
+        self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
         self.batches.start_epoch(progress.epochs_trained, skip=progress.batches_this_epoch)
         if progress.batches_this_epoch == 0:
             self.hooks.on_train_epoch_start()
@@ -174,6 +157,8 @@ class FitLoop:
         progress = self.progress
         if self.window.is_open:
             self.close_window_early()
+        if self.skips_epoch:
+            self.schedules.advance("epoch", progress.epoch + 1)  # otherwise the last batch did this
         self.published.take(self.metrics.current())  # the last batch's, before the epoch's take their place
         self.metrics.end_epoch()
         progress.epochs_trained += 1
@@ -185,26 +170,11 @@ class FitLoop:
         progress.epoch += 1
         progress.batch_idx = -1
 
-    def is_done(self) -> bool:
-        """Whether no further epoch is to be trained."""
-        progress = self.progress
-        return (
-            (self.max_steps != -1 and progress.optimizer_steps >= self.max_steps)
-            or (self.max_epochs != -1 and progress.epochs_trained >= self.max_epochs)
-            or (self.should_stop and self.may_stop_early)
-        )
-
-    @property
-    def is_done_inside_epoch(self) -> bool:
-        """Whether to leave the epoch before its last batch."""
-        reached = self.max_steps != -1 and self.progress.optimizer_steps >= self.max_steps
-        return reached or (self.should_stop and self.may_stop_early)
-
-    @property
-    def may_stop_early(self) -> bool:
-        """Whether ``min_epochs`` and ``min_steps`` are met."""
-        progress = self.progress
-        return progress.epochs_trained >= self.min_epochs and progress.optimizer_steps >= self.min_steps
+    def run_validation(self) -> None:
+        """Validate, and come back as if nothing had happened."""
+        assert self.validate is not None
+        self.published.take(self.metrics.current())
+        self.validate()
 
     # --- one batch ------------------------------------------------------------------------------------------
 
@@ -219,7 +189,7 @@ class FitLoop:
             with self.precision.autocast():  # forward and loss; never the backward
                 output = self.training_step(batch, batch_idx)
             self.hooks.scope.enter(None)
-            loss = output if isinstance(output, Tensor) else self.loss_of(output)
+            loss = output if isinstance(output, Tensor) else loss_in(output, self.engine)
             if window.is_first:
                 self.clear_gradients()
             if loss is not None:
@@ -227,7 +197,7 @@ class FitLoop:
                 self.run_backward(self.scaler.scale(loss))
         if window.is_last and window.backwards:
             self.update_weights()
-        self.end_batch(self.outputs_of(loss, output), batch, batch_idx)
+        self.end_batch(outputs_of(loss, output), batch, batch_idx)
 
     def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
         """Count the batch, move it to the device, announce it. Returns it as it is on the device."""
@@ -244,27 +214,6 @@ class FitLoop:
         else:
             self.window.advance(self.batches.num_batches - batch_idx, is_last)
         return batch
-
-    def loss_of(self, output: Any) -> Tensor | None:
-        """The loss in what ``training_step`` returned.
-
-        None stands for "nothing to learn from this batch". On several processes that becomes a loss of zero, so
-        that the others' gradient synchronisation does not wait for ever.
-        """
-        if output is None:
-            return optimization.zero_loss(self.engine.model.parameters()) if self.engine.world_size > 1 else None
-        if not isinstance(output, Mapping):
-            raise ConfigurationError(
-                "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step"
-                f" will be skipped). Got {type(output).__name__}."
-            )
-        loss = output.get("loss")
-        if not isinstance(loss, Tensor):
-            raise ConfigurationError(
-                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
-                f" and hold a tensor. Got the keys {list(output)} and loss={loss!r}."
-            )
-        return loss
 
     def clear_gradients(self) -> None:
         """Forget the gradients of the last window: also those of a skipped step, whatever state it left them in."""
@@ -297,7 +246,7 @@ class FitLoop:
         self.hooks.on_train_batch_end(outputs, batch, batch_idx)
         progress.in_batch = False
         self.metrics.end_batch()
-        if closes_window and self.is_logging_due:
+        if closes_window and self.limits.logging_is_due():
             self.recorder.send(self.metrics.current().logger, progress.windows)
 
     def close_batch(self) -> None:
@@ -307,16 +256,6 @@ class FitLoop:
                 self.schedules.advance("step", self.progress.batches_this_epoch, on_plateau=True)
             self.progress.windows += 1
             self.progress.closing = False
-
-    @staticmethod
-    def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any]:
-        """What ``on_train_batch_end`` is given: the (normalised) loss without its graph, and a dict's other items."""
-        if loss is None or output is None:
-            return {}
-        if isinstance(output, Tensor):
-            return {"loss": loss.detach()}
-        rest = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
-        return {**rest, "loss": loss.detach()}
 
     # --- one weight update ----------------------------------------------------------------------------------
 
@@ -368,32 +307,41 @@ class FitLoop:
             self.update_weights()
         self.window.reset()
 
-    # --- validation and logging inside an epoch -------------------------------------------------------------
-
-    @property
-    def is_validation_due(self) -> bool:
-        """Whether to validate after this batch."""
-        progress = self.progress
-        if self.should_stop and self.may_stop_early:
-            return True
-        if self.val_check_batch == float("inf"):
-            return progress.is_last_batch
-        counts_over_epochs = self.check_val_every_n_epoch is None
-        number = progress.batches if counts_over_epochs else progress.batches_this_epoch
-        return number % self.val_check_batch == 0
-
-    def run_validation(self) -> None:
-        """Validate, and come back as if nothing had happened."""
-        assert self.validate is not None
-        self.published.take(self.metrics.current())
-        self.validate()
-
-    @property
-    def is_logging_due(self) -> bool:
-        """Whether the loggers get a row for this weight update."""
-        every = self.log_every_n_steps
-        return every > 0 and ((self.progress.windows + 1) % every == 0 or self.should_stop)
-
 
 def _as_it_is(value: Any, *_: Any) -> Any:
     return value
+
+
+def loss_in(output: Any, engine: Engine) -> Tensor | None:
+    """The loss in what ``training_step`` returned, if that is not the loss itself.
+
+    None stands for "nothing to learn from this batch". On several processes that becomes a loss of zero, so that
+    the others' gradient synchronisation does not wait for ever.
+
+    Raises:
+        ConfigurationError: something else than a tensor, a dict with one, or None.
+    """
+    if output is None:
+        return optimization.zero_loss(engine.model.parameters()) if engine.world_size > 1 else None
+    if not isinstance(output, Mapping):
+        raise ConfigurationError(
+            "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step"
+            f" will be skipped). Got {type(output).__name__}."
+        )
+    loss = output.get("loss")
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
+            f" and hold a tensor. Got the keys {list(output)} and loss={loss!r}."
+        )
+    return loss
+
+
+def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any]:
+    """What ``on_train_batch_end`` is given: the (normalised) loss without its graph, and a dict's other items."""
+    if loss is None or output is None:
+        return {}
+    if isinstance(output, Tensor):
+        return {"loss": loss.detach()}
+    rest = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+    return {**rest, "loss": loss.detach()}

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError
-from trainer.fit_loop import FitLoop
+from trainer.fit_loop import FitLoop, loss_in, outputs_of
 from trainer.optimization import needs_closure
 
 Closure = Callable[[], Any]
@@ -132,13 +132,13 @@ class ClosureOptimization:
             with loop.precision.autocast():
                 output = loop.training_step(batch, batch_idx)
             loop.hooks.scope.enter(None)
-            loss = loop.loss_of(output) if not isinstance(output, Tensor) else output
+            loss = output if isinstance(output, Tensor) else loss_in(output, loop.engine)
             if loop.window.is_first:
                 loop.clear_gradients()
             if loss is not None:
                 loss = loop.window.normalize(loss)
                 loop.run_backward(loop.scaler.scale(loss))
-            outputs.update(loop.outputs_of(loss, output))
+            outputs.update(outputs_of(loss, output))
             return loss
 
         with loop.engine.gradient_sync(loop.window.is_last):

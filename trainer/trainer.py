@@ -44,6 +44,7 @@ from trainer.errors import CheckpointError, ConfigurationError
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import Clip, FitLoop
 from trainer.hooks import Hooks
+from trainer.limits import FitLimits
 from trainer.metrics import PublishedMetrics, Recorder, to_scalars
 from trainer.optimization import AccumulationWindow, Schedules, StepOutcome, clip_gradients, needs_closure
 from trainer.precision.base import Precision
@@ -214,12 +215,15 @@ class Trainer(TrainerBase):
             scaler=self.scaler,
             window=AccumulationWindow(self._first_window(accumulate_grad_batches)),
             progress=self.progress,
-            max_epochs=self._default_max_epochs(limits),
-            min_epochs=min_epochs if min_epochs is not None else int(min_steps is not None),
-            max_steps=limits.max_steps,
-            min_steps=min_steps or 0,
-            check_val_every_n_epoch=limits.check_val_every_n_epoch,
-            log_every_n_steps=50 if log_every_n_steps is None else log_every_n_steps,
+            limits=FitLimits(
+                self.progress,
+                max_epochs=self._default_max_epochs(limits),
+                min_epochs=min_epochs if min_epochs is not None else int(min_steps is not None),
+                max_steps=limits.max_steps,
+                min_steps=min_steps or 0,
+                check_val_every_n_epoch=limits.check_val_every_n_epoch,
+                log_every_n_steps=50 if log_every_n_steps is None else log_every_n_steps,
+            ),
         )
         validation = EvalLoop("validation", **shared, fit_progress=self.progress)
         self.eval_loops = {
@@ -233,7 +237,7 @@ class Trainer(TrainerBase):
         self.test_loop = EvalLoopView(self, self.eval_loops[RunningStage.TESTING], RunningStage.TESTING)
         self.predict_loop = EvalLoopView(self, self.eval_loops[RunningStage.PREDICTING], RunningStage.PREDICTING)
         if fast_dev_run:
-            self.loop.log_every_n_steps = 1
+            self.loop.limits.log_every_n_steps = 1
             rank_zero_info(
                 f"Running in `fast_dev_run` mode: will run the requested loop using {int(fast_dev_run)} batch(es)."
                 " Logging and checkpointing is suppressed."
@@ -316,7 +320,7 @@ class Trainer(TrainerBase):
         return loop.predictions[0] if len(loop.predictions) == 1 else list(loop.predictions)
 
     def save_checkpoint(
-        self, filepath: str | Path, weights_only: bool | None = False, storage_options: Any = None
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
         """Write a checkpoint of this moment.
 
@@ -363,19 +367,19 @@ class Trainer(TrainerBase):
     def estimated_stepping_batches(self) -> int | float:
         """Weight updates that the whole fit will attempt, for schedules that need to know; inf where nobody does."""
         loop = self.loop
-        if loop.max_epochs == -1:
-            return float("inf") if loop.max_steps == -1 else loop.max_steps
+        if loop.limits.max_epochs == -1:
+            return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
         loaders = self.data.loaders(RunningStage.TRAINING)
         batches = 0 if loaders is None else loaders.num_batches()
         if batches == float("inf"):
-            return float("inf") if loop.max_steps == -1 else loop.max_steps
+            return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
         accumulation = self._first_callback(GradientAccumulation)
         sizes = (
             loop.window.batches if accumulation is None else accumulation.batches_in(epoch)
-            for epoch in range(max(loop.max_epochs, 1))
+            for epoch in range(max(loop.limits.max_epochs, 1))
         )
         steps = sum(math.ceil(batches / size) for size in sizes)
-        return steps if loop.max_steps == -1 else min(steps, loop.max_steps)
+        return steps if loop.limits.max_steps == -1 else min(steps, loop.limits.max_steps)
 
     # --- one run ----------------------------------------------------------------------------------------------
 
@@ -409,12 +413,13 @@ class Trainer(TrainerBase):
             datamodule, given = first, {}
         if datamodule is not None and any(loaders is not None for loaders in given.values()):
             raise ConfigurationError(
-                f"You cannot pass both dataloaders and a datamodule to `Trainer.{self.state.fn}`. Got"
+                f"You cannot pass both dataloaders and a datamodule to `Trainer.{self._function}`. Got"
                 f" {type(datamodule).__name__} and {sorted(stage.value for stage in given)} dataloaders."
             )
         if model is None and self.module is None:
             raise TypeError(
-                f"`Trainer.{self.state.fn}()` requires a `LightningModule` when it hasn't been passed in a previous run"
+                f"`Trainer.{self._function}()` requires a `LightningModule` when it hasn't been passed in a previous"
+                " run"
             )
         self.ckpt_path = self._resolve_ckpt_path(ckpt_path, model_given=model is not None)
         module = self.module = modules.as_module(model if model is not None else self.module)
@@ -503,7 +508,7 @@ class Trainer(TrainerBase):
             self._session.enter_context(torch.autograd.set_detect_anomaly(True))
         batches = TrainingBatches(self.data.loaders(RunningStage.TRAINING))
         self._prepare_evaluation(hooks, RunningStage.VALIDATING, inference_mode=False)
-        loop.val_check_batch = self._val_check_batch(batches)
+        loop.limits.val_check_batch = self._val_check_batch(batches)
         self.engine.adapter.clip = self._clip_by_hand
         loop.prepare(
             hooks=hooks,
@@ -526,11 +531,14 @@ class Trainer(TrainerBase):
     def _prepare_evaluation(self, hooks: Hooks, stage: RunningStage, inference_mode: bool) -> None:
         module, loop = self._module, self.eval_loops[stage]
         has_step = stage is RunningStage.PREDICTING or ordering.overrides(module, f"{loop.stage}_step")
+        loaders = self.data.loaders(stage) if has_step else None
+        if loaders is not None:
+            modules.verify_dataloader_idx(module, loop.stage, stage, loaders)
         loop.prepare(
             hooks=hooks,
             module=module,
             transfer=self._transfer(),
-            loaders=self.data.loaders(stage) if has_step else None,
+            loaders=loaders,
             inference_mode=inference_mode,
         )
 
@@ -666,6 +674,12 @@ class Trainer(TrainerBase):
         return self.module
 
     @property
+    def _function(self) -> str:
+        """Which of ``fit``, ``validate``, ``test`` and ``predict`` runs."""
+        assert self.state.fn is not None
+        return self.state.fn.value
+
+    @property
     def _may_infer(self) -> bool:
         """Whether evaluation may run in ``torch.inference_mode``, whose tensors gloo cannot send."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -688,7 +702,7 @@ class Trainer(TrainerBase):
 
     def _resolve_ckpt_path(self, given: str | Path | None, *, model_given: bool) -> str | Path | None:
         """The file that ``ckpt_path`` means; None for none."""
-        fn = self.state.fn
+        fn = self._function
         if given is None:
             if model_given:
                 return None
@@ -731,7 +745,7 @@ class Trainer(TrainerBase):
         accumulation = self._first_callback(GradientAccumulation)
         return (1 if given is None else given) if accumulation is None else accumulation.batches_in(0)
 
-    def _default_max_epochs(self, limits: arguments.Limits) -> int:
+    def _default_max_epochs(self, limits: arguments.RunLimits) -> int:
         if limits.max_epochs is not None:
             return limits.max_epochs
         if limits.max_steps != -1 or self._first_callback(Timer) is not None:

@@ -18,8 +18,8 @@ class ScalerCheckpoint(Callback):
     """Puts the scale and the growth tracker into every checkpoint, and restores them.
 
     On by default; where the loss is not scaled there is nothing to save. The settings (factors, interval, floor and
-    ceiling) are saved for the record; on restore the current ones win. One message says so when a checkpoint has no scaler state, or has
-    one that this run's precision does not need.
+    ceiling) are saved for the record; on restore the current ones win. One message says so when a checkpoint has no
+    scaler state, or has one that this run's precision does not need.
     """
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
 
+import torch
+
 from trainer.engine import Engine
 from trainer.errors import CheckpointError
 from trainer.progress import FitProgress
@@ -49,6 +51,10 @@ class Run(Protocol):
     def datamodule(self) -> Any:
         """The datamodule, or None."""
 
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """What schedules may watch. A live dict."""
+
 
 def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[str, Any]:
     """A checkpoint of this moment.
@@ -66,6 +72,7 @@ def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[
         OUR_KEY: {"format": FORMAT, "progress": progress.state_dict()},
     }
     if not weights_only:
+        checkpoint[OUR_KEY]["awaited"] = _awaited_metrics(run)
         states = ((callback.state_key, callback.state_dict()) for callback in run.callbacks)
         checkpoint["callbacks"] = {key: state for key, state in states if state}
         checkpoint["optimizer_states"] = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
@@ -171,3 +178,21 @@ def restore_training(
     engine.load_optimizer_states(checkpoint)
     for config, state in zip(engine.schedules, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
+    awaited = {name: torch.tensor(value) for name, value in (ours or {}).get("awaited", {}).items()}
+    if run.progress.batches_this_epoch:
+        run.callback_metrics.update(awaited)  # the epoch that is resumed will end, and want them
+        return
+    for config in engine.schedules:  # the checkpoint was written while the epoch ended, before their turn
+        waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
+        if waits and run.progress.epoch % config.frequency == 0:
+            run.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
+
+
+def _awaited_metrics(run: Run) -> dict[str, float]:
+    """What the schedules that watch a metric are going to read at the end of the epoch that runs; {} between epochs."""
+    progress = run.progress
+    if progress.epochs_trained == progress.epoch and not progress.batches_this_epoch:
+        return {}
+    metrics = run.callback_metrics
+    names = {str(config.monitor) for config in run.engine.schedules if config.reduce_on_plateau}
+    return {name: float(metrics[name]) for name in sorted(names & metrics.keys())}

@@ -256,46 +256,46 @@ class TrainerBase:
     @property
     def should_stop(self) -> bool:
         """Whether training is to end after the current batch."""
-        return self.loop.should_stop
+        return self.loop.limits.should_stop
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
-        self.loop.should_stop = stop
+        self.loop.limits.should_stop = stop
 
     @property
     def max_epochs(self) -> int:
         """Epochs to train in all; -1 for no limit."""
-        return self.loop.max_epochs
+        return self.loop.limits.max_epochs
 
     @property
     def min_epochs(self) -> int:
         """Epochs before ``should_stop`` is heeded."""
-        return self.loop.min_epochs
+        return self.loop.limits.min_epochs
 
     @property
     def max_steps(self) -> int:
         """Optimizer steps to take in all; -1 for no limit."""
-        return self.loop.max_steps
+        return self.loop.limits.max_steps
 
     @property
     def min_steps(self) -> int:
         """Optimizer steps before ``should_stop`` is heeded."""
-        return self.loop.min_steps
+        return self.loop.limits.min_steps
 
     @property
     def check_val_every_n_epoch(self) -> int | None:
         """Epochs between validations."""
-        return self.loop.check_val_every_n_epoch
+        return self.loop.limits.check_val_every_n_epoch
 
     @property
     def val_check_batch(self) -> float:
         """Batches between validations; inf for the end of the epoch."""
-        return self.loop.val_check_batch
+        return self.loop.limits.val_check_batch
 
     @property
     def log_every_n_steps(self) -> int:
         """Weight updates between two rows in the loggers."""
-        return self.loop.log_every_n_steps
+        return self.loop.limits.log_every_n_steps
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -431,14 +431,13 @@ class TrainerBase:
 
     @property
     def _logger_connector(self) -> Any:
-        loop, progress = self.loop, self.progress
-        every = loop.log_every_n_steps
+        progress = self.progress
 
         def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
             self.recorder.send(metrics, progress.windows if step is None else step, exact_step=step is not None)
 
         return SimpleNamespace(
-            should_update_logs=every > 0 and ((progress.windows + 1) % every == 0 or loop.should_stop),
+            should_update_logs=self.loop.limits.logging_is_due(),
             should_reset_tensors=lambda fx: False,
             log_metrics=log_metrics,
             _current_fx=None,

@@ -165,8 +165,9 @@ class DataSource:
         trainer, source = self._trainer, self._sources[stage]
         limit = getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
         training, fitting = stage is RunningStage.TRAINING, trainer.state.fn is TrainerFn.FITTING
-        if limit == 0 or (not training and not source.is_defined()):
-            return None  # training data that is not defined is asked for, which says what is missing
+        optional = fitting and not training
+        if limit == 0 or (optional and not source.is_defined()):
+            return None  # what is needed and not defined is asked for all the same: that says what is missing
         given = _request_dataloader(source)
         trainer.strategy.barrier(f"{stage.dataloader_prefix}_dataloader()")
         mode: Literal["max_size_cycle", "sequential"] = "max_size_cycle" if training else "sequential"

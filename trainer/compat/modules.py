@@ -8,11 +8,14 @@ from typing import Any
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.compat.data import refuse_dataloader_iter
+from trainer.data import Loaders
 from trainer.precision.base import Precision
 
 
@@ -30,6 +33,23 @@ def verify(trainer: Any, module: LightningModule) -> None:
     _verify_strategy_supports_compile(module, trainer.strategy)
     _verify_loop_configurations(trainer)
     refuse_dataloader_iter(module)
+
+
+def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStage, loaders: Loaders) -> None:
+    """Check that the module's evaluation methods take ``dataloader_idx`` where, and only where, there are several.
+
+    Args:
+        module: whose methods.
+        name: ``"validation"``, ``"test"`` or ``"predict"``.
+        stage: the stage they belong to, for the message.
+        loaders: the data of that stage.
+
+    Raises:
+        RuntimeError: one does not.
+    """
+    several = loaders.is_sequential and len(loaders.limits) > 1
+    methods = (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end")
+    _verify_dataloader_idx_requirement(methods, several, stage, module)
 
 
 def announce_device(trainer: Any, module: LightningModule) -> None:

@@ -116,23 +116,22 @@ class EpochLoopView:
     @property
     def max_steps(self) -> int:
         """Optimizer steps to take in all."""
-        return self._loop.max_steps
+        return self._loop.limits.max_steps
 
     @max_steps.setter
     def max_steps(self, steps: int) -> None:
-        self._loop.max_steps = steps
+        self._loop.limits.max_steps = steps
 
     @property
     def min_steps(self) -> int:
         """Optimizer steps before ``should_stop`` is heeded."""
-        return self._loop.min_steps
+        return self._loop.limits.min_steps
 
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open
 
     def _should_check_val_epoch(self) -> bool:
-        every = self._loop.check_val_every_n_epoch
-        return self._loop.validate is not None and (every is None or (self._loop.progress.epoch + 1) % every == 0)
+        return self._loop.validate is not None and self._loop.limits.epoch_validates()
 
 
 class FitLoopView:
@@ -153,21 +152,21 @@ class FitLoopView:
     @property
     def max_epochs(self) -> int:
         """Epochs to train in all."""
-        return self._loop.max_epochs
+        return self._loop.limits.max_epochs
 
     @max_epochs.setter
     def max_epochs(self, epochs: int) -> None:
-        self._loop.max_epochs = epochs
+        self._loop.limits.max_epochs = epochs
 
     @property
     def min_epochs(self) -> int:
         """Epochs before ``should_stop`` is heeded."""
-        return self._loop.min_epochs
+        return self._loop.limits.min_epochs
 
     @property
     def max_steps(self) -> int:
         """Optimizer steps to take in all."""
-        return self._loop.max_steps
+        return self._loop.limits.max_steps
 
     @property
     def max_batches(self) -> float:

@@ -1,0 +1,87 @@
+"""``trainer.fit_loop`` and its relatives show what Lightning's show, at every hook of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from tests.parity import Classifier, data, ours, run_both
+
+
+def quad(counts: Any) -> tuple[int, int, int, int]:
+    return counts.ready, getattr(counts, "started", 0), counts.processed, counts.completed
+
+
+class Looks(Callback):
+    """What the views say at each hook of interest."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def look(self, where: str, trainer: Any) -> None:
+        fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self.seen.append({
+            "where": where,
+            "batches that stepped": epoch._batches_that_stepped,
+            "global step": epoch.global_step,
+            "batch_idx": (fit.batch_idx, epoch.batch_idx),
+            "total_batch_idx": fit.total_batch_idx,
+            "started": (epoch.batch_progress.current.ready, epoch.batch_progress.total.ready),
+            "last": (epoch.batch_progress.is_last_batch, trainer.is_last_batch),
+            "epochs": (fit.epoch_progress.current.processed, fit.epoch_progress.current.completed),
+            "has run": epoch.val_loop._has_run,
+            "limits": (fit.max_batches, fit.max_epochs, fit.max_steps, epoch.min_steps),
+            "val": list(trainer.num_val_batches),
+        })  # fmt: skip
+
+    def on_train_start(self, trainer: Any, *args: Any) -> None:
+        self.look("train start", trainer)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.look("batch end", trainer)
+
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self.look("validation end", trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        self.look("epoch end", trainer)
+
+    def on_train_end(self, trainer: Any, *args: Any) -> None:
+        self.look("train end", trainer)
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {"max_epochs": 2},
+    {"max_epochs": 2, "accumulate_grad_batches": 3},
+    {"max_epochs": 1, "val_check_interval": 2},
+    {"max_steps": 5},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_the_views_agree_with_lightnings_loops(arguments: dict[str, Any]) -> None:
+    def scenario(make: Any) -> list[Any]:
+        looks = Looks()
+        make(callbacks=[looks], **arguments).fit(Classifier(), data(8), data(4))
+        return looks.seen
+
+    theirs, mine = run_both(scenario)
+    assert len(theirs) == len(mine)
+    for a, b in zip(theirs, mine, strict=True):
+        different = {key: (a[key], b[key]) for key in a if a[key] != b[key]}
+        assert not different, (a["where"], different)
+
+
+def test_what_callbacks_write_reaches_the_loop() -> None:
+    trainer = ours(max_epochs=5)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    assert (trainer.loop.max_epochs, trainer.loop.max_steps) == (2, 3)
+    assert (trainer.max_epochs, trainer.max_steps) == (2, 3)
+    trainer.accumulate_grad_batches = 4
+    assert trainer.loop.window.batches == 4
+    trainer.should_stop = True
+    assert trainer.loop.should_stop

@@ -1,0 +1,779 @@
+"""The Trainer: its arguments, and the life of a run from set-up to tear-down."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.parity import (
+    Classifier,
+    Learner,
+    RecordingLogger,
+    assert_same_weights,
+    data,
+    lightning,
+    lightnings_noise_ignored,
+    ours,
+)
+from trainer import Trainer
+from trainer.callbacks import GradientAccumulation, GradientClipping
+from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+class Batches(Callback):
+    """How many batches of each stage there were."""
+
+    def __init__(self) -> None:
+        self.train = self.val = self.test = self.predict = self.sanity = self.epochs = self.validations = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.train += 1
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.sanity_checking:
+            self.sanity += 1
+        else:
+            self.val += 1
+
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
+        self.validations += not trainer.sanity_checking
+
+    def on_test_batch_end(self, *args: Any) -> None:
+        self.test += 1
+
+    def on_predict_batch_end(self, *args: Any) -> None:
+        self.predict += 1
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.epochs += 1
+
+
+def count(module: Any = None, train: Any = None, val: Any = None, **arguments: Any) -> Batches:
+    """The batches of a fit, over 8 training and 6 validation batches unless said otherwise."""
+    batches = Batches()
+    callbacks = [batches, *arguments.pop("callbacks", [])]
+    trainer = ours(callbacks=callbacks, **{"max_epochs": 1, **arguments})
+    trainer.fit(module or Classifier(), train if train is not None else data(16), val if val is not None else data(12))
+    return batches
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+def test_the_arguments_are_lightnings() -> None:
+    theirs, mine = (inspect.signature(kind.__init__).parameters for kind in (LightningTrainer, Trainer))
+    assert set(mine) == set(theirs)
+    different = {name for name in mine if mine[name].default != theirs[name].default}
+    # None tells "not given" from "given as 1": it may not be given twice
+    assert different == {"accumulate_grad_batches"}
+
+
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict", "save_checkpoint"])
+def test_the_methods_have_lightnings_signatures(method: str) -> None:
+    theirs, mine = (inspect.signature(getattr(kind, method)).parameters for kind in (LightningTrainer, Trainer))
+    assert [(p.name, p.default, p.kind) for p in mine.values()] == [
+        (p.name, p.default, p.kind) for p in theirs.values()
+    ]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "barebones": ({"barebones": True}, UnsupportedError, "barebones=True.*not supported yet"),
+    "reload": ({"reload_dataloaders_every_n_epochs": 1}, UnsupportedError, "reload_dataloaders.*not supported yet"),
+    "registry": ({"model_registry": "a"}, UnsupportedError, "model_registry='a'.*not supported yet"),
+    "fsdp": ({"strategy": "fsdp"}, Exception, "fsdp|FSDP|Sharded"),
+    "deepspeed": ({"strategy": "deepspeed"}, Exception, "(?i)deepspeed|Sharded"),
+    "strategy": ({"strategy": "nonsense"}, ValueError, "nonsense"),
+    "accelerator": ({"accelerator": "nonsense"}, ValueError, "nonsense"),
+    "no gpu": ({"accelerator": "cuda"}, MisconfigurationException, "(?i)cuda|gpu"),
+    "devices": ({"devices": 0}, MisconfigurationException, "devices"),
+    "precision": ({"precision": "16-mixd"}, PrecisionError, "Did you mean '16-mixed'"),
+    "time as interval": ({"val_check_interval": "00:01:00:00"}, UnsupportedError, "of time are not supported"),
+    "max_epochs": ({"max_epochs": -2}, ConfigurationError, "`max_epochs` must be a non-negative integer or -1"),
+    "max_steps": ({"max_steps": -2}, ConfigurationError, "`max_steps` must be a non-negative integer or -1"),
+    "fast_dev_run": ({"fast_dev_run": -1}, ConfigurationError, "fast_dev_run=-1"),
+    "limit": ({"limit_train_batches": 1.5}, ConfigurationError, "invalid value 1.5 for limit_train_batches"),
+    "negative limit": ({"limit_val_batches": -1}, ConfigurationError, "limit_val_batches"),
+    "limit of a kind": ({"limit_test_batches": "3"}, ConfigurationError, "limit_test_batches='3'"),
+    "overfit": ({"overfit_batches": -0.5}, ConfigurationError, "overfit_batches"),
+    "sanity": ({"num_sanity_val_steps": -2}, ConfigurationError, "num_sanity_val_steps=-2"),
+    "every": ({"check_val_every_n_epoch": 0.5}, ConfigurationError, "should be an integer, found 0.5"),
+    "every None": ({"check_val_every_n_epoch": None}, ConfigurationError, "a whole number of batches"),
+    "every None, float": (
+        {"check_val_every_n_epoch": None, "val_check_interval": 0.5}, ConfigurationError, "a whole number of batches",
+    ),
+    "accumulation": ({"accumulate_grad_batches": 0}, ConfigurationError, "accumulate_grad_batches=0"),
+    "algorithm": (
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norms"}, ConfigurationError, "'norm' or 'value'",
+    ),
+    "negative clipping": ({"gradient_clip_val": -1.0}, ConfigurationError, "expected a number above 0"),
+    "clipping twice": (
+        {"gradient_clip_val": 1.0, "callbacks": [GradientClipping(1.0)]}, ConfigurationError, "they set the same thing",
+    ),
+    "accumulation twice": (
+        {"accumulate_grad_batches": 2, "callbacks": GradientAccumulation(2)}, ConfigurationError, "they set the same",
+    ),
+    "profiler": ({"profiler": "fast"}, ConfigurationError, "expected one of simple, advanced, pytorch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_at_construction(name: str) -> None:
+    arguments, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        ours(**arguments)
+
+
+def test_a_positional_argument_is_refused() -> None:
+    with pytest.raises(TypeError):
+        Trainer("cpu")  # type: ignore[misc]
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    with pytest.raises(TypeError, match="max_epoch"):
+        ours(max_epoch=1)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_steps": 5}, {"max_epochs": 3}, {"max_time": "00:00:01:00"},
+                                       {"max_epochs": -1, "max_steps": 4}, {"min_steps": 7}, {"fast_dev_run": 3}],
+                         ids=str)  # fmt: skip
+def test_the_limits_of_training_are_those_of_lightning(arguments: dict[str, Any]) -> None:
+    with lightnings_noise_ignored():
+        theirs, mine = lightning(**arguments), ours(**arguments)
+    for name in (
+        "max_epochs",
+        "min_epochs",
+        "max_steps",
+        "min_steps",
+        "num_sanity_val_steps",
+        "check_val_every_n_epoch",
+    ):
+        expected = getattr(theirs, name)
+        if expected is not None:  # Lightning fills in its defaults when fit starts, we when the Trainer is built
+            assert getattr(mine, name) == expected, name
+    with lightnings_noise_ignored():
+        theirs.fit(Learner(), [])
+    assert (mine.max_epochs, mine.min_epochs) == (theirs.max_epochs, theirs.min_epochs or 0)
+    for name in (
+        "limit_train_batches",
+        "limit_val_batches",
+        "limit_test_batches",
+        "val_check_interval",
+        "fast_dev_run",
+    ):
+        assert getattr(mine, name) == getattr(theirs, name), name
+
+
+def test_one_device_may_be_a_strategy_object() -> None:
+    trainer = Trainer(strategy=SingleDeviceStrategy(torch.device("cpu")), logger=False)
+    assert trainer.strategy.root_device == torch.device("cpu")
+    assert trainer.world_size == 1
+
+
+# --- how much is run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "train", "val", "validations"),
+    [
+        ({}, 8, 6, 1),
+        ({"max_epochs": 3}, 24, 18, 3),
+        ({"max_epochs": 0}, 0, 0, 0),
+        ({"max_steps": 11, "max_epochs": -1}, 11, 6, 1),
+        ({"max_steps": 3, "accumulate_grad_batches": 2}, 6, 0, 0),
+        ({"limit_train_batches": 3, "limit_val_batches": 2}, 3, 2, 1),
+        ({"limit_train_batches": 0.5, "limit_val_batches": 0.5}, 4, 3, 1),
+        ({"limit_train_batches": 0}, 0, 0, 0),
+        ({"limit_val_batches": 0}, 8, 0, 0),
+        ({"limit_train_batches": 100}, 8, 6, 1),
+        ({"fast_dev_run": True}, 1, 1, 1),
+        ({"fast_dev_run": 3}, 3, 3, 1),
+        ({"overfit_batches": 2}, 2, 2, 1),
+        ({"overfit_batches": 0.25}, 2, 1, 1),
+        ({"val_check_interval": 3}, 8, 12, 2),
+        ({"val_check_interval": 0.25}, 8, 24, 4),
+        ({"val_check_interval": 1.0}, 8, 6, 1),
+        ({"check_val_every_n_epoch": 2, "max_epochs": 5}, 40, 12, 2),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 5, "max_epochs": 2}, 16, 18, 3),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 12, "max_epochs": 3}, 24, 12, 2),
+    ],
+    ids=str,
+)
+def test_how_many_batches_run(arguments: dict[str, Any], train: int, val: int, validations: int) -> None:
+    seen = count(**arguments)
+    assert (seen.train, seen.val, seen.validations) == (train, val, validations)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(0, 0), (1, 1), (2, 2), (-1, 6), (100, 6), (None, 2)])
+def test_the_sanity_check(steps: Any, expected: int) -> None:
+    assert count(num_sanity_val_steps=steps).sanity == expected
+
+
+def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
+    logger = RecordingLogger()
+    trainer = Trainer(
+        accelerator="cpu", fast_dev_run=True, logger=logger, default_root_dir=tmp_path, enable_progress_bar=False
+    )
+    trainer.fit(Classifier(), data(4), data(4))
+    assert logger.rows == []
+    assert trainer.global_step == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overfit_batches_turns_shuffling_off() -> None:
+    class Remembers(Learner):
+        seen: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append(batch[0].clone())
+            return self.loss(batch)
+
+    with pytest.warns(UserWarning, match="but have shuffling enabled|shuffling"):
+        ours(max_epochs=2, overfit_batches=2).fit(Remembers(), data(16, shuffle=True))
+    first, second = Remembers.seen[:2], Remembers.seen[2:]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_an_interval_longer_than_the_epoch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`val_check_interval` \(20\) must be less than or equal"):
+        count(val_check_interval=20)
+
+
+def test_a_share_of_an_unknown_length_is_refused() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            yield from data(4)
+
+    with pytest.raises(ValueError, match="When using an IterableDataset"):
+        count(train=DataLoader(Stream(), batch_size=None), val_check_interval=0.5)
+
+
+def test_max_time_stops_the_run() -> None:
+    trainer = ours(max_epochs=-1, max_time={"seconds": 0})
+    assert any(isinstance(callback, Timer) for callback in trainer.callbacks)
+    trainer.fit(Learner(), data(16))
+    assert trainer.global_step == 0
+
+
+def test_should_stop_ends_after_the_batch_with_a_validation() -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.should_stop = trainer.global_step == 3
+
+    seen = count(callbacks=[Stop()], max_epochs=5)
+    assert (seen.train, seen.val, seen.epochs) == (3, 6, 1)
+    assert count(callbacks=[Stop()], max_epochs=5, min_epochs=2).train > 8
+
+
+def test_estimated_stepping_batches() -> None:
+    class Asks(Learner):
+        def configure_optimizers(self) -> Any:
+            self.estimate = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    def estimate(**arguments: Any) -> Any:
+        module = Asks()
+        trainer = ours(**{"max_epochs": 3, **arguments})
+        trainer.fit(module, data(20))  # 10 batches
+        if module.estimate != float("inf"):
+            assert trainer.global_step == module.estimate
+        return module.estimate
+
+    assert estimate() == 30
+    assert estimate(accumulate_grad_batches=4) == 9  # 4, 4 and 2 batches in each epoch
+    assert estimate(limit_train_batches=5, accumulate_grad_batches=2) == 9
+    assert estimate(max_steps=7) == 7
+    assert estimate(max_epochs=-1, max_steps=11) == 11
+    assert estimate(callbacks=[GradientAccumulation(schedule={0: 5, 1: 3, 2: 1})]) == 2 + 4 + 10
+
+
+def test_estimated_stepping_batches_agrees_with_lightning_on_whole_windows() -> None:
+    class Asks(Learner):
+        def configure_optimizers(self) -> Any:
+            self.estimate = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    estimates = []
+    for make in (lightning, ours):
+        module = Asks()
+        with lightnings_noise_ignored():
+            make(max_epochs=2, accumulate_grad_batches=5).fit(module, data(20))
+        estimates.append(module.estimate)
+    assert estimates == [4, 4]
+
+
+# --- one run after another ----------------------------------------------------------------------------------------
+
+
+def test_a_second_fit_goes_on_with_the_same_counters_and_the_same_scaler() -> None:
+    trainer, module = ours(max_epochs=1, precision="16-mixed"), Learner()
+    scaler = trainer.scaler
+    trainer.fit(module, data(8))
+    assert (trainer.current_epoch, trainer.global_step) == (1, 4)
+    trainer.fit(module, data(8))  # max_epochs is reached
+    assert (trainer.current_epoch, trainer.global_step) == (1, 4)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, data(8))
+    assert (trainer.current_epoch, trainer.global_step) == (3, 12)
+    assert trainer.scaler is scaler
+    assert scaler.state_dict()["_growth_tracker"] == 12
+
+
+def test_fit_then_evaluate() -> None:
+    trainer, module = ours(max_epochs=1), Classifier()
+    module.test_step = module.validation_step = lambda batch, batch_idx: module.log("x", module.loss(batch))  # type: ignore
+    trainer.fit(module, data(8), data(4, seed=1))
+    after_fit = {name: value.clone() for name, value in module.state_dict().items()}
+    (validated,) = trainer.validate(module, data(4, seed=1), verbose=False)
+    (tested,) = trainer.test(module, data(4, seed=1), verbose=False)
+    assert validated == tested
+    predictions = trainer.predict(module, data(4, seed=1))
+    assert predictions is not None
+    assert [tuple(p.shape) for p in predictions] == [(2, 3), (2, 3)]
+    assert torch.equal(predictions[0], module(next(iter(data(4, seed=1)))[0]))
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, after_fit[name])
+    assert (trainer.current_epoch, trainer.global_step) == (1, 4)
+
+
+def test_the_state_of_a_run() -> None:
+    seen: list[Any] = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, *args: Any) -> None:
+            seen.append((trainer.state.fn, trainer.state.status, trainer.training, trainer.validating))
+
+    trainer = ours(max_epochs=1, callbacks=[Look()])
+    assert (trainer.state.fn, trainer.state.status) == (None, TrainerStatus.INITIALIZING)
+    trainer.fit(Learner(), data(4))
+    assert seen == [(TrainerFn.FITTING, TrainerStatus.RUNNING, True, False)]
+    assert (trainer.state.fn, trainer.state.status, trainer.state.stage) == (
+        TrainerFn.FITTING, TrainerStatus.FINISHED, None,
+    )  # fmt: skip
+
+
+def test_no_module_at_all() -> None:
+    with pytest.raises(TypeError, match="requires a `LightningModule` when it hasn't been passed in a previous run"):
+        ours().validate(dataloaders=data(2))
+
+
+def test_something_that_is_no_lightning_module() -> None:
+    with pytest.raises(TypeError, match="must be a `LightningModule`"):
+        ours().fit(torch.nn.Linear(2, 2), data(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("missing", ["training_step", "configure_optimizers", "train_dataloader"])
+def test_what_a_module_must_have(missing: str) -> None:
+    class Bare(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+
+        if missing != "training_step":
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.layer(batch[0]).sum()
+
+        if missing != "configure_optimizers":
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(MisconfigurationException, match=missing):
+        ours(max_epochs=1).fit(Bare(), *([] if missing == "train_dataloader" else [data(2)]))
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_evaluating_without_the_step_or_the_data(function: str) -> None:
+    loader = {"validate": "val"}.get(function, function)
+    with pytest.raises(MisconfigurationException, match=f"`{loader}_dataloader` must be implemented"):
+        getattr(ours(), function)(Classifier())
+    if function != "predict":
+        with pytest.raises(MisconfigurationException, match="step"):
+            getattr(ours(), function)(Learner(), data(2))
+
+
+# --- exceptions ---------------------------------------------------------------------------------------------------
+
+
+class Told(Callback):
+    """What it is told about the end of a run."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.told.append((type(exception), trainer.state.status, trainer.state.stage is not None))
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.told.append("teardown")
+
+    def on_train_end(self, *args: Any) -> None:
+        self.told.append("train end")
+
+
+RAISING_HOOKS = [
+    "setup", "configure_model", "on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_epoch_start",
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end", "on_validation_start", "on_validation_batch_end", "on_validation_end", "on_train_epoch_end",
+    "on_train_end", "training_step", "validation_step", "configure_optimizers",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hook", RAISING_HOOKS)
+def test_an_exception_in_a_hook(hook: str) -> None:
+    class BrokenError(Exception):
+        pass
+
+    def raises(*args: Any, **kwargs: Any) -> Any:
+        raise BrokenError
+
+    told, logger = Told(), RecordingLogger()
+    module = Classifier()
+    if hasattr(module, hook):
+        module = type("Raises", (Classifier,), {hook: raises})()
+    else:
+        setattr(told, hook, raises)
+    trainer = ours(max_epochs=1, callbacks=[told], logger=logger)
+    with pytest.raises(BrokenError):
+        trainer.fit(module, data(4), data(4))
+    reported = [entry for entry in told.told if isinstance(entry, tuple)]
+    assert reported == [(BrokenError, TrainerStatus.INTERRUPTED, True)]
+    assert trainer.interrupted
+    assert trainer.state.stage is None
+    assert logger.status == ["failed"]
+    assert "log" not in vars(module)
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    # a Trainer whose run has failed can run again
+    trainer.fit_loop.max_epochs = 5
+    healthy = Classifier()
+    setattr(told, hook, getattr(Callback, hook, None)) if not hasattr(Classifier, hook) else None
+    if hasattr(Classifier, hook):
+        trainer.fit(healthy, data(4), data(4))
+        assert trainer.state.status is TrainerStatus.FINISHED
+
+
+def test_keyboard_interrupt_does_what_lightning_does() -> None:
+    class Interrupts(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1:
+                raise KeyboardInterrupt
+            return self.loss(batch)
+
+    ends = []
+    for make in (lightning, ours):
+        told, logger = Told(), RecordingLogger()
+        with lightnings_noise_ignored():
+            trainer = make(max_epochs=1, callbacks=[told], logger=logger)
+            kind: Any = None
+            try:
+                trainer.fit(Interrupts(), data(8))
+            except BaseException as error:
+                kind = type(error)
+        ends.append((kind, told.told[0], logger.status, trainer.global_step, trainer.interrupted))
+    assert ends[1][1:] == ends[0][1:]
+    assert ends[1][0] in (KeyboardInterrupt, SystemExit)
+    assert ends[0][0] is SystemExit  # Lightning exits the process with status 1; ours lets the interrupt through
+
+
+# --- data ---------------------------------------------------------------------------------------------------------
+
+
+class Data(LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append("setup " + stage)
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append("teardown " + stage)
+
+    def train_dataloader(self) -> Any:
+        return data(8)
+
+    def val_dataloader(self) -> Any:
+        return [data(4), data(2)]
+
+    def test_dataloader(self) -> Any:
+        return data(2)
+
+    def predict_dataloader(self) -> Any:
+        return data(2)
+
+
+def test_a_datamodule_by_keyword_or_in_the_place_of_the_dataloaders() -> None:
+    class TwoVal(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any: ...
+
+    for passed in ({"datamodule": Data()}, {"train_dataloaders": Data()}):
+        (datamodule,) = passed.values()
+        batches = Batches()
+        trainer = ours(max_epochs=1, callbacks=[batches])
+        trainer.fit(TwoVal(), **passed)
+        assert (batches.train, batches.val) == (4, 3)
+        assert trainer.datamodule is datamodule
+        assert datamodule.calls == ["prepare_data", "setup fit", "teardown fit"]
+    trainer.test(TwoVal(), datamodule, verbose=False)
+    trainer.predict(TwoVal(), datamodule)
+    assert (batches.test, batches.predict) == (1, 1)
+
+
+def test_a_datamodule_and_dataloaders_are_too_much() -> None:
+    with pytest.raises(ValueError, match=r"You cannot pass both dataloaders and a datamodule to `Trainer\.fit`"):
+        ours().fit(Classifier(), data(2), datamodule=Data())
+
+
+def test_dataloaders_from_the_modules_own_methods() -> None:
+    class Own(Classifier):
+        def train_dataloader(self) -> Any:
+            return data(6)
+
+        def val_dataloader(self) -> Any:
+            return data(2)
+
+    batches = Batches()
+    ours(max_epochs=1, callbacks=[batches]).fit(Own())
+    assert (batches.train, batches.val) == (3, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_collections_of_dataloaders() -> None:
+    shapes: list[Any] = []
+
+    class Any_(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            shapes.append(batch)
+            parts = batch.values() if isinstance(batch, dict) else batch
+            return sum(self.loss(part) for part in parts if part is not None)
+
+    def lengths(train: Any) -> int:
+        batches = Batches()
+        ours(max_epochs=1, callbacks=[batches]).fit(Any_(), train)
+        return batches.train
+
+    assert lengths({"a": data(8), "b": data(4)}) == 4
+    assert set(shapes[-1]) == {"a", "b"}
+    assert lengths([data(8), data(4)]) == 4
+    assert lengths(CombinedLoader([data(8), data(4)], "min_size")) == 2
+    assert lengths(CombinedLoader([data(8), data(4)], "max_size")) == 4
+    assert shapes[-1][1] is None
+    with pytest.raises(ValueError, match='CombinedLoader\\(mode="sequential"\\) for training'):
+        lengths(CombinedLoader([data(8), data(4)], "sequential"))
+
+
+def test_an_empty_dataloader_trains_nothing() -> None:
+    with pytest.warns(UserWarning, match="Total length of `DataLoader` across ranks is zero"):
+        assert count(Classifier(), DataLoader([]), limit_val_batches=0).train == 0
+
+
+def test_a_shuffled_validation_loader_warns() -> None:
+    with pytest.warns(UserWarning, match="sampler has shuffling enabled"):
+        count(val=data(4, shuffle=True))
+
+
+def test_something_that_cannot_be_iterated_is_refused() -> None:
+    with pytest.raises(TypeError, match="invalid dataloader"):
+        ours(max_epochs=1).fit(Learner(), 5)
+
+
+# --- flags --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [True, False, "warn"])
+def test_deterministic(given: Any) -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        ours(deterministic=given)
+        assert torch.are_deterministic_algorithms_enabled() is bool(given)
+        assert torch.is_deterministic_algorithms_warn_only_enabled() is (given == "warn")
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_benchmark(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not given)
+    ours(benchmark=given)
+    assert torch.backends.cudnn.benchmark is given
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_detect_anomaly_is_on_during_training_only() -> None:
+    seen: list[bool] = []
+
+    class Nan(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(torch.is_anomaly_enabled())
+            weight = self.net[0].weight
+            return (torch.sqrt(weight - weight) * 0).sum()  # the gradient is 0 * inf
+
+    with pytest.raises(RuntimeError, match="returned nan values"):
+        ours(max_epochs=1, detect_anomaly=True).fit(Nan(), data(4))
+    assert seen == [True]
+    assert not torch.is_anomaly_enabled()
+    ours(max_epochs=1).fit(Nan(), data(2))
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_inference_mode(given: bool) -> None:
+    seen: dict[str, tuple[bool, bool]] = {}
+
+    class Look(Classifier):
+        def look(self, name: str) -> None:
+            seen[name] = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.look("train")
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.look("validate in fit" if self.trainer.state.fn is TrainerFn.FITTING else "validate")
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.look("test")
+
+        def predict_step(self, batch: Any, batch_idx: int) -> None:
+            self.look("predict")
+
+    trainer, module = ours(max_epochs=1, inference_mode=given), Look()
+    trainer.fit(module, data(2), data(2))
+    trainer.validate(module, data(2))
+    trainer.test(module, data(2))
+    trainer.predict(module, data(2))
+    assert seen == {
+        "train": (False, True),
+        "validate in fit": (False, False),  # its tensors may meet those of training
+        **dict.fromkeys(("validate", "test", "predict"), (given, False)),
+    }
+
+
+@pytest.mark.parametrize("name", ["simple", "advanced"])
+def test_profilers_know_our_hooks(name: str, tmp_path: Path) -> None:
+    trainer = ours(max_epochs=1, profiler=name, default_root_dir=tmp_path, logger=False)
+    trainer.profiler.dirpath, trainer.profiler.filename = tmp_path, "profile"
+    trainer.fit(Classifier(), data(4), data(2))
+    (written,) = tmp_path.glob("*profile*")
+    text = written.read_text()
+    assert "[LightningModule]" in text or "[Callback]" in text
+    assert "on_train_batch_start" in text or "on_validation" in text
+
+
+class CountsSteps(Learner):
+    def __init__(self) -> None:
+        super().__init__(momentum=0.9)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss.detach())
+        return loss
+
+
+def test_a_compiled_module_is_accepted() -> None:
+    plain, compiled = CountsSteps(), CountsSteps()
+    ours(max_epochs=2).fit(plain, data(8))
+    trainer = ours(max_epochs=2)
+    trainer.fit(torch.compile(compiled, backend="eager"), data(8))  # type: ignore[arg-type]
+    assert trainer.lightning_module is compiled
+    assert_same_weights(plain, compiled)
+
+
+def test_a_module_compiled_in_place_is_used_compiled() -> None:
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(1)
+        return graph.forward
+
+    plain, compiled = Learner(), Learner()
+    ours(max_epochs=2).fit(plain, data(8))
+    compiled.net.compile(backend=backend)
+    ours(max_epochs=2).fit(compiled, data(8))
+    assert calls
+    assert_same_weights(plain, compiled)
+
+
+def test_modes_of_submodules_are_put_back_after_a_validation() -> None:
+    class Frozen(Classifier):
+        def on_train_start(self) -> None:
+            self.net[0].eval()
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            assert [part.training for part in self.net] == [False, True, True]
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert not any(part.training for part in self.modules())
+
+    ours(max_epochs=2).fit(Frozen(), data(4), data(4))
+
+
+def test_the_module_is_the_users_again_after_the_run() -> None:
+    module = Learner()
+    trainer = ours(max_epochs=1)
+    trainer.fit(module, data(4))
+    assert module.trainer is trainer
+    assert trainer.lightning_module is module
+    assert module.device == torch.device("cpu")
+    assert module._current_fx_name is None
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_validate_and_test(capsys: pytest.CaptureFixture[str]) -> None:
+    class Logs(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("loss", 0.5 + dataloader_idx)
+
+    trainer = ours()
+    trainer.validate(Logs(), [data(2), data(2)])
+    printed = capsys.readouterr().out
+    assert "Validate metric" in printed
+    assert "DataLoader 1" in printed
+    row = next(line for line in printed.splitlines() if "loss" in line)
+    assert [part.strip() for part in row.strip("│ ").split("│")] == ["loss", "0.5", "1.5"]
+    trainer.validate(Logs(), data(2), verbose=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_predictions() -> None:
+    trainer, module = ours(), Classifier()
+    one = trainer.predict(module, data(4))
+    assert one is not None
+    assert len(one) == 2
+
+    class Several(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+            return dataloader_idx
+
+    several = trainer.predict(Several(), [data(4), data(2)])
+    assert several is not None
+    assert several == [[0, 0], [1]]
+    with pytest.raises(RuntimeError, match="multiple `predict_dataloader`, but no `dataloader_idx` argument in"):
+        trainer.predict(module, [data(4), data(2)])
+    with pytest.raises(RuntimeError, match="only a single `predict_dataloader`, but have included `dataloader_idx`"):
+        trainer.predict(Several(), data(4))
+    assert trainer.predict(module, data(4), return_predictions=False) is None
+    assert not one[0].requires_grad

@@ -1,0 +1,82 @@
+"""When a fit stops, validates and logs."""
+
+from __future__ import annotations
+
+from trainer.progress import FitProgress
+
+
+class FitLimits:
+    """The public knobs of a fit, and what they mean at this point of it.
+
+    Stock callbacks and the tuner write the knobs between batches.
+
+    Args:
+        progress: the counters that everything here is compared with.
+        max_epochs: epochs to train in all; -1 for no limit.
+        min_epochs: epochs before ``should_stop`` is heeded.
+        max_steps: optimizer steps (skipped ones included) to take in all; -1 for no limit.
+        min_steps: optimizer steps before ``should_stop`` is heeded.
+        check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
+        log_every_n_steps: weight updates between two rows in the loggers; 0 for none.
+
+    Attributes:
+        val_check_batch: batches between validations within an epoch; inf for its end. Set when a run starts.
+        should_stop: whether training is to end after the current batch, if the minima are met.
+    """
+
+    def __init__(
+        self,
+        progress: FitProgress,
+        *,
+        max_epochs: int,
+        min_epochs: int = 0,
+        max_steps: int = -1,
+        min_steps: int = 0,
+        check_val_every_n_epoch: int | None = 1,
+        log_every_n_steps: int = 50,
+    ) -> None:
+        self.max_epochs = max_epochs
+        self.min_epochs = min_epochs
+        self.max_steps = max_steps
+        self.min_steps = min_steps
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        self.log_every_n_steps = log_every_n_steps
+        self.val_check_batch: float = float("inf")
+        self.should_stop = False
+        self._progress = progress
+
+    def fit_is_done(self) -> bool:
+        """Whether no further epoch is to be trained."""
+        trained_all = self.max_epochs != -1 and self._progress.epochs_trained >= self.max_epochs
+        return trained_all or self.epoch_is_done()
+
+    def epoch_is_done(self) -> bool:
+        """Whether to leave the current epoch before its last batch."""
+        stepped_all = self.max_steps != -1 and self._progress.optimizer_steps >= self.max_steps
+        return stepped_all or (self.should_stop and self.may_stop())
+
+    def may_stop(self) -> bool:
+        """Whether ``min_epochs`` and ``min_steps`` are met."""
+        progress = self._progress
+        return progress.epochs_trained >= self.min_epochs and progress.optimizer_steps >= self.min_steps
+
+    def epoch_validates(self) -> bool:
+        """Whether the current epoch is one with validation."""
+        every = self.check_val_every_n_epoch
+        return every is None or (self._progress.epoch + 1) % every == 0
+
+    def validation_is_due(self) -> bool:
+        """Whether to validate after the current batch of an epoch with validation."""
+        progress = self._progress
+        if self.should_stop and self.may_stop():
+            return True
+        if self.val_check_batch == float("inf"):
+            return progress.is_last_batch
+        counts_over_epochs = self.check_val_every_n_epoch is None
+        number = progress.batches if counts_over_epochs else progress.batches_this_epoch
+        return number % self.val_check_batch == 0
+
+    def logging_is_due(self) -> bool:
+        """Whether the loggers get a row for the current weight update."""
+        every = self.log_every_n_steps
+        return every > 0 and ((self._progress.windows + 1) % every == 0 or self.should_stop)
