@@ -294,16 +294,16 @@ def test_clear_gradients_is_zero_grad():
     assert other.grad is None
 
 
-def test_keeps_default_zero_grad():
+def test_zero_grad_of():
     class Own(torch.optim.SGD):
         def zero_grad(self, set_to_none=True):
             super().zero_grad(set_to_none)
 
     plain, patched = torch.optim.Adam(parameters_with([1.0])), torch.optim.Adam(parameters_with([1.0]))
     patched.zero_grad = lambda: None
-    assert optimization.keeps_default_zero_grad(plain)
-    assert not optimization.keeps_default_zero_grad(patched)
-    assert not optimization.keeps_default_zero_grad(Own(parameters_with([1.0]), lr=0.1))
+    assert optimization.zero_grad_of([plain]) is optimization.clear_gradients
+    for own in (patched, Own(parameters_with([1.0]), lr=0.1)):
+        assert optimization.zero_grad_of([plain, own]) is not optimization.clear_gradients
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

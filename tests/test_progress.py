@@ -75,7 +75,14 @@ def test_the_state_inside_an_epoch():
     restored = FitProgress(in_batch=True, closing=True, is_last_batch=True)
     restored.load_state_dict(state)
     assert restored == FitProgress(
-        epoch=3, epochs_trained=3, batch_idx=6, batches=37, optimizer_steps=18, skipped_steps=2, windows=18
+        epoch=3,
+        epochs_trained=3,
+        batch_idx=6,
+        batches=37,
+        batches_started=37,
+        optimizer_steps=18,
+        skipped_steps=2,
+        windows=18,
     )
     assert restored.batches_this_epoch == 7
 
@@ -85,4 +92,6 @@ def test_the_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
     progress = FitProgress(epoch=3, epochs_trained=4, batch_idx=9, batches=40, optimizer_steps=20, windows=20)
     restored = FitProgress()
     restored.load_state_dict(progress.state_dict())
-    assert restored == FitProgress(epoch=4, epochs_trained=4, batch_idx=-1, batches=40, optimizer_steps=20, windows=20)
+    assert restored == FitProgress(
+        epoch=4, epochs_trained=4, batch_idx=-1, batches=40, batches_started=40, optimizer_steps=20, windows=20
+    )

@@ -40,7 +40,6 @@ def build_callbacks(
     enable_checkpointing: bool | None,
     enable_model_summary: bool | None,
     enable_progress_bar: bool | None,
-    scales_loss: bool,
     writes_logs: bool,
 ) -> list[Any]:
     """The user's callbacks, those that short-form arguments stand for, and the defaults.
@@ -49,7 +48,6 @@ def build_callbacks(
         given: the user's.
         accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, max_time: short forms.
         enable_checkpointing, enable_model_summary, enable_progress_bar: False leaves the default out.
-        scales_loss: whether there is a scaler state to keep.
         writes_logs: whether a picture of the curves belongs beside the logs.
 
     Raises:
@@ -82,7 +80,7 @@ def build_callbacks(
     if max_time is not None and missing(Timer):
         callbacks.append(Timer(max_time))
     defaults: list[tuple[bool, type, type]] = [
-        (scales_loss, ScalerCheckpoint, ScalerCheckpoint),
+        (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
         (enable_progress_bar is not False, AnyProgressBar, ProgressBar),
         (enable_model_summary is not False, ModelSummary, ModelSummary),
         (writes_logs, Curves, Curves),

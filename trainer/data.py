@@ -91,7 +91,7 @@ class Transfer:
 
     Args:
         device: where to.
-        convert: what the precision does to a batch beforehand (``Precision.convert_batch``).
+        convert: what the precision does to a batch beforehand (``Precision.convert_batch``); None for nothing.
         move: moves any collection of tensors: (batch, device).
         before, transfer, after: the user's ``on_before_batch_transfer(batch, dataloader_idx)``,
             ``transfer_batch_to_device(batch, device, dataloader_idx)`` and ``on_after_batch_transfer``; each None
@@ -101,7 +101,7 @@ class Transfer:
     def __init__(
         self,
         device: torch.device,
-        convert: Callable[[Batch], Batch],
+        convert: Callable[[Batch], Batch] | None,
         move: Callable[[Batch, torch.device], Batch],
         before: Callable[..., Batch] | None = None,
         transfer: Callable[..., Batch] | None = None,
@@ -116,7 +116,8 @@ class Transfer:
 
     def __call__(self, batch: Batch, dataloader_idx: int = 0) -> Batch:
         """``batch`` as the step function gets it."""
-        batch = self._convert(batch)
+        if self._convert is not None:
+            batch = self._convert(batch)
         if self._before is not None:
             batch = self._before(batch, dataloader_idx)
         if self._transfer is not None:
@@ -130,6 +131,11 @@ class Transfer:
 
 def _is_on(batch: Batch, device: torch.device) -> bool:
     """Whether a batch of the commonest kinds (a tensor, a list or tuple of tensors) is on the device already."""
-    if type(batch) in (list, tuple):
-        return all(type(item) is Tensor and item.device == device for item in batch)
-    return type(batch) is Tensor and batch.device == device
+    if type(batch) is Tensor:
+        return bool(batch.device == device)
+    if type(batch) not in (list, tuple):
+        return False
+    for item in batch:  # not all(...): a generator costs more than the look
+        if type(item) is not Tensor or item.device != device:
+            return False
+    return True

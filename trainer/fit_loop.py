@@ -81,6 +81,7 @@ class FitLoop:
         self.training_step: Callable[..., Any] = _as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
+        self.zero_grad: Callable[[Optimizer], None] = optimization.clear_gradients
 
     def prepare(
         self,
@@ -119,6 +120,7 @@ class FitLoop:
         self.training_step = self.engine.step_function("training_step")
         self.backward = hooks.override_of("backward")
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
+        self.zero_grad = optimization.zero_grad_of(optimizers)
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
@@ -204,6 +206,7 @@ class FitLoop:
         progress = self.progress
         batch = self.transfer(batch)
         progress.batch_idx = batch_idx
+        progress.batches_started += 1
         progress.is_last_batch = is_last
         progress.in_batch = True
         self.has_updated = False
@@ -221,10 +224,8 @@ class FitLoop:
             self.hooks.on_before_zero_grad(optimizer)
             if self.optimizer_zero_grad is not None:
                 self.optimizer_zero_grad(self.progress.epoch, self.progress.batch_idx, optimizer)
-            elif optimization.keeps_default_zero_grad(optimizer):
-                optimization.clear_gradients(optimizer)
             else:
-                optimizer.zero_grad()
+                self.zero_grad(optimizer)
 
     def run_backward(self, loss: Tensor) -> None:
         """Add the gradients of the scaled loss to those of the window's earlier batches."""
@@ -263,7 +264,8 @@ class FitLoop:
         """Step every optimizer on the mean gradient of the window."""
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)  # gradients are in true units from here on
-            self.window.correct_gradients(optimizer)
+            if self.window.is_short:
+                self.window.correct_gradients(optimizer)
             self.expose_gradients(optimizer)
             self.scaler.step(optimizer)  # leaves the weights alone when a gradient is not finite
             self.progress.optimizer_steps += 1
@@ -278,11 +280,9 @@ class FitLoop:
 
     def settle(self, stepped: tuple[int, ...]) -> None:
         """Find out what became of the update, adjust the scale (once, however many optimizers), tell everybody."""
-        scaler = self.scaler
-        skipped = scaler.read_skipped()  # a host-device synchronisation with a fused optimizer on a GPU
-        scale = scaler.current_scale
-        scaler.update()
-        outcome = self.outcome = StepOutcome(skipped, scale, scaler.current_scale, self.grad_norm, stepped)
+        # a host-device synchronisation with a fused optimizer on a GPU
+        skipped, scale, next_scale = self.scaler.settle()
+        outcome = self.outcome = StepOutcome(skipped, scale, next_scale, self.grad_norm, stepped)
         self.grad_norm = None
         self.has_updated = not skipped
         self.progress.skipped_steps += skipped

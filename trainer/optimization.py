@@ -91,13 +91,18 @@ class AccumulationWindow:
         """This batch's share of the window's mean loss."""
         return loss if self.size == 1 else loss / self.size
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the window had fewer backward passes than its losses were divided by."""
+        return self.backwards != self.size
+
     def correct_gradients(self, optimizer: Optimizer) -> None:
         """Make the accumulated gradients the mean over the backward passes there were.
 
         They were divided by ``size``; the window had fewer where ``training_step`` returned None, or where a
         loader of unknown length ended early. Expects unscaled gradients.
         """
-        if self.backwards == self.size or self.backwards == 0:
+        if not self.is_short or self.backwards == 0:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_mul_(gradients, self.size / self.backwards)
@@ -178,9 +183,14 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def keeps_default_zero_grad(optimizer: Optimizer) -> bool:
-    """Whether ``clear_gradients`` may stand in for this optimizer's ``zero_grad``."""
-    return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
+def zero_grad_of(optimizers: Iterable[Optimizer]) -> Callable[[Optimizer], None]:
+    """What clears the gradients of these: ``clear_gradients``, unless one has a ``zero_grad`` of its own."""
+    default = all(type(o).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(o) for o in optimizers)
+    return clear_gradients if default else _zero_grad
+
+
+def _zero_grad(optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -20,6 +20,7 @@ class FitProgress:
             runs, which is where checkpoints are written. The fit loop, after an epoch's last batch.
         batch_idx: zero-based index, within the epoch, of the batch that is being trained or was trained last;
             -1 before an epoch's first. The fit loop, when a batch starts.
+        batches_started: batches started, over all epochs. The fit loop, when a batch starts.
         batches: batches trained, over all epochs. The fit loop, before ``on_train_batch_end``.
         optimizer_steps: optimizer steps attempted, skipped ones included, each optimizer counted;
             ``trainer.global_step``. The fit loop, at each step of an optimizer.
@@ -34,6 +35,7 @@ class FitProgress:
     epoch: int = 0
     epochs_trained: int = 0
     batch_idx: int = -1
+    batches_started: int = 0
     batches: int = 0
     optimizer_steps: int = 0
     skipped_steps: int = 0
@@ -63,7 +65,7 @@ class FitProgress:
         """Go on from what ``state_dict`` returned."""
         self.epoch = self.epochs_trained = state["epoch"]
         self.batch_idx = state["batch_idx"]
-        self.batches = state["batches"]
+        self.batches = self.batches_started = state["batches"]
         self.optimizer_steps = state["optimizer_steps"]
         self.skipped_steps = state["skipped_steps"]
         self.windows = state["windows"]

@@ -196,7 +196,6 @@ class Trainer(TrainerBase):
             enable_checkpointing=enable_checkpointing,
             enable_model_summary=enable_model_summary,
             enable_progress_bar=enable_progress_bar,
-            scales_loss=self.scaler.is_enabled(),
             writes_logs=logger is not False and not fast_dev_run,
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
@@ -543,9 +542,11 @@ class Trainer(TrainerBase):
         )
 
     def _transfer(self) -> Transfer:
+        plugin = self.engine.adapter.plugin
+        converts = type(plugin).convert_batch is not Precision.convert_batch
         return Transfer(
             self.engine.device,
-            self.engine.adapter.plugin.convert_batch,
+            plugin.convert_batch if converts else None,
             move_data_to_device,
             self.data.transfer_hook("on_before_batch_transfer"),
             self.data.transfer_hook("transfer_batch_to_device"),
@@ -597,10 +598,9 @@ class Trainer(TrainerBase):
         """A few validation batches before training, so that a mistake there shows now and not after an epoch."""
         loop, hooks = self.eval_loops[RunningStage.SANITY_CHECKING], self._hooks
         assert hooks is not None
-        validates = self.limit_val_batches and self.data.is_defined(RunningStage.VALIDATING)
-        if not validates or not ordering.overrides(self._module, "validation_step"):
+        if not self.enable_validation or not self.num_sanity_val_steps:
             return
-        if not self.num_sanity_val_steps or self.progress.batches_this_epoch:  # the latter: resumed inside an epoch
+        if self.progress.batches_this_epoch:  # resumed inside an epoch
             return
         with isolate_rng():  # also from what making the dataloaders draws
             self.state.stage, loop.sanity_checking = RunningStage.SANITY_CHECKING, True

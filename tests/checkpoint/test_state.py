@@ -422,7 +422,7 @@ STOCK: dict[str, tuple[Any, dict[str, Any]]] = {
     "monitor": (lambda folder: [ModelCheckpoint(folder, monitor="val_loss", save_top_k=2)], {"max_epochs": 5}),
     "names, last": (
         lambda folder: [
-            ModelCheckpoint(folder, monitor="val_loss", save_last=True, filename="{epoch}-{step}-{val_loss:.1f}-{loss:.2f}")
+            ModelCheckpoint(folder, monitor="val_loss", save_last=True, filename="{epoch}-{val_loss:.1f}-{loss:.2f}")
         ],
         {"max_epochs": 4},
     ),

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.compat.callbacks import overrides
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
 from trainer.compat.logging import ModuleLog, ResultsView
@@ -226,7 +227,9 @@ class TrainerBase:
     @property
     def enable_validation(self) -> bool:
         """Whether a fit validates."""
-        return self.loop.validate is not None
+        if self.module is None or not self.limit_val_batches:
+            return False
+        return self.data.is_defined(RunningStage.VALIDATING) and overrides(self.module, "validation_step")
 
     def _limits(self, stage: RunningStage) -> list[float]:
         loaders = self.data.loaders(stage) if self.data.is_ready(stage) else None

@@ -241,7 +241,8 @@ class ResultsView:
 
     def log(self, fx: str, name: str, value: Any, *, sync_dist_fn: Any = None, metric_attribute: Any = None,
             **options: Any) -> None:  # fmt: skip
-        """Lightning has checked and completed the arguments already."""
+        """Lightning has checked and completed the arguments already: ``logger`` is True where nobody said."""
+        options["logger"] = None if options.get("logger") else False
         self._log(name, value, **options)
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:

@@ -64,7 +64,7 @@ def progress_from(loops: dict[str, Any], progress: FitProgress) -> None:
     epochs_trained = fit["epoch_progress"]["current"]["processed"]
     inside_epoch = fit["epoch_progress"]["current"]["started"] > epochs_trained
     progress.epochs_trained = progress.epoch = epochs_trained
-    progress.batches = batches["total"]["processed"]
+    progress.batches = progress.batches_started = batches["total"]["processed"]
     progress.batch_idx = batches["current"]["processed"] - 1 if inside_epoch else -1
     progress.optimizer_steps = automatic["completed"] + manual["completed"]
     progress.windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)

@@ -30,9 +30,9 @@ def as_module(model: Any) -> LightningModule:
 
 def verify(trainer: Any, module: LightningModule) -> None:
     """Check that the module and the Trainer's settings go together, before anything is set up."""
+    refuse_dataloader_iter(module)
     _verify_strategy_supports_compile(module, trainer.strategy)
     _verify_loop_configurations(trainer)
-    refuse_dataloader_iter(module)
 
 
 def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStage, loaders: Loaders) -> None:

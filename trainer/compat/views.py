@@ -36,7 +36,7 @@ class BatchProgressView:
     def total(self) -> SimpleNamespace:
         """Counts over all epochs."""
         progress = self._loop.progress
-        return _counts(progress.batches, progress.batches - progress.in_batch)
+        return _counts(progress.batches_started, progress.batches_started - progress.in_batch)
 
 
 class EvalLoopView:
@@ -106,7 +106,7 @@ class EpochLoopView:
     @property
     def total_batch_idx(self) -> int:
         """Zero-based index of the current batch over all epochs."""
-        return self._loop.progress.batches - (0 if self._loop.progress.in_batch else 1)
+        return self._loop.progress.batches_started - 1
 
     @property
     def batch_idx(self) -> int:

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from trainer.errors import PrecisionError
 
+_UNSCALED = (False, 1.0, 1.0)
+
 
 class LossScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler``; its arguments and methods keep torch's meaning, except for the above.
@@ -96,7 +98,7 @@ class LossScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """``optimizer.step()``, unless one of its gradients is not finite, or it has none at all."""
         if not self._enabled:
-            return _step(optimizer, *args, **kwargs)
+            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
         self.unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         found_inf = state["found_inf_per_device"]
@@ -126,6 +128,18 @@ class LossScaler(torch.amp.GradScaler):
         self.read_skipped()  # before torch adds the answers up in place
         super().update(new_scale)
         self._follow_update(new_scale)
+
+    def settle(self) -> tuple[bool, float, float]:
+        """End a weight update: find out whether it was skipped, and adjust the scale.
+
+        Returns:
+            Whether a step was skipped, the scale it was computed with, and the scale from now on.
+        """
+        if not self._enabled:
+            return _UNSCALED
+        skipped, scale = self.read_skipped(), self._host_scale
+        self.update()
+        return skipped, scale, self._host_scale
 
     def read_skipped(self) -> bool:
         """Whether any step since the last ``update`` was skipped.
@@ -184,7 +198,7 @@ class LossScaler(torch.amp.GradScaler):
         if any(found_inf.item() for found_inf in optimizer_state["found_inf_per_device"].values()):
             self.skipped = True
             return None
-        return _step(optimizer, *args, **kwargs)
+        return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
     def _expect_no_gradients(self, optimizer: Optimizer) -> None:
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -253,11 +267,6 @@ def _without_momentum(optimizer: Optimizer) -> list[torch.Tensor]:
         for parameter in group["params"]
         if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
     ]
-
-
-def _step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-    result: float | None = optimizer.step(*args, **kwargs)
-    return result
 
 
 def _expect(holds: bool, name: str, given: object, expected: str) -> None:
