@@ -416,6 +416,9 @@ class Improves(Classifier):
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
+    def on_train_epoch_end(self) -> None:
+        self.log("at_the_end", self.SEQUENCE[self.current_epoch])
+
 
 STOCK: dict[str, tuple[Any, dict[str, Any]]] = {
     "default": (lambda folder: [ModelCheckpoint(folder)], {"max_epochs": 2}),
@@ -453,6 +456,13 @@ STOCK: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda folder: [ModelCheckpoint(folder), EarlyStopping("loss_epoch", stopping_threshold=10.0)],
         {"max_epochs": 8, "min_epochs": 3},
     ),
+    "a metric of the module's on_train_epoch_end": (
+        lambda folder: [
+            EarlyStopping("at_the_end", patience=1, check_on_train_epoch_end=True),
+            ModelCheckpoint(folder, monitor="at_the_end", save_on_train_epoch_end=True),
+        ],
+        {"max_epochs": 8},
+    ),
     "weights only": (lambda folder: [ModelCheckpoint(folder, save_weights_only=True)], {"max_epochs": 2}),
     "two": (
         lambda folder: [
@@ -473,7 +483,7 @@ def test_stock_callbacks_write_the_same_files_and_stop_in_the_same_epoch(tmp_pat
         with lightnings_noise_ignored():
             trainer = make(callbacks=callbacks, enable_checkpointing=True, default_root_dir=folder, **arguments)
             trainer.fit(Improves(), data(8), data(2, seed=1))
-        first = callbacks[0]
+        first = trainer.checkpoint_callback
         seen.append({
             "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
             "best": Path(first.best_model_path).name,

@@ -127,7 +127,10 @@ def _import(module: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         if error.name == module:
             return None
-        raise  # the module is there, and something it imports is not
+        raise UsageError(
+            f"{module} needs the package {error.name}, which is not installed. What our recipes need:"
+            " pip install 'amp-trainer[recipes]'."
+        ) from error
 
 
 def _refuse_dangerous(name: str, target: str, key: str) -> None:
