@@ -123,5 +123,5 @@ def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
     write(tmp_path, {"broken_module.py": "import a_package_nobody_has\n"})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(ModuleNotFoundError, match="a_package_nobody_has"):
+    with pytest.raises(UsageError, match="a_package_nobody_has"):
         build({"_target_": "broken_module.Thing"})
