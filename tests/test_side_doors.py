@@ -262,6 +262,45 @@ def test_a_forward_after_a_step_sees_the_new_weights(tmp_path, precision):
     assert_equal_nets(ours, theirs)
 
 
+def test_a_forward_after_a_step_with_a_closure_sees_the_new_weights(tmp_path):
+    class Closing(Manual):
+        def training_step(self, batch, batch_idx):
+            def closure():
+                self.optimizers().zero_grad()
+                self.manual_backward(loss_of(self.net, batch))
+
+            self.optimizers().step(closure=closure)
+            return loss_of(self.net, batch)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(4)
+    _, trace = fit_and_watch(tmp_path, Closing(ours), batches, precision="bf16-mixed")
+    optimizer, expected = sgd(theirs.parameters()), []
+    for batch in batches:
+        optimizer.zero_grad()
+        with forward_context("bf16-mixed"):
+            loss = loss_of(theirs, batch)
+        loss.backward()
+        optimizer.step()
+        with forward_context("bf16-mixed"):
+            expected.append(loss_of(theirs, batch).item())
+    assert trace.losses == expected
+
+
+def test_a_norm_belongs_to_the_step_it_was_measured_in(tmp_path):
+    norms = []
+
+    class Sometimes(Manual):
+        def around_step(self, optimizer):
+            if self.trainer.is_last_batch:
+                self.clip_gradients(optimizer, gradient_clip_val=0.3)
+
+        def on_train_batch_end(self, *args):
+            norms.append(self.trainer.step_outcome.grad_norm)
+
+    fit_and_watch(tmp_path, Sometimes(), make_batches(2), max_epochs=2)
+    assert [norm is None for norm in norms] == [True, False, True, False]
+
+
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused"])

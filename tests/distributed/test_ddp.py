@@ -7,6 +7,7 @@ saw comes back in a file.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,11 +29,17 @@ def run(folder: Path, launcher: str, *, fails: bool = False) -> tuple[str, Path]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *(torchrun if launcher == "torchrun" else []), *script]
     inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
-    done = subprocess.run(
-        command, env={**inherited, "OMP_NUM_THREADS": "1"}, cwd=folder, timeout=TIMEOUT, capture_output=True, text=True
-    )
-    output = done.stdout + done.stderr
-    assert (done.returncode != 0) is fails, output[-4000:]
+    environment = {**inherited, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, env=environment, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the other rank too
+            raise
+    assert (process.returncode != 0) is fails, output[-4000:]
     return output, folder
 
 
