@@ -666,3 +666,9 @@ def test_lbfgs_is_refused_at_set_up_where_the_loss_is_scaled(tmp_path, kind):
     with pytest.raises(ConfigurationError, match=message):
         trainer.fit(Looking(make_net(), lbfgs), loader_of(make_batches(1)))
     assert started == []
+
+
+def test_lbfgs_takes_no_windows(tmp_path):
+    trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
+    with pytest.raises(ConfigurationError, match="LBFGS with accumulate_grad_batches=2, expected 1"):
+        trainer.fit(Regression(make_net(), lbfgs), loader_of(make_batches(2)))

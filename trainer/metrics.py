@@ -55,13 +55,14 @@ class LoggedValue:
     float64 for float64 values; bfloat16 and float16 values lose nothing further (Lightning #18620).
     """
 
-    __slots__ = ("_pending", "_reduce", "_total", "_weight", "_weights", "dataloader_idx", "has_value", "hook",
+    __slots__ = ("_pending", "_reduce", "_total", "_weight", "_weights", "asked", "dataloader_idx", "has_value", "hook",
                  "metric", "name", "options", "step_value")  # fmt: skip
 
     def __init__(self, hook: str, name: str, options: LogOptions, dataloader_idx: int | None, reduce: Reduce) -> None:
         self.hook = hook
         self.name = name
         self.options = options
+        self.asked: object = None  # what the first call asked for, for whoever compares the others with it
         self.dataloader_idx = dataloader_idx
         self.metric: MetricObject | None = None
         self.step_value: Tensor | None = None

@@ -40,7 +40,7 @@ class ManualOptimization:
     def __init__(self, loop: FitLoop) -> None:
         self._loop = loop
         self._stepped: list[Optimizer] = []
-        _refuse_scaled_closures(loop)
+        _refuse_impossible_closures(loop)
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """``training_step`` does everything; then the scale is adjusted once for all the steps it took."""
@@ -106,8 +106,8 @@ class ClosureOptimization:
         wrapped: the optimizers in the form the module knows them in (Lightning's wrappers).
 
     Raises:
-        ConfigurationError: an optimizer evaluates the loss several times a step and the loss is scaled: an
-            overflow in one of the evaluations could not be undone.
+        ConfigurationError: an optimizer evaluates the loss several times a step, and the loss is scaled (an
+            overflow in one of the evaluations could not be undone) or gradients are accumulated.
     """
 
     def __init__(self, loop: FitLoop, optimizer_step: Callable[..., Any], wrapped: list[Any]) -> None:
@@ -115,7 +115,7 @@ class ClosureOptimization:
         self._optimizer_step = optimizer_step
         self._wrapped = wrapped
         self._stepped: list[Optimizer] = []
-        _refuse_scaled_closures(loop)
+        _refuse_impossible_closures(loop)
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """Inside a window evaluate the closure; at its end hand it to ``optimizer_step``."""
@@ -157,13 +157,19 @@ class ClosureOptimization:
         return result
 
 
-def _refuse_scaled_closures(loop: FitLoop) -> None:
+def _refuse_impossible_closures(loop: FitLoop) -> None:
     greedy = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
     if greedy and loop.scaler.is_enabled():
         raise ConfigurationError(
             f"Got the optimizer {greedy[0]} with precision={loop.precision.name!r}, expected one that takes a"
             " single gradient: it evaluates the loss itself, several times a step, which loss scaling cannot"
             " follow. Use precision='bf16-mixed' or '32-true'."
+        )
+    if greedy and loop.window.batches > 1:
+        raise ConfigurationError(
+            f"Got the optimizer {greedy[0]} with accumulate_grad_batches={loop.window.batches}, expected 1: it"
+            " evaluates the loss itself, several times a step, and would add up the gradients of all evaluations."
+            " Use larger batches."
         )
 
 

@@ -477,6 +477,8 @@ class Trainer(TrainerBase):
         if self._checkpoint and fitting:
             checkpoints.restore_training(self, self._checkpoint, loop_state.progress_from)
             self._refuse_past_the_end()
+        elif fitting:
+            self.progress.batch_idx = -1  # an epoch that was interrupted starts anew
         self._checkpoint = {}  # free the memory
         self.engine.barrier("run-stage")
         module.zero_grad()

@@ -62,9 +62,6 @@ class _Call(NamedTuple):
     rank_zero_only: bool
 
 
-_PLAIN = _Call(False, None, None, None, "mean", False, False, None, True, False)
-
-
 class ModuleLog:
     """Stands in the place of a module's ``log``, with its arguments, while a Trainer runs it.
 
@@ -77,7 +74,6 @@ class ModuleLog:
         self._module = module
         self._state = vars(module)
         self._trainer = trainer
-        self._seen: dict[LoggedValue, _Call] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # SWA and WeightAveraging copy the module: the copy logs as Lightning's own modules do, and does not
@@ -107,27 +103,29 @@ class ModuleLog:
         """Log a value. Arguments and errors are those of ``LightningModule.log``."""
         store: MetricStore | None = self._trainer.active_metrics
         hook = self._state["_current_fx_name"]
-        call = _Call(prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
-                     add_dataloader_idx, rank_zero_only)  # fmt: skip
+        # a bare tuple, which costs a tenth of a named one
+        call = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+                add_dataloader_idx, rank_zero_only)  # fmt: skip
         entry = None
         if store is not None:
             entry = store.entries.get((hook, name, store.dataloader_idx if add_dataloader_idx else None))
         if entry is None:
-            entry = self._register(store, hook, name, value, call)
-            self._seen[entry] = call
-        elif self._seen.get(entry, call) != call:
+            entry = self._register(store, hook, name, value, _Call(*call))
+            entry.asked = call
+        elif entry.asked != call:
             raise _misuse(
                 f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments. This is not allowed"
             )
         assert store is not None
         if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(
-                    f"`self.log({name}, {value})` was called, but the tensor must have a single element."
-                    f" You can try doing `self.log({name}, {value}.mean())`"
-                )
-            kept = value.detach().clone()
-            value = kept if kept.dim() == 0 else kept.reshape(())
+            value = value.detach().clone()  # a copy: whoever logs it may go on writing to it
+            if value.dim():
+                if value.numel() != 1:
+                    raise ValueError(
+                        f"`self.log({name}, {value})` was called, but the tensor must have a single element."
+                        f" You can try doing `self.log({name}, {value}.mean())`"
+                    )
+                value = value.reshape(())
         elif isinstance(value, numbers.Number):
             value = torch.tensor(value, dtype=_default_dtype())
         elif isinstance(value, Metric):
