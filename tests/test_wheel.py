@@ -1,0 +1,72 @@
+"""What ``pip install .`` gives: the packages and their configs, from any folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run(pip, check=True, timeout=240)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder with nothing but the wheel in it; the dependencies are those of this environment."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel)]
+    subprocess.run(pip, check=True, timeout=240)
+    return folder
+
+
+def run(words, installed, folder):
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_holds_the_packages_and_their_configs(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in ("trainer/fit_loop.py", "trainer/conf/recipe/resnet50.yaml", "recipes/image_classification.py"):
+        assert name in names
+    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert tops == {"trainer", "recipes"}
+
+
+def test_finds_its_own_and_the_users_configs(installed, tmp_path):
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("# @package _global_\n# A recipe of mine.\nseed: 7\n")
+    listed = run(["recipes"], installed, tmp_path)
+    assert "resnet50" in listed
+    assert "A recipe of mine." in listed
+    assert "seed: 7" in run(
+        ["fit", "+recipe=mine", "model=image_classifier", "data=digits", "--cfg", "job"], installed, tmp_path
+    )
+
+
+def test_trains_from_an_empty_folder(installed, tmp_path):
+    run(["fit", "+recipe=resnet50", "+debug=fast_dev_run", "data.batch_size=4"], installed, tmp_path)
+    (result,) = tmp_path.glob("outputs/resnet50/*/result.json")
+    assert '"status": "completed"' in result.read_text()
