@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from packaging.version import Version
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -378,6 +379,10 @@ def test_autocast_covers_the_step_function_and_nothing_else(tmp_path):
     assert seen == {"forward": True, "backward": False, **dict.fromkeys(outside, False)}
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"),
+    reason="torch 2.10 reuses casts made under no_grad (torch #65766); seen there, not on 2.13 and later",
+)
 def test_each_forward_sees_the_weights_of_its_own_step(tmp_path):
     """The weight cache of autocast is emptied with each forward, also inside a window and under ``no_grad`` before."""
 
