@@ -32,9 +32,9 @@ class Loaders:
     def start_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
-    def batches(self) -> Iterator[tuple[Any, int, int]]:
+    def batches(self, limit: float = float("inf")) -> Iterator[tuple[Any, int, int]]:
         for dataloader, length in enumerate(self.limits):
-            for number in range(int(length)):
+            for number in range(int(min(length, limit))):
                 yield torch.tensor([float(dataloader), float(number)]), number, dataloader
 
     def only(self) -> None:

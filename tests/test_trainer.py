@@ -782,3 +782,33 @@ def test_predictions() -> None:
         trainer.predict(Several(), data(4))
     assert trainer.predict(module, data(4), return_predictions=False) is None
     assert not one[0].requires_grad
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_the_sanity_check_loads_no_more_than_it_runs(loaders: int) -> None:
+    class Counting(torch.utils.data.Dataset[torch.Tensor]):
+        def __init__(self) -> None:
+            self.loaded = 0
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            self.loaded += 1
+            return torch.zeros(1)
+
+    class Module(Learner):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            pass
+
+    class Look(Callback):
+        def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+            loaded.append([data.loaded for data in sets])
+
+    loaded: list[list[int]] = []
+    sets = [Counting() for _ in range(loaders)]
+    val = [DataLoader(one) for one in sets]
+    trainer = ours(max_epochs=1, limit_val_batches=3, num_sanity_val_steps=2, callbacks=[Look()])
+    trainer.fit(Module(), data(4), val if loaders > 1 else val[0])
+    assert loaded == [[2] * loaders]
+    assert [one.loaded for one in sets] == [2 + 3] * loaders

@@ -33,8 +33,8 @@ class Loaders(Protocol):
     def start_epoch(self, epoch: int) -> None:
         """Tell the samplers which epoch it is: they shuffle by it."""
 
-    def batches(self) -> Iterator[tuple[Batch, int, int]]:
-        """One pass: (batch, batch_idx, dataloader_idx)."""
+    def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
+        """One pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
 
     def only(self) -> Iterable[Batch] | None:
         """The one plain dataloader that there is, or None where there are several."""

@@ -114,9 +114,7 @@ class EvalLoop:
             self.hooks.of(f"on_{self.stage}_epoch_start")()
             loaders.start_epoch(self.fit_progress.epochs_trained)
             current = 0
-            for batch, batch_idx, dataloader_idx in loaders.batches():
-                if batch_idx >= limit:
-                    continue
+            for batch, batch_idx, dataloader_idx in loaders.batches(limit):
                 if dataloader_idx != current:
                     logged.append(self.close_dataloader())
                     current = dataloader_idx

@@ -79,14 +79,14 @@ class LoaderSet:
         flattened = self.combined.flattened
         return flattened[0] if len(flattened) == 1 and self.combined.iterables is flattened[0] else None
 
-    def batches(self) -> Iterator[tuple[Batch, int, int]]:
-        """One pass: (batch, batch_idx, dataloader_idx)."""
+    def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
+        """One pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
+        limits = [min(own, limit) for own in self._limits]
         only = self.only()
         if only is not None:
-            limit = self._limits[0]
-            source = iter(only) if limit == float("inf") else islice(iter(only), int(limit))
+            source = islice(iter(only), None if limits[0] == float("inf") else int(limits[0]))
             return ((batch, batch_idx, 0) for batch_idx, batch in enumerate(source))
-        self.combined.limits = self._limits
+        self.combined.limits = limits
         return iter(self.combined)
 
 
