@@ -812,3 +812,9 @@ def test_the_sanity_check_loads_no_more_than_it_runs(loaders: int) -> None:
     trainer.fit(Module(), data(4), val if loaders > 1 else val[0])
     assert loaded == [[2] * loaders]
     assert [one.loaded for one in sets] == [2 + 3] * loaders
+
+
+def test_the_default_summary_knows_the_size_of_mixed_precision_weights() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning.pytorch.callbacks.ModelSummary.summarize", staticmethod(lambda *a, **k: None))
+        ours(precision="bf16-mixed", max_epochs=1, enable_model_summary=True).fit(Learner(), data(4))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary, Timer
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -28,6 +29,16 @@ from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
 from trainer.errors import ConfigurationError
 
 _PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+
+
+class _ModelSummary(ModelSummary):
+    """Lightning's, without its warning that the size is not right for mixed precision: with float32 weights it is."""
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Print the summary."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
+            super().on_fit_start(trainer, pl_module)
 
 
 def build_callbacks(
@@ -82,7 +93,7 @@ def build_callbacks(
     defaults: list[tuple[bool, type, type]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
         (enable_progress_bar is not False, AnyProgressBar, ProgressBar),
-        (enable_model_summary is not False, ModelSummary, ModelSummary),
+        (enable_model_summary is not False, ModelSummary, _ModelSummary),
         (writes_logs, Curves, Curves),
         (enable_progress_bar is not False, RunSummary, RunSummary),  # after Curves, whose picture it lists
         (enable_checkpointing is not False, Checkpoint, ModelCheckpoint),

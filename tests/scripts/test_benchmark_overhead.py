@@ -1,0 +1,23 @@
+"""The benchmark runs, and writes its table where it should. What it measures is nobody's business here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_writes_its_table(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- benchmark_overhead: start -->\nold\n<!-- benchmark_overhead: end -->\nafter\n")
+    words = ["--steps", "10", "--warmup", "5", "--repeats", "1", "--precision", "16-mixed", "--mode", "log and bar"]
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark_overhead"), *words, "--markdown", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert re.search(r"\| 16-mixed \| log and bar \| \d+ \| [+-]\d+ \| [+-]\d+ \| [+-]\d+ \|", text)
+    assert "medians of 1 interleaved rounds of 10 steps, wall time; torch" in text
