@@ -2,20 +2,18 @@
 
 from pathlib import Path
 
-import lightning as L
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Subset
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from recipes.data.loading import check_num_classes, image_to_tensor, make_loader, stratified_split
+from recipes.data.loading import SplitDataModule, check_num_classes, image_to_tensor, stratified_split
 
 # Per channel, of the training images in [0, 1].
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 
 
-class CIFAR10(L.LightningDataModule):
+class CIFAR10(SplitDataModule):
     """60,000 colour images of 3x32x32: 45,000 to train on, 5,000 to validate, 10,000 to test.
 
     The validation images are held out of the 50,000 training images. Those trained on are shifted by up to
@@ -43,14 +41,11 @@ class CIFAR10(L.LightningDataModule):
         split_seed: int = 0,
         num_classes: int = 10,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers)
         check_num_classes(num_classes, 10, "CIFAR-10")
         self.root = Path(root).expanduser()
-        self.batch_size = batch_size
-        self.num_workers = num_workers
         self.augment = augment
         self.split_seed = split_seed
-        self.splits: dict[str, Dataset[tuple[Tensor, int]]] = {}
 
     def prepare_data(self) -> None:
         """Download the data unless it is there.
@@ -86,27 +81,3 @@ class CIFAR10(L.LightningDataModule):
             "val": Subset(plain, val),
             "test": datasets.CIFAR10(self.root, train=False, transform=evaluation),
         }
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Shuffled batches of ``batch_size``; the few images left over after the last are dropped."""
-        return self._loader("train")
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Every validation image once, in order."""
-        return self._loader("val")
-
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Every test image once, in order."""
-        return self._loader("test")
-
-    def predict_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The test images."""
-        return self._loader("test")
-
-    def _loader(self, split: str) -> DataLoader[tuple[Tensor, Tensor]]:
-        return make_loader(
-            self.splits[split],
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            training=split == "train",
-        )

@@ -2,14 +2,12 @@
 
 import math
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from recipes.data.loading import ImageTensors, check_num_classes, make_loader, stratified_split
+from recipes.data.loading import ImageTensors, SplitDataModule, check_num_classes, stratified_split
 
 MAX_GREY = 16.0  # the scans have 17 grey levels, 0 to 16
 
@@ -18,7 +16,7 @@ MEAN = 0.3055
 STD = 0.3239
 
 
-class Digits(L.LightningDataModule):
+class Digits(SplitDataModule):
     """1,797 scanned digits of 8x8 pixels as 3x32x32 images: 1,257 to train on, 270 to validate, 270 to test.
 
     The test set of the UCI data set "Optical Recognition of Handwritten Digits", as it comes
@@ -47,14 +45,11 @@ class Digits(L.LightningDataModule):
         split_seed: int = 0,
         num_classes: int = 10,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers, collate_fn=ImageTensors.collate)
         check_num_classes(num_classes, 10, "Digits")
-        self.batch_size = batch_size
-        self.num_workers = num_workers
         self.augment = augment
         self.image_size = image_size
         self.split_seed = split_seed
-        self.splits: dict[str, ImageTensors] = {}
 
     def setup(self, stage: str) -> None:
         """Load and split the data; a second stage finds it done."""
@@ -69,31 +64,6 @@ class Digits(L.LightningDataModule):
         for name, chosen in zip(("train", "val", "test"), positions, strict=True):
             augment = random_affine if self.augment and name == "train" else None
             self.splits[name] = ImageTensors(images[chosen], labels[chosen], augment)
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Shuffled batches of ``batch_size``; the few images left over after the last are dropped."""
-        return self._loader("train")
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Every validation image once, in order."""
-        return self._loader("val")
-
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Every test image once, in order."""
-        return self._loader("test")
-
-    def predict_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The test images."""
-        return self._loader("test")
-
-    def _loader(self, split: str) -> DataLoader[tuple[Tensor, Tensor]]:
-        return make_loader(
-            self.splits[split],
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            training=split == "train",
-            collate_fn=ImageTensors.collate,
-        )
 
 
 def random_affine(images: Tensor, *, degrees: float = 10.0, scale: float = 0.1, shift: float = 0.125) -> Tensor:

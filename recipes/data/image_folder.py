@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import lightning as L
-from torch import Tensor
-from torch.utils.data import DataLoader
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from recipes.data.loading import check_num_classes, image_to_tensor, make_loader
+from recipes.data.loading import SplitDataModule, check_num_classes, image_to_tensor
 
 # Of ImageNet's training images in [0, 1], per channel: what torchvision's pretrained weights expect.
 MEAN = (0.485, 0.456, 0.406)
@@ -18,7 +15,7 @@ STD = (0.229, 0.224, 0.225)
 SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
 
 
-class ImageFolder(L.LightningDataModule):
+class ImageFolder(SplitDataModule):
     """Images in ``root/train/<class>/``, ``root/val/<class>/`` and, for tests, ``root/test/<class>/``.
 
     Classes are numbered in the alphabetical order of their folders. Training images are cropped at random and
@@ -49,12 +46,9 @@ class ImageFolder(L.LightningDataModule):
         mean: Sequence[float] = MEAN,
         std: Sequence[float] = STD,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers)
         self.root = Path(root).expanduser()
         self.num_classes = num_classes
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        self.splits: dict[str, datasets.ImageFolder] = {}
         to_tensor = image_to_tensor(mean, std)
         evaluation = v2.Compose([v2.Resize(resize_size), v2.CenterCrop(crop_size), to_tensor])
         training = v2.Compose([v2.RandomResizedCrop(crop_size), v2.RandomHorizontalFlip(), to_tensor])
@@ -74,22 +68,6 @@ class ImageFolder(L.LightningDataModule):
         for split in SPLITS_OF_STAGE[stage]:
             if split not in self.splits:
                 self.splits[split] = self._read(split)
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Shuffled batches of ``batch_size``; the few images left over after the last are dropped."""
-        return self._loader("train")
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Every validation image once, in order."""
-        return self._loader("val")
-
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Every test image once, in order."""
-        return self._loader("test")
-
-    def predict_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The test images."""
-        return self._loader("test")
 
     def _read(self, split: str) -> datasets.ImageFolder:
         folder = self.root / split
@@ -116,11 +94,3 @@ class ImageFolder(L.LightningDataModule):
                     "Every split needs the same class folders."
                 )
         check_num_classes(self.num_classes, len(classes), str(self.root / split))
-
-    def _loader(self, split: str) -> DataLoader[tuple[Tensor, Tensor]]:
-        return make_loader(
-            self.splits[split],
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            training=split == "train",
-        )

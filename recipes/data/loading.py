@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
 from sklearn.model_selection import train_test_split
@@ -41,6 +42,51 @@ class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
     def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """What the DataLoader is to do with a batch that is one already: nothing."""
         return batch
+
+
+class SplitDataModule(L.LightningDataModule):
+    """The loaders of three splits. A subclass fills ``splits`` in its ``setup``.
+
+    Args:
+        batch_size: images in a batch, on one rank.
+        num_workers: processes that prepare batches; 0 prepares them in the training process.
+        **loader: further options of every DataLoader.
+
+    Attributes:
+        splits: the data by name: ``"train"``, ``"val"`` and ``"test"``.
+    """
+
+    def __init__(self, batch_size: int, num_workers: int, **loader: Any) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.splits: dict[str, Dataset[Any]] = {}
+        self._options = loader
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Shuffled batches of ``batch_size``; the few images left over after the last are dropped."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Every validation image once, in order."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Every test image once, in order."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """The test images."""
+        return self._loader("test")
+
+    def _loader(self, split: str) -> DataLoader[tuple[Tensor, Tensor]]:
+        return make_loader(
+            self.splits[split],
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            training=split == "train",
+            **self._options,
+        )
 
 
 def stratified_split(labels: Sequence[int], held_out: Sequence[int], seed: int) -> list[list[int]]:

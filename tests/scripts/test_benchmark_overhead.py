@@ -18,6 +18,8 @@ def test_writes_its_table(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
     assert re.search(r"\| 16-mixed \| log and bar \| \d+ \| [+-]\d+ \| [+-]\d+ \| [+-]\d+ \|", text)
     assert "medians of 1 interleaved rounds of 10 steps, wall time; torch" in text
