@@ -45,10 +45,14 @@ class TrainingBatches:
 
     Args:
         loaders: the training dataloaders; None for none.
+        watch: put around the source of batches, by a profiler; None for nothing.
     """
 
-    def __init__(self, loaders: Loaders | None) -> None:
+    def __init__(
+        self, loaders: Loaders | None, watch: Callable[[Iterable[Batch]], Iterable[Batch]] | None = None
+    ) -> None:
         self.loaders = loaders
+        self._watch = watch
         self.num_batches: float = loaders.num_batches() if loaders is not None else 0
         self.has_length = loaders is None or loaders.has_length
         self._skip = 0
@@ -68,6 +72,8 @@ class TrainingBatches:
         source = iter(only) if only is not None else (batch for batch, *_ in self.loaders.batches())
         first, count = self._skip, None if self.num_batches == float("inf") else int(self.num_batches)
         source = islice(source, count)
+        if self._watch is not None:
+            source = iter(self._watch(source))
         if not self.has_length:
             return ((batch, i, last) for i, (batch, last) in enumerate(_with_last(source)) if i >= first)
         return ((batch, i, i + 1 == count) for i, batch in enumerate(source) if i >= first)

@@ -507,7 +507,8 @@ class Trainer(TrainerBase):
         torch.set_grad_enabled(True)
         if self._detect_anomaly:
             self._session.enter_context(torch.autograd.set_detect_anomaly(True))
-        batches = TrainingBatches(self.data.loaders(RunningStage.TRAINING))
+        profiled = not isinstance(self.profiler, PassThroughProfiler)
+        batches = TrainingBatches(self.data.loaders(RunningStage.TRAINING), self._watched if profiled else None)
         self._prepare_evaluation(hooks, RunningStage.VALIDATING, inference_mode=False)
         loop.limits.val_check_batch = self._val_check_batch(batches)
         self.engine.adapter.clip = self._clip_by_hand
@@ -528,6 +529,13 @@ class Trainer(TrainerBase):
         self.engine.adapter.side_door = side_door
         if side_door is not None:
             loop.train = side_door.train_batch
+        if profiled:
+            loop.transfer = self._profiled("[FitLoop].transfer", loop.transfer)
+            loop.training_step = self._profiled("[FitLoop].training_step", loop.training_step)
+            loop.backward = loop.backward or hooks.of_module("backward")  # a hook of the module is timed as such
+            vars(loop)["update_weights"] = self._profiled(
+                "[FitLoop].update_weights", partial(FitLoop.update_weights, loop)
+            )
 
     def _prepare_evaluation(self, hooks: Hooks, stage: RunningStage, inference_mode: bool) -> None:
         module, loop = self._module, self.eval_loops[stage]
@@ -686,6 +694,16 @@ class Trainer(TrainerBase):
         """Whether evaluation may run in ``torch.inference_mode``, whose tensors gloo cannot send."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return self._inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
+
+    def _watched(self, source: Iterable[Any]) -> Iterator[Any]:
+        """``source``, with the time to fetch each item on the profiler's account."""
+        iterator, end = iter(source), object()
+        while True:
+            with self.profiler.profile("[FitLoop].next_batch"):
+                item = next(iterator, end)
+            if item is end:
+                return
+            yield item
 
     def _profiled(self, name: str, call: Any) -> Any:
         def profiled(*args: Any) -> Any:
