@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -17,9 +16,7 @@ from trainer.cli.build import build, locate
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.processes import is_first
-
-RESULT = "result.json"
-"""The file a run leaves in its folder; a sweep's table is made of these."""
+from trainer.cli.results import write_result
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +99,6 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     data = build(settings["data"], "data", allowed)
     module = build(settings["model"], "model", allowed)
     return module, data, trainer_class(**arguments)
-
-
-def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """Write ``result.json`` into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def _build_all(nodes: dict[str, Any] | None, key: str, allowed: list[str]) -> list[Any]:

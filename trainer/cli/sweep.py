@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from trainer.cli.arguments import read
 from trainer.cli.processes import clean_environment
-from trainer.cli.run import RESULT, write_result
+from trainer.cli.results import RESULT, write_result
 from trainer.cli.workdir import quoted
 
 # Hydra's settings for the sweep, which are none of a job's business.

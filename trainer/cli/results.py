@@ -1,0 +1,16 @@
+"""What a run leaves behind for the table of a sweep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULT = "result.json"
+"""The file a run leaves in its folder; a sweep's table is made of these."""
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write ``result.json`` into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
