@@ -833,3 +833,12 @@ def test_the_default_summary_knows_the_size_of_mixed_precision_weights() -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning.pytorch.callbacks.ModelSummary.summarize", staticmethod(lambda *a, **k: None))
         ours(precision="bf16-mixed", max_epochs=1, enable_model_summary=True).fit(Learner(), data(4))
+
+
+def test_a_thousand_epochs_are_not_trained_without_a_word() -> None:
+    trainer = ours(max_epochs=None, min_epochs=0)
+    module = Learner()
+    module.on_train_start = lambda: setattr(trainer, "should_stop", True)  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="`max_epochs` was not set. Setting it to 1000 epochs"):
+        trainer.fit(module, data(2))
+    assert trainer.max_epochs == 1000

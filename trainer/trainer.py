@@ -182,6 +182,7 @@ class Trainer(TrainerBase):
         self.module_log = None
         self.ckpt_path: Any = None
         self._checkpoint: dict[str, Any] = {}
+        self._epochs_by_default = False
         self._inference_mode = inference_mode
         self._detect_anomaly = detect_anomaly
         self._hooks: Hooks | None = None
@@ -441,6 +442,11 @@ class Trainer(TrainerBase):
 
     def _set_up(self, weights_only: bool | None) -> None:
         module, fitting = self._module, self.state.fn is TrainerFn.FITTING
+        if fitting and self._epochs_by_default:
+            rank_zero_warn(
+                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
+                " `max_epochs=-1`."
+            )
         hparams.drop_unpicklable(module)
         self.engine.connect(module)
         self.callbacks = ordering.with_model_callbacks(self.callbacks, module)
@@ -770,6 +776,7 @@ class Trainer(TrainerBase):
             return limits.max_epochs
         if limits.max_steps != -1 or self._first_callback(Timer) is not None:
             return -1
+        self._epochs_by_default = True
         return 1000
 
 
