@@ -60,14 +60,9 @@ class LoaderSet:
 
     def num_batches(self) -> float:
         """Batches in one pass; inf where nobody knows."""
-        mode = self.combined._mode
-        return (
-            sum(self._limits)
-            if mode == "sequential"
-            else min(self._limits)
-            if mode == "min_size"
-            else max(self._limits)
-        )
+        if self.is_sequential:
+            return sum(self._limits)
+        return min(self._limits) if self.combined._mode == "min_size" else max(self._limits)
 
     def start_epoch(self, epoch: int) -> None:
         """Distributed samplers shuffle by the epoch's number."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
@@ -17,13 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.precision.base import Precision
-
-
-class SideDoor(Protocol):
-    """Where the module's own backward passes and optimizer steps go (``trainer.side_doors``)."""
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Evaluate the closure and step."""
 
 
 class PrecisionAdapter(LightningPrecision):
@@ -35,7 +28,7 @@ class PrecisionAdapter(LightningPrecision):
 
     def __init__(self, plugin: Precision) -> None:
         self.plugin = plugin
-        self.side_door: Any = None
+        self.side_door: Any = None  # trainer.side_doors: where the module's own backward passes and steps go
         self.clip: Callable[[Optimizer, float, str], None] | None = None
 
     @property

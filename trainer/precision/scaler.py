@@ -108,7 +108,7 @@ class LossScaler(torch.amp.GradScaler):
             return None
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # the kernel decides, on the device
-            self._fused_steps.append(_FusedStep(optimizer, list(found_inf.values()), _without_momentum(optimizer)))
+            self._fused_steps.append(_FusedStep(optimizer, list(found_inf.values()), len(optimizer.state)))
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -150,8 +150,7 @@ class LossScaler(torch.amp.GradScaler):
         for step in self._fused_steps:
             if any(found_inf.item() for found_inf in step.found_inf):
                 self.skipped = True
-                for parameter in step.without_momentum:
-                    step.optimizer.state[parameter].pop("momentum_buffer", None)
+                step.forget_new_momentum()
         self._fused_steps.clear()
         return self.skipped
 
@@ -249,24 +248,17 @@ class _FusedStep(NamedTuple):
 
     optimizer: Optimizer
     found_inf: list[torch.Tensor]
-    without_momentum: list[torch.Tensor]
+    states_before: int
 
+    def forget_new_momentum(self) -> None:
+        """Drop the momentum that a skipped SGD step has started.
 
-def _without_momentum(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Parameters whose momentum a fused SGD is about to start.
-
-    It allocates that uninitialised, for its kernel to fill; a kernel that skips does not, and the next step would
-    use whatever lay in memory.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return []
-    return [
-        parameter
-        for group in optimizer.param_groups
-        if group["momentum"]
-        for parameter in group["params"]
-        if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-    ]
+        A fused SGD allocates it uninitialised, for its kernel to fill; a kernel that skips does not, and the next
+        step would use whatever lay in memory. What is new stands last: a dict keeps the order of insertion.
+        """
+        if isinstance(self.optimizer, torch.optim.SGD):
+            for parameter in list(self.optimizer.state)[self.states_before :]:
+                del self.optimizer.state[parameter]
 
 
 def _expect(holds: bool, name: str, given: object, expected: str) -> None:
