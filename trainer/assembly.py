@@ -20,9 +20,11 @@ from lightning.pytorch.profilers import (
 )
 
 from trainer.arguments import refuse_twice
+from trainer.callbacks.anomaly_detection import AnomalyDetection
 from trainer.callbacks.curves import Curves
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.callbacks.overflow_report import OverflowReport
 from trainer.callbacks.progress_bar import ProgressBar
 from trainer.callbacks.run_summary import RunSummary
 from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
@@ -51,6 +53,8 @@ def build_callbacks(
     enable_checkpointing: bool | None,
     enable_model_summary: bool | None,
     enable_progress_bar: bool | None,
+    scales_loss: bool,
+    detect_anomaly: bool,
     writes_logs: bool,
 ) -> list[Any]:
     """The user's callbacks, those that short-form arguments stand for, and the defaults.
@@ -59,6 +63,8 @@ def build_callbacks(
         given: the user's.
         accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, max_time: short forms.
         enable_checkpointing, enable_model_summary, enable_progress_bar: False leaves the default out.
+        scales_loss: whether the precision scales the loss, so that steps may overflow.
+        detect_anomaly: whether to look for nan; where the loss is not scaled, torch's own mode does.
         writes_logs: whether a picture of the curves belongs beside the logs.
 
     Raises:
@@ -92,6 +98,8 @@ def build_callbacks(
         callbacks.append(Timer(max_time))
     defaults: list[tuple[bool, type, type]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
+        (scales_loss, OverflowReport, OverflowReport),
+        (scales_loss and detect_anomaly, AnomalyDetection, AnomalyDetection),
         (enable_progress_bar is not False, AnyProgressBar, ProgressBar),
         (enable_model_summary is not False, ModelSummary, _ModelSummary),
         (writes_logs, Curves, Curves),

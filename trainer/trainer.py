@@ -197,6 +197,8 @@ class Trainer(TrainerBase):
             enable_checkpointing=enable_checkpointing,
             enable_model_summary=enable_model_summary,
             enable_progress_bar=enable_progress_bar,
+            scales_loss=self.scaler.is_enabled(),
+            detect_anomaly=detect_anomaly,
             writes_logs=logger is not False and not fast_dev_run,
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
@@ -511,7 +513,7 @@ class Trainer(TrainerBase):
         module, loop, hooks = self._module, self.loop, self._hooks
         assert hooks is not None
         torch.set_grad_enabled(True)
-        if self._detect_anomaly:
+        if self._detect_anomaly and not self.scaler.is_enabled():  # where it is, AnomalyDetection does this
             self._session.enter_context(torch.autograd.set_detect_anomaly(True))
         profiled = not isinstance(self.profiler, PassThroughProfiler)
         batches = TrainingBatches(self.data.loaders(RunningStage.TRAINING), self._watched if profiled else None)

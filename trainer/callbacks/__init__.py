@@ -7,18 +7,22 @@ from typing import TYPE_CHECKING, Any
 from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
+    from trainer.callbacks.anomaly_detection import AnomalyDetection
     from trainer.callbacks.curves import Curves
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_clipping import GradientClipping
+    from trainer.callbacks.overflow_report import OverflowReport
     from trainer.callbacks.progress_bar import ProgressBar
     from trainer.callbacks.run_summary import RunSummary
     from trainer.callbacks.scale_monitor import ScaleMonitor
     from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
 
 __all__ = [
+    "AnomalyDetection",
     "Curves",
     "GradientAccumulation",
     "GradientClipping",
+    "OverflowReport",
     "ProgressBar",
     "RunSummary",
     "ScaleMonitor",
@@ -26,9 +30,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AnomalyDetection": "trainer.callbacks.anomaly_detection",
     "Curves": "trainer.callbacks.curves",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientClipping": "trainer.callbacks.gradient_clipping",
+    "OverflowReport": "trainer.callbacks.overflow_report",
     "ProgressBar": "trainer.callbacks.progress_bar",
     "RunSummary": "trainer.callbacks.run_summary",
     "ScaleMonitor": "trainer.callbacks.scale_monitor",

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.postmortem.layers import Amplifier, Huge, Nan, sequential
+from tests.support import Regression, assert_same, fit_and_watch, make_batches, native_fp16
+from trainer.callbacks import AnomalyDetection
+
+OVERFLOWS = {1: 1e30, 3: 1e6}
+
+
+class Late(Regression):
+    """Makes nan in the backward of one batch only."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + torch.sqrt(loss - loss) * 0 if batch_idx == 2 else loss
+
+
+def fit(folder, module, gains=OVERFLOWS, **arguments):
+    given = {"precision": native_fp16(init_scale=1024.0), "detect_anomaly": True} | arguments
+    return fit_and_watch(folder, module, make_batches(5, gains=gains), **given)
+
+
+def test_overflows_are_no_anomaly(tmp_path):
+    _, trace = fit(tmp_path, Regression())
+    assert trace.skipped == [False, True, False, True, False]
+
+
+def test_a_run_is_the_same_with_it(tmp_path):
+    module = sequential()
+    ours = fit(tmp_path, Regression(module))[1]
+    theirs = fit(tmp_path, Regression(sequential()), detect_anomaly=False)[1]
+    assert_same(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize("window", [1, 5])
+def test_a_real_nan_stops_the_run_with_the_traceback_of_its_forward(tmp_path, window):
+    with (
+        pytest.warns(UserWarning, match=r"(?s)Error detected in SqrtBackward0.*torch.sqrt\(loss - loss\)"),
+        pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values"),
+    ):
+        fit(tmp_path, Late(), accumulate_grad_batches=window)
+    assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in", "ignore:Anomaly Detection has been enabled")
+def test_a_nan_at_once_although_steps_may_be_skipped(tmp_path):
+    with pytest.raises(RuntimeError, match="SqrtBackward0"):
+        fit(tmp_path, Regression(sequential(Nan(), 3)))
+
+
+def test_an_infinity_is_not_nan(tmp_path):
+    """Torch's mode looks for nan; what overflows at every scale is OverflowReport's."""
+    net = torch.nn.Sequential(torch.nn.Linear(6, 3), Amplifier(6e4), Amplifier(6e4))
+    _, trace = fit(tmp_path, Regression(net), gains=None)
+    assert all(trace.skipped)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in", "ignore:Anomaly Detection has been enabled")
+def test_a_forward_that_overflows_is(tmp_path):
+    with pytest.raises(RuntimeError, match="returned nan values"):
+        fit(tmp_path, Regression(sequential(Huge(), 3)))
+
+
+def test_the_mode_of_each_precision(tmp_path):
+    for precision, scales in ((native_fp16(), True), (native_fp16(loss_scaling=False), False), ("bf16-mixed", False)):
+        seen = []
+
+        class Look(Regression):
+            def on_before_backward(self, loss, seen=seen):
+                seen.append(torch.is_anomaly_enabled())
+
+        trainer, _ = fit(tmp_path, Look(), precision=precision, limit_train_batches=1)
+        assert seen == [not scales]
+        assert any(isinstance(callback, AnomalyDetection) for callback in trainer.callbacks) is scales

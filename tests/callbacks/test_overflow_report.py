@@ -1,0 +1,451 @@
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+from torch import nn
+
+from tests.postmortem.layers import Amplifier, Huge, Nan, OwnCode, Residual, sequential
+from tests.postmortem.test_replay import Everything, assert_equal, everything
+from tests.support import OPTIMIZERS, Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
+from trainer import Trainer
+from trainer.callbacks import OverflowReport
+from trainer.errors import ConfigurationError, LossScaleCollapse
+from trainer.postmortem.recording import Recorder
+
+QUIET: dict[str, Any] = {"after": None, "collapse_after": None, "at_floor": None}
+
+
+def report_on(folder: Path, module: Any, batches: Any = 3, **arguments: Any) -> tuple[OverflowReport, str]:
+    """A fit whose steps are skipped; the callback and what it printed."""
+    printed = io.StringIO()
+    options = arguments.pop("report", {})
+    callback = OverflowReport(console=Console(file=printed, width=200), **options)
+    batches = make_batches(batches) if isinstance(batches, int) else batches
+    given = {"precision": native_fp16(), "callbacks": [callback, *arguments.pop("callbacks", [])]} | arguments
+    make_trainer(folder, **given).fit(module, loader_of(batches))
+    return callback, printed.getvalue()
+
+
+# --- which layer --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [Huge, Amplifier, Nan])
+@pytest.mark.parametrize("place", [1, 3, 4, 6])
+def test_the_layer_is_named(tmp_path, layer, place):
+    callback, printed = report_on(tmp_path, Regression(sequential(layer(), place)))
+    (report,) = callback.reports
+    assert report.module == f"net.{place}"
+    assert report.phase == ("forward" if layer is Huge else "backward")
+    assert f"'net.{place}' ({layer.__name__})" in report.verdict
+    assert report.verdict in printed.replace("\n", " ") or report.verdict[:60] in printed
+
+
+NESTED = {
+    "residual, forward": (Residual(nn.Linear(16, 16), Huge(), nn.Linear(16, 16)), "net.4.body.1"),
+    "residual, backward": (Residual(nn.Linear(16, 16), Amplifier(), nn.Linear(16, 16)), "net.4.body.1"),
+    "deep, forward": (nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.Sequential(Huge()))), "net.4.0.1.0"),
+    "deep, backward": (nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.Sequential(Amplifier()))), "net.4.0.1.0"),
+    "own code, forward": (OwnCode(forward=True), "net.4"),
+    "own code, backward": (OwnCode(forward=False), "net.4"),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_layer_is_named_in_nested_modules(tmp_path, name, window):
+    layer, expected = NESTED[name]
+    module = Regression(sequential(layer, 4))
+    callback, _ = report_on(tmp_path, module, 3 * window, accumulate_grad_batches=window)
+    (report,) = callback.reports
+    assert (report.module, report.phase) == (expected, name.split(", ")[1])
+
+
+def test_the_loss_is_training_steps(tmp_path):
+    class Infinite(Regression):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * math.inf
+
+    callback, _ = report_on(tmp_path, Infinite())
+    (report,) = callback.reports
+    assert (report.module, report.phase) == ("", "forward")
+    assert (
+        report.verdict == "The forward overflows in training_step itself, after the last module; no loss scale helps."
+    )
+
+
+def test_a_batch_that_is_not_finite(tmp_path):
+    batches = make_batches(3)
+    for x, *_ in batches:
+        x[0, 0] = math.nan
+    callback, _ = report_on(tmp_path, Regression(), batches)
+    assert callback.reports[0].verdict == "The batch was not finite when it came: batch[0]."
+
+
+def test_weights_that_are_not_finite(tmp_path):
+    module = Regression()
+    with torch.no_grad():
+        module.net[0].weight[0, 0] = math.nan
+    callback, _ = report_on(tmp_path, module)
+    assert "weights were not finite before this step" in callback.reports[0].verdict
+    assert callback.reports[0].finding.broken_weights == ["net.0.weight"]
+
+
+def test_a_scale_that_is_only_finding_its_level(tmp_path):
+    """What it says fits is what fits: from there no step is skipped, from twice that one is."""
+    batches, still = make_batches(1, gains={0: 64.0}) * 8, partial(torch.optim.SGD, lr=0.0)
+    callback, _ = report_on(tmp_path, Regression(optimizer=still), batches, precision=native_fp16(init_scale=2.0**20))
+    (report,) = callback.reports
+    fits = report.finding.largest_scale
+    assert f"A loss scale of {fits:.0f} fits: the scaler gets there by itself." in report.verdict
+    assert report.advice[0].endswith(f"init_scale={fits:.0f} spares it the skipped steps.")
+    for scale, skipped in ((fits, [False, False]), (2 * fits, [True, False])):
+        arguments = {"precision": native_fp16(init_scale=scale), "limit_train_batches": 2}
+        assert fit_and_watch(tmp_path, Regression(optimizer=still), batches, **arguments)[1].skipped == skipped
+
+
+# --- when ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam-fused"])
+def test_one_report_for_each_row_of_skips(tmp_path, optimizer):
+    gains = dict.fromkeys([1, 2, 4, 5, 6, 7, 9, 10, 11], 1e30)
+    module = Regression(optimizer=OPTIMIZERS[optimizer])
+    callback, printed = report_on(
+        tmp_path, module, make_batches(13, gains=gains), precision=native_fp16(init_scale=256.0)
+    )
+    assert [(report.step, report.skipped_in_a_row) for report in callback.reports] == [(6, 3), (11, 3)]
+    assert [report.finding.scale for report in callback.reports] == [16.0, 1.0]
+    assert [report.finding.batch_idx for report in callback.reports] == [6, 11]
+    assert sorted(path.name for path in tmp_path.glob("*.md")) == [
+        "overflow_report_step_11.md", "overflow_report_step_6.md",
+    ]  # fmt: skip
+    assert printed.count("Overflow report: optimizer step") == 2
+
+
+def test_after(tmp_path):
+    gains = dict.fromkeys(range(1, 7), 1e30)
+    for after, step in ((3, 3), (5, 5)):
+        callback, _ = report_on(
+            tmp_path,
+            Regression(),
+            make_batches(8, gains=gains),
+            precision=native_fp16(init_scale=256.0),
+            report={"after": after},
+        )
+        assert [report.step for report in callback.reports] == [step]
+
+
+def test_on_demand(tmp_path):
+    callback, _ = report_on(
+        tmp_path,
+        Regression(),
+        6,
+        precision=native_fp16(init_scale=256.0),
+        accumulate_grad_batches=2,
+        report={"at_step": 1},
+    )
+    (report,) = callback.reports
+    assert (report.step, report.skipped_in_a_row, report.verdict) == (1, 0, "Nothing overflowed.")
+    assert report.finding.largest_scale > 256.0 and (report.module, report.phase) == (None, None)
+    assert report.advice == []
+    assert (tmp_path / "overflow_report_step_1.md").exists()
+
+
+def test_on_demand_in_other_precisions(tmp_path):
+    net = sequential(Nan(), 3)
+    callback, _ = report_on(tmp_path, Regression(net), 1, precision="32-true", report={"at_step": 0})
+    (report,) = callback.reports
+    assert (report.module, report.phase) == ("net.3", "backward")
+    assert report.finding.origin.call.outputs.dtype == "float32"
+    assert report.advice[0].startswith("Look for a division by zero")
+
+
+def test_on_demand_while_steps_are_skipped(tmp_path):
+    callback, _ = report_on(tmp_path, Regression(sequential(Amplifier(), 3)), 5, report={"at_step": 1})
+    assert [(report.step, report.skipped_in_a_row) for report in callback.reports] == [(1, 2), (2, 3)]
+    callback, _ = report_on(tmp_path, Regression(sequential(Amplifier(), 3)), 5, report={"at_step": 2})
+    assert [(report.step, report.skipped_in_a_row) for report in callback.reports] == [(2, 3)]
+
+
+def test_nothing_is_held_when_nothing_is_skipped(tmp_path):
+    """No recorder, no hook, the loop's own training_step."""
+    held = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            report = next(c for c in trainer.callbacks if isinstance(c, OverflowReport))
+            own = not isinstance(trainer.loop.training_step, Recorder)
+            held.append((report._recorder, report._before, own, any(m._forward_hooks for m in pl_module.modules())))
+
+    gains = dict.fromkeys([1, 2, 3], 1e30)
+    report_on(
+        tmp_path,
+        Regression(),
+        make_batches(7, gains=gains),
+        precision=native_fp16(init_scale=256.0),
+        callbacks=[Look()],
+    )
+    assert [h == (None, None, True, False) for h in held] == [True, True, False, False, False, True, True]
+    assert not any(hooked for *_, hooked in held)
+
+
+def test_everything_is_let_go_of_at_the_end(tmp_path):
+    for error in (False, True):
+
+        class Stop(Callback):
+            def on_after_optimizer_step(self, trainer, *_, error=error):
+                if trainer.global_step == 2 and error:
+                    raise KeyError
+
+        callback = OverflowReport(at_step=7)
+        trainer = make_trainer(tmp_path, precision=native_fp16(), callbacks=[callback, Stop()])
+        module = Regression(sequential(Amplifier(), 3))
+        if error:
+            with pytest.raises(KeyError):
+                trainer.fit(module, loader_of(make_batches(2)))
+        else:
+            trainer.fit(module, loader_of(make_batches(2)))
+        assert (callback._recorder, callback._demand, callback._before) == (None, None, None)
+        assert not isinstance(trainer.loop.training_step, Recorder)
+
+
+# --- the run is the same ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_run_with_reports_is_the_run_without(tmp_path, window):
+    """Weights, buffers, optimizers, schedules, random numbers, metrics, logs: to the bit."""
+    seen = {}
+    # with a window of 2 the fourth to seventh batches that overflow skip two updates an epoch: report on demand
+    for name, options in (("with", {"at_step": 2}), ("without", QUIET)):
+        torch.manual_seed(3)
+        callback = OverflowReport(**options)
+        seen[name] = everything(tmp_path / name, Everything(), callback=callback, accumulate_grad_batches=window)
+    assert_equal(seen["with"], seen["without"])
+    assert not callback.reports
+
+
+# --- the file and the table ---------------------------------------------------------------------------------------
+
+
+def test_the_file(tmp_path):
+    callback, _ = report_on(
+        tmp_path, Regression(sequential(Amplifier(), 4)), report={"dirpath": tmp_path / "deep" / "er"}
+    )
+    text = (tmp_path / "deep" / "er" / "overflow_report_step_2.md").read_text()
+    assert text == callback.reports[0].markdown()
+    assert text.startswith("# Overflow report: optimizer step 2 (skipped, 3 in a row)\n")
+    assert "| loss scale | 16384 |" in text
+    assert "- precision.fp32_modules=['net.4']" in text
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="could not be written to .*file/overflow_report_step_2.md"):
+        report_on(tmp_path, Regression(sequential(Amplifier(), 4)), report={"dirpath": tmp_path / "file"})
+
+
+def test_a_fast_dev_run_writes_nothing(tmp_path):
+    callback, _ = report_on(tmp_path, Regression(sequential(Amplifier(), 4)), fast_dev_run=3)
+    assert len(callback.reports) == 1
+    assert not list(tmp_path.glob("**/*.md"))
+
+
+# --- collapse -----------------------------------------------------------------------------------------------------
+
+
+def collapse(folder: Path, module: Any = None, good: int = 2, **arguments: Any) -> tuple[str, Trainer]:
+    """A run with some good steps first and overflows after; what the exception said."""
+    batches = make_batches(80, gains=dict.fromkeys(range(good, 80), 1e30))
+    options = {"console": Console(file=io.StringIO())} | arguments.pop("report", {})
+    callbacks = [OverflowReport(**options), *arguments.pop("callbacks", [])]
+    given = {"precision": native_fp16(init_scale=256.0), "callbacks": callbacks} | arguments
+    trainer = make_trainer(folder, **given)
+    with pytest.raises(LossScaleCollapse) as caught:
+        trainer.fit(module or Regression(), loader_of(batches))
+    return str(caught.value), trainer
+
+
+def test_at_the_floor(tmp_path):
+    message, trainer = collapse(tmp_path)
+    lines = message.splitlines()
+    # 256 falls to 1 in 8 skips, and 10 more at 1
+    assert lines[0] == (
+        "18 optimizer steps in a row were skipped, from step 2 to step 19, because gradients were not finite; 10 of them"
+        " at the smallest loss scale, min_scale=1."
+    )
+    assert lines[1] == "Loss scale: 256 from step 0, 128 to 1 in steps 3 to 10."
+    assert lines[2].startswith("The backward overflows in training_step, which uses the output of 'net.4' (Linear).")
+    assert lines[3].startswith("Gradients that are not finite: net.4.weight, net.4.bias, ") or lines[3].startswith(
+        "Gradients that are not finite: net.4.bias, net.4.weight, "
+    )
+    assert any(line.startswith("Try: ") for line in lines)
+    assert trainer.global_step == 20
+
+
+@pytest.mark.parametrize(
+    ("option", "steps"), [({"at_floor": 3}, 11), ({"collapse_after": 6}, 6), ({"at_floor": None}, 50)]
+)
+def test_its_limits(tmp_path, option, steps):
+    assert collapse(tmp_path, report=option)[1].global_step == 2 + steps
+
+
+def test_a_floor_of_ones_own(tmp_path):
+    message, trainer = collapse(tmp_path, precision=native_fp16(init_scale=256.0, min_scale=64.0))
+    assert trainer.global_step == 2 + 2 + 10
+    assert "min_scale=64." in message
+
+
+def test_it_can_be_switched_off(tmp_path):
+    callback, _ = report_on(
+        tmp_path, Regression(), make_batches(70, gains=dict.fromkeys(range(70), 1e30)),
+        precision=native_fp16(init_scale=256.0), report={"collapse_after": None, "at_floor": None},
+    )  # fmt: skip
+    assert len(callback.reports) == 1
+
+
+def test_good_steps_between_prevent_it(tmp_path):
+    gains = dict.fromkeys((i for i in range(60) if i % 9), 1e30)
+    callback, _ = report_on(
+        tmp_path, Regression(), make_batches(60, gains=gains), precision=native_fp16(init_scale=1.0)
+    )
+    assert len(callback.reports) == 7
+
+
+class Buffered(Regression):
+    def __init__(self) -> None:
+        super().__init__(
+            sequential(), optimizer=OPTIMIZERS["adamw"], schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)
+        )
+
+
+def test_the_checkpoint_is_the_one_from_before(tmp_path):
+    """Saved after the last good step, and saved at the collapse: the same weights, optimizer, schedule, scale."""
+    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    module = Buffered()
+    message, trainer = collapse(tmp_path, module, good=3, callbacks=[saver], enable_checkpointing=True)
+    path = tmp_path / "checkpoints" / "before_collapse.ckpt"
+    assert f"are in {path};" in message
+    good, kept = (torch.load(p, weights_only=True) for p in (tmp_path / "checkpoints" / "step=3.ckpt", path))
+    assert str(kept["optimizer_states"]) == str(good["optimizer_states"])
+    assert kept["lr_schedulers"] == good["lr_schedulers"]
+    assert (good["MixedPrecision"]["scale"], good["MixedPrecision"]["_growth_tracker"]) == (256.0, 3)
+    assert (kept["MixedPrecision"]["scale"], kept["MixedPrecision"]["_growth_tracker"]) == (256.0, 0)
+    for name, value in good["state_dict"].items():
+        if "running" not in name and "tracked" not in name:
+            assert torch.equal(kept["state_dict"][name], value), name
+    # of the buffers it has what the first skipped step left: one forward more
+    assert kept["state_dict"]["net.1.num_batches_tracked"] == good["state_dict"]["net.1.num_batches_tracked"] + 1
+    # and so has the module in memory
+    assert module.net[1].num_batches_tracked == kept["state_dict"]["net.1.num_batches_tracked"]
+    assert trainer.scaler.current_scale == 256.0
+
+
+def test_a_run_can_go_on_from_it(tmp_path):
+    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=100)
+    collapse(tmp_path, Buffered(), callbacks=[saver], enable_checkpointing=True)
+    module = Buffered()
+    batches = make_batches(24)  # those before the 21st were trained, or skipped
+    saver = ModelCheckpoint(tmp_path / "more", every_n_train_steps=100)
+    arguments = {"enable_checkpointing": True, "callbacks": [saver]}
+    trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=2.0), **arguments)
+    trainer.fit(module, loader_of(batches), ckpt_path=tmp_path / "checkpoints" / "before_collapse.ckpt")
+    assert trainer.global_step == 24
+    assert trainer.skipped_steps == 18
+    assert trainer.scaler.current_scale == 256.0
+
+
+def test_no_checkpoint_where_none_is_wanted(tmp_path):
+    message, _ = collapse(tmp_path)
+    assert "before_collapse" not in message and not list(tmp_path.glob("**/*.ckpt"))
+
+
+def test_buffers_that_the_first_skip_has_broken(tmp_path):
+    class Grows(Regression):
+        """From the third step on the weights before the normalisation are so large that its input overflows."""
+
+        def training_step(self, batch, batch_idx):
+            factor = 1.0 if batch_idx < 3 else 1e6
+            x = self.net[0](batch[0]) * factor
+            return nn.functional.mse_loss(self.net[1:](x), batch[1])
+
+    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    module = Grows(sequential())
+    message, _ = collapse(tmp_path, module, callbacks=[saver], enable_checkpointing=True)
+    assert "These buffers were not finite after step 3 already: net.1.running_mean, net.1.running_var." in message
+    assert f"The newest checkpoint from before: {tmp_path / 'checkpoints' / 'step=3.ckpt'}." in message
+    assert "The forward overflows in training_step, before 'net.1' (BatchNorm1d)" in message
+
+
+def test_manual_optimization_collapses_too(tmp_path):
+    class ByHand(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    message, trainer = collapse(tmp_path, ByHand())
+    assert trainer.global_step == 20
+    assert "The backward overflows in training_step, which uses the output of 'net.4'" in message
+
+
+# --- defaults -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "has_one"), [("16-mixed", True), ("32-true", False), ("bf16-mixed", False)])
+def test_on_by_default_where_the_loss_is_scaled(tmp_path, precision, has_one):
+    trainer = make_trainer(tmp_path, precision=precision)
+    assert any(isinstance(callback, OverflowReport) for callback in trainer.callbacks) is has_one
+    own = OverflowReport(after=5)
+    trainer = make_trainer(tmp_path, precision=precision, callbacks=[own])
+    assert [callback for callback in trainer.callbacks if isinstance(callback, OverflowReport)] == [own]
+
+
+def test_it_prints_where_rich_prints(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, precision=native_fp16())
+    trainer.fit(Regression(sequential(Amplifier(), 4)), loader_of(make_batches(3)))
+    assert "Overflow report: optimizer step 2 (skipped, 3 in a row)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"after": 2}, "after=2, expected at least 3 skipped steps in a row, or None"),
+        ({"at_step": -1}, "at_step=-1, expected the number of a step, from 0"),
+        ({"collapse_after": 2}, "collapse_after=2, expected at least 3"),
+        ({"at_floor": 0}, "at_floor=0, expected at least 1"),
+    ],
+)
+def test_impossible_arguments(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        OverflowReport(**arguments)
+
+
+def test_a_replay_that_fails_does_not_end_the_run(tmp_path):
+    class Once(Regression):
+        seen: set[int] = set()
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx in self.seen:
+                raise RuntimeError("only once")
+            type(self).seen = self.seen | {batch_idx}
+            return super().training_step(batch, batch_idx)
+
+    with warnings.catch_warnings():
+        callback, _ = report_on(tmp_path, Once(sequential(Amplifier(), 4)), 5)
+    assert callback.reports[0].verdict == "The replay broke off: RuntimeError: only once"

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.nn import functional as F
+
+from tests.postmortem.layers import Amplifier, Nan, sequential
+from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
+from trainer.postmortem.examine import examine, largest_power
+from trainer.postmortem.recording import Recorder
+
+
+class _Recording(Callback):
+    def on_train_start(self, trainer, pl_module):
+        self.recorder = Recorder(trainer)
+
+
+def examined(folder, module, batches, scale=2.0**16, window=1, **arguments):
+    """The finding on the first window of a fit, looked into right after its update."""
+    findings = []
+
+    def look(self, trainer, pl_module, optimizer, outcome):
+        if not findings:
+            findings.append(examine(trainer, self.recorder.take(), scale))
+
+    callback = type("Examine", (_Recording,), {"on_after_optimizer_step": look})()
+    arguments = {"precision": native_fp16(init_scale=scale), "accumulate_grad_batches": window} | arguments
+    make_trainer(folder, max_steps=1, callbacks=[callback], **arguments).fit(module, loader_of(batches))
+    return findings[0]
+
+
+@pytest.mark.parametrize("exponent", [-127, -20, 0, 10, 127])
+def test_the_largest_power_is_found_in_eight_tries(exponent):
+    asked = []
+
+    def fits(scale):
+        asked.append(scale)
+        return scale <= 2.0**exponent
+
+    assert largest_power(fits) == 2.0**exponent
+    assert len(asked) == 8
+
+
+def test_no_power_fits():
+    asked = []
+    assert largest_power(lambda scale: asked.append(scale)) == 0.0
+    assert len(asked) == 8
+
+
+def by_hand(net, batch, scale):
+    """Whether all gradients are finite at this scale, as one would write it."""
+    x, y, gain = batch
+    net.zero_grad()
+    torch.manual_seed(7)
+    with torch.autocast("cpu", torch.float16):
+        loss = F.mse_loss(net(x), y) * gain
+    (loss * scale).backward()
+    return all(p.grad.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("gain", [1.0, 50.0, 4000.0])
+def test_the_largest_scale_is_that_of_a_search_by_hand(tmp_path, gain):
+    net = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+    torch.manual_seed(0)
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    batch = make_batches(1, gains={0: gain})[0]
+    expected = max(e for e in range(-20, 40) if by_hand(net, batch, 2.0**e))
+    assert not by_hand(net, batch, 2.0 ** (expected + 1))
+    net.zero_grad()
+    finding = examined(tmp_path, Regression(net), [batch], scale=2.0**24)
+    assert finding.largest_scale == 2.0**expected
+    assert finding.fails and finding.scale == 2.0**24
+    assert finding.origin is not None
+
+
+def test_a_step_that_does_not_fail(tmp_path):
+    finding = examined(tmp_path, Regression(), make_batches(1), scale=1.0)
+    assert not finding.fails
+    assert (finding.first_output, finding.first_gradient, finding.origin, finding.parameters) == (None, None, None, [])
+    assert 1.0 < finding.largest_scale < 2.0**40
+    assert math.isfinite(finding.loss)
+
+
+def test_nan_fits_no_scale(tmp_path):
+    finding = examined(tmp_path, Regression(sequential(Nan(), 3)), make_batches(1))
+    assert (finding.fails, finding.largest_scale) == (True, 0.0)
+    assert finding.origin is not None and finding.origin.call.name == "net.3"
+
+
+def test_a_scale_at_which_gradients_vanish_does_not_fit(tmp_path):
+    thrice = nn.Sequential(*(Amplifier(6e4) for _ in range(3)))  # 2e14: even the smallest float16 overflows
+    finding = examined(tmp_path, Regression(sequential(thrice, 5)), make_batches(1))
+    assert (finding.fails, finding.largest_scale) == (True, 0.0)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_the_batch_of_a_window_that_fails(tmp_path, place):
+    finding = examined(tmp_path, Regression(), make_batches(3, gains={place: 1e30}), window=3)
+    assert (finding.batch_idx, finding.position, finding.window) == (place, place, 3)
+    assert finding.fails
+    assert finding.loss > 1e28 / 3
+
+
+def test_a_window_whose_losses_are_divided(tmp_path):
+    """At a scale that overflows undivided, four batches that share it do not."""
+    batches = make_batches(4)
+    alone = examined(tmp_path, Regression(), batches[:1], scale=1.0).largest_scale
+    together = examined(tmp_path, Regression(), batches[:1] * 4, scale=1.0, window=4).largest_scale
+    assert together == 4 * alone
+
+
+def test_the_scale_is_float32_where_the_loss_is_float16(tmp_path):
+    class Half(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx).half()
+            assert loss.dtype is torch.float16
+            return loss
+
+    assert not examined(tmp_path, Half(), make_batches(1), scale=2.0**17).error
+
+
+def test_what_was_not_finite_before(tmp_path):
+    batch = make_batches(1)[0]
+    batch[0][0, 0] = math.nan
+    module = Regression(sequential())
+    with torch.no_grad():
+        module.net[1].running_var[3] = math.inf
+        module.net[4].bias[0] = math.nan
+    finding = examined(tmp_path, module, [batch])
+    assert finding.broken_batch == ["batch[0]"]
+    assert finding.broken_weights == ["net.4.bias"]
+    assert finding.broken_buffers == ["net.1.running_var"]
+
+
+def test_parameters_that_no_optimizer_has_do_not_count(tmp_path):
+    class Half(Regression):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net[5].parameters(), lr=0.1)
+
+    finding = examined(tmp_path, Half(sequential(Amplifier(), 4)), make_batches(1), scale=1024.0)
+    assert not finding.fails
+
+
+def test_an_error_in_the_replay_is_told(tmp_path):
+    class Once(Regression):
+        calls = 0
+
+        def training_step(self, batch, batch_idx):
+            type(self).calls += 1
+            if self.calls > 1:
+                raise RuntimeError("not twice\nnever")
+            return super().training_step(batch, batch_idx)
+
+    finding = examined(tmp_path, Once(), make_batches(1))
+    assert finding.error == "RuntimeError: not twice"
+
+
+def test_sparse_gradients(tmp_path):
+    class Words(Regression):
+        def __init__(self):
+            super().__init__(nn.Embedding(5, 3, sparse=True))
+
+        def training_step(self, batch, batch_idx):
+            return (self.net(torch.tensor([1, 1, 2])) * 1e30).sum()
+
+    finding = examined(tmp_path, Words(), make_batches(1), scale=2.0**40)
+    assert finding.parameters == ["net.weight"]
+    assert finding.largest_scale == 2.0 ** math.floor(math.log2(torch.finfo(torch.float32).max / 2e30))

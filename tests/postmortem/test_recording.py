@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from tests.support import Regression, fit_and_watch, make_batches, native_fp16
+from trainer.callbacks import OverflowReport
+from trainer.optimization import AccumulationWindow
+from trainer.postmortem.recording import Recorder
+
+
+class Fit:
+    """As much of a fit as a recorder sees; the outcomes of updates come when the test says so."""
+
+    def __init__(self, size=1, automatic=True):
+        self.window, self.ran = AccumulationWindow(size), []
+        self.progress = SimpleNamespace(optimizer_steps=0)
+        self.module = nn.BatchNorm1d(2)
+        self.module.automatic_optimization = automatic
+        self.loop = SimpleNamespace(training_step=self.step, progress=self.progress, window=self.window)
+        engine = SimpleNamespace(device=torch.device("cpu"))
+        self.trainer = SimpleNamespace(lightning_module=self.module, loop=self.loop, engine=engine)
+
+    def step(self, batch, batch_idx):
+        self.ran.append(batch)
+        self.module(torch.randn(4, 2))
+        return batch
+
+    def batch(self, name, updates=None):
+        """One batch; the window's last updates the weights, unless told otherwise."""
+        self.window.advance(100, False)
+        assert self.loop.training_step(name, len(self.ran)) == name
+        if self.window.is_last if updates is None else updates:
+            self.progress.optimizer_steps += 1
+
+
+def names(batches):
+    return [recorded.batch for recorded in batches]
+
+
+def test_outcomes_at_once():
+    fit = Fit()
+    recorder = Recorder(fit.trainer)
+    for name in "abc":
+        fit.batch(name)
+        assert names(recorder.take()) == [name]
+
+
+def test_outcomes_that_come_after_the_next_forward():
+    fit = Fit()
+    recorder = Recorder(fit.trainer)
+    fit.batch("a")
+    for name, before in ("ba", "cb", "dc"):
+        fit.window.advance(100, False)
+        fit.loop.training_step(name, 0)
+        assert names(recorder.take()) == [before]
+        fit.progress.optimizer_steps += 1
+    assert names(recorder.take()) == ["d"]
+
+
+def test_started_when_the_next_forward_has_run():
+    fit = Fit()
+    fit.batch("a")
+    fit.window.advance(100, False)
+    fit.loop.training_step("b", 1)
+    recorder = Recorder(fit.trainer)  # the outcome of a has come
+    fit.progress.optimizer_steps += 1
+    fit.batch("c")
+    assert names(recorder.take()) == []  # b was not recorded
+    assert names(recorder.take()) == ["c"]
+
+
+def test_windows():
+    fit = Fit(size=3)
+    recorder = Recorder(fit.trainer)
+    for name in "abcdef":
+        fit.batch(name)
+    assert names(recorder.take()) == ["a", "b", "c"]
+    assert [recorded.window.is_first for recorded in recorder.take()] == [True, False, False]
+
+
+def test_a_window_that_was_not_recorded_from_the_first_on():
+    fit = Fit(size=2)
+    fit.batch("a")
+    recorder = Recorder(fit.trainer)
+    for name in "bcd":
+        fit.batch(name)
+    assert names(recorder.take()) == []
+    assert names(recorder.take()) == ["c", "d"]
+
+
+def test_a_window_without_an_update():
+    fit = Fit(size=2)
+    recorder = Recorder(fit.trainer)
+    fit.batch("a")
+    fit.batch("b", updates=False)  # every training_step returned None
+    fit.batch("c")
+    fit.batch("d")
+    assert names(recorder.take()) == ["c", "d"]
+
+
+def test_manual_optimization_has_no_windows():
+    fit = Fit(automatic=False)
+    recorder = Recorder(fit.trainer)
+    fit.batch("a", updates=False)
+    fit.batch("b")
+    assert names(recorder.take()) == ["a", "b"]
+
+
+def test_one_step_only():
+    fit = Fit()
+    recorder = Recorder(fit.trainer, only_step=1)
+    for name, expected in (("a", []), ("b", ["b"]), ("c", [])):
+        fit.batch(name)
+        assert names(recorder.take()) == expected
+
+
+def test_how_things_stood():
+    fit = Fit()
+    recorder = Recorder(fit.trainer)
+    torch.manual_seed(0)
+    mean = fit.module.running_mean.clone()
+    fit.batch("a")
+    (recorded,) = recorder.take()
+    after = torch.rand(3)
+    recorded.state.restore()
+    recorded.random_state.restore()
+    assert torch.equal(fit.module.running_mean, mean)
+    torch.randn(4, 2)  # what the step drew
+    assert torch.equal(torch.rand(3), after)
+    assert (recorded.batch_idx, recorded.step, recorded.window.is_first) == (0, 0, True)
+
+
+def test_two_recorders_stop_in_any_order():
+    for order in ((0, 1), (1, 0)):
+        fit = Fit()
+        recorders = [Recorder(fit.trainer), Recorder(fit.trainer)]
+        fit.batch("a")
+        for i in order:
+            recorders[i].stop()
+        fit.batch("b")
+        assert fit.ran == ["a", "b"]
+        assert names(recorders[0].take()) == names(recorders[1].take()) == []
+
+
+def test_a_run_records_only_while_steps_are_skipped(tmp_path):
+    seen = []
+
+    class Look(Regression):
+        def on_train_batch_end(self, *_):
+            seen.append(self.trainer.loop.training_step)
+
+    gains = {2: 1e30, 3: 1e30}
+    fit_and_watch(
+        tmp_path,
+        Look(),
+        make_batches(7, gains=gains),
+        precision=native_fp16(init_scale=256.0),
+        callbacks=[OverflowReport()],
+    )
+    assert [isinstance(step, Recorder) for step in seen] == [False, False, True, True, False, False, False]

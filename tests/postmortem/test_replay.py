@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanSquaredError
+
+from tests.postmortem.layers import Amplifier, sequential
+from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
+from trainer.postmortem.examine import examine
+from trainer.postmortem.recording import Recorder
+from trainer.postmortem.replay import rewind, run, undisturbed
+
+
+class Everything(LightningModule):
+    """Keeps state of every kind, and draws random numbers from everywhere; automatic optimization."""
+
+    def __init__(self, layer: nn.Module | None = None, place: int = 0) -> None:
+        super().__init__()
+        self.net = sequential(layer, place)
+        self.error = MeanSquaredError()
+        self.hidden = {"error": MeanSquaredError()}
+        self.losses: list[Tensor] = []
+        self.steps = 0
+        self.register_buffer("total", torch.zeros(()))
+        self.generator = torch.Generator().manual_seed(5)
+        self.target = nn.Linear(3, 3).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y, gain = batch
+        prediction = self.net(x + torch.rand(x.shape, generator=self.generator))
+        loss = F.mse_loss(prediction, y) * gain
+        self.steps += 1
+        self.total += loss.detach().nan_to_num()
+        self.losses.append(loss.detach())
+        self.error(prediction.detach().float(), y)
+        self.hidden["error"](prediction.detach().float(), y)
+        with torch.no_grad():  # a teacher that follows
+            self.target.weight.mul_(0.9).add_(0.1 * torch.rand(3, 3))
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"error": self.error, "steps": float(self.steps)})
+        if self.logger is not None:
+            self.logger.log_metrics({"by hand": float(self.steps)}, step=self.steps)
+            self.logger.experiment.log_metrics({"by hand too": 1.0}, step=self.steps)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "more": 1}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class ByHand(Everything):
+    """The same in manual optimization, with two optimizers and everything a module may do between them."""
+
+    def __init__(self, layer: nn.Module | None = None, place: int = 0) -> None:
+        super().__init__(layer, place)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        schedules = self.lr_schedulers()
+        for optimizer, schedule in zip(self.optimizers(), schedules, strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad(set_to_none=False)
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, 1.0, "norm")
+            optimizer.step()
+            schedule.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [
+            torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in (self.net[:4], self.net[4:])
+        ]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+
+
+class Replays(Callback):
+    """Replays every batch, after its update (the weights are others then), and sees that nothing has changed."""
+
+    def __init__(self, replays: bool = True) -> None:
+        self.replays = replays
+        self.findings: list[Any] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.replays:
+            self.recorder = Recorder(trainer)
+
+    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+        if self.replays and optimizer is trainer.optimizers[0]:
+            gradients = [p.grad for p in pl_module.parameters()]
+            values = [None if g is None else g.clone() for g in gradients]
+            self.findings.append(examine(trainer, self.recorder.take(), outcome.scale))
+            for p, gradient, value in zip(pl_module.parameters(), gradients, values, strict=True):
+                assert p.grad is gradient
+                assert gradient is None or torch.equal(gradient.nan_to_num(), value.nan_to_num())
+
+
+def everything(folder: Any, module: LightningModule, **arguments: Any) -> tuple[Any, ...]:
+    """A fit with overflows, and all that is left of it."""
+    torch.manual_seed(11)
+    callback = arguments.pop("callback")
+    batches = make_batches(9, gains={2: 1e30, 3: 1e30, 4: 1e30, 5: 1e30})
+    given = {"precision": native_fp16(init_scale=256.0), "logger": CSVLogger(folder), "log_every_n_steps": 1}
+    trainer = make_trainer(folder, callbacks=[callback], max_epochs=2, **(given | arguments))
+    trainer.fit(module, loader_of(batches))
+    rows = (folder / "lightning_logs/version_0/metrics.csv").read_text()
+    return (
+        {name: value.tolist() for name, value in module.state_dict().items()},
+        [p.requires_grad for p in module.parameters()],
+        [str(o.state_dict()) for o in trainer.optimizers],
+        [str(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+        trainer.scaler.state_dict(),
+        {name: value.item() for name, value in trainer.callback_metrics.items()},
+        rows,
+        [part.training for part in module.modules()],
+        torch.rand(3).tolist(),
+        [loss.item() for loss in module.losses],
+        module.steps,
+        module.hidden["error"].compute().item(),
+        module.generator.get_state().tolist(),
+        trainer.progress,
+        sorted(vars(module)),
+        (torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()),
+    )
+
+
+def assert_equal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert str(one) == str(other)  # nan is nan
+
+
+@pytest.mark.parametrize("kind", [Everything, ByHand])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_run_with_replays_is_the_run_without(tmp_path, kind, window):
+    if kind is ByHand and window > 1:
+        pytest.skip("manual optimization accumulates by itself")
+    seen = {}
+    for replays in (False, True):
+        folder = tmp_path / str(replays)
+        torch.manual_seed(3)
+        callback = Replays(replays)
+        seen[replays] = everything(folder, kind(), callback=callback, accumulate_grad_batches=window)
+    assert_equal(seen[True], seen[False])
+    assert len(callback.findings) >= 9
+    assert not any(finding.error for finding in callback.findings)
+    assert {finding.fails for finding in callback.findings} == {True, False}
+
+
+def recorded_fit(folder: Any, module: LightningModule, look: Any, batches: Any = None, **arguments: Any) -> None:
+    """A fit that calls ``look(trainer, recorded)`` after its only step."""
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.recorder = Recorder(trainer, only_step=0)
+
+        def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+            if optimizer is trainer.optimizers[0]:
+                look(trainer, self.recorder.take()[0])
+
+    given = {"precision": native_fp16(init_scale=256.0)} | arguments
+    trainer = make_trainer(folder, limit_train_batches=1, callbacks=[Look()], **given)
+    trainer.fit(module, loader_of(batches or make_batches(1)))
+
+
+def test_the_forward_is_the_same_to_the_bit(tmp_path):
+    """Dropout, BatchNorm and a generator of the module's own, from where they stood."""
+    losses: list[float] = []
+
+    class Module(Everything):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            losses.append(loss.item())
+            return loss
+
+    def look(trainer: Any, recorded: Any) -> None:
+        torch.rand(5)  # a hook that draws, before
+        with undisturbed(trainer):
+            rewind(trainer, recorded)
+            run(trainer, recorded, lambda loss: losses.append(loss.item()))
+
+    recorded_fit(tmp_path, Module(), look)
+    assert len(losses) == 3
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_random_numbers_of_other_hooks_do_not_matter(tmp_path):
+    class Draws(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            torch.rand(7)
+
+    losses: list[float] = []
+
+    class Module(Draws):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            losses.append(loss.item())
+            return loss
+
+    module = Module(sequential())
+    recorded_fit(tmp_path, module, lambda trainer, recorded: examine(trainer, [recorded], 1.0))
+    assert len(losses) == 2 and losses[0] == losses[1]
+
+
+def test_an_error_leaves_no_trace_either(tmp_path):
+    class Fails(Everything):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            if self.steps == 1 and self.replaying:
+                self.net.eval()
+                raise RuntimeError("in the replay")
+            return output
+
+        replaying = False
+
+    module = Fails()
+
+    def look(trainer: Any, recorded: Any) -> None:
+        type(module).replaying = True
+        rng = torch.get_rng_state()
+        loggers, door = trainer.loggers, trainer.precision_plugin.side_door
+        assert examine(trainer, [recorded], 1.0).error == "RuntimeError: in the replay"
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert module.net.training and module.steps == 1
+        assert trainer.loggers == loggers and trainer.precision_plugin.side_door is door
+        assert not any(part._forward_hooks for part in module.modules())
+
+    recorded_fit(tmp_path, module, look)
+
+
+def test_each_backward_of_a_manual_step_is_looked_at(tmp_path):
+    class Gan(Regression):
+        """The second loss overflows; the optimizer of the first steps, that of the second does not."""
+
+        def __init__(self) -> None:
+            super().__init__(nn.ModuleList([nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 3), Amplifier())]))
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            x, y, _ = batch
+            for net, optimizer in zip(self.net, self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(F.mse_loss(net(x), y))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.net]
+
+    findings = []
+    recorded_fit(tmp_path, Gan(), lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0)))
+    (finding,) = findings
+    assert finding.fails and not finding.error
+    assert finding.parameters[0].startswith("net.1.0.")
+    assert finding.origin.call.name == "net.1.1"
+
+
+def test_closures_run_once(tmp_path):
+    class Closure(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.evaluated = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            def closure() -> Tensor:
+                self.evaluated += 1
+                loss = super(Closure, self).training_step(batch, batch_idx)
+                self.manual_backward(loss)
+                return loss
+
+            self.optimizers().step(closure)
+
+    findings, module = [], Closure()
+    recorded_fit(tmp_path, module, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1.0)))
+    assert module.evaluated == 1
+    assert math.isfinite(findings[0].loss) and not findings[0].error
+
+
+def test_one_that_steps_a_bare_optimizer_steps_nothing(tmp_path):
+    class Bare(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.loop.window.backwards or self.replaying:
+                self.trainer.optimizers[0].step()
+            return super().training_step(batch, batch_idx)
+
+        replaying = False
+
+    module = Bare(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.5))
+
+    def look(trainer: Any, recorded: Any) -> None:
+        weights = [p.detach().clone() for p in module.parameters()]
+        type(module).replaying = True
+        examine(trainer, [recorded], 1.0)
+        assert all(torch.equal(p, w) for p, w in zip(module.parameters(), weights, strict=True))
+
+    recorded_fit(tmp_path, module, look)
+
+
+def test_steps_without_batch_idx(tmp_path):
+    class Short(Regression):
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            return super().training_step(batch, 0)
+
+    findings = []
+    recorded_fit(tmp_path, Short(), lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1.0)))
+    assert math.isfinite(findings[0].loss) and not findings[0].error
+
+
+def test_no_loss_is_no_failure(tmp_path):
+    class Moody(Regression):
+        asked = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.asked += 1
+            return super().training_step(batch, batch_idx) if self.asked == 1 and not self.moody else None
+
+        moody = False
+
+    module, findings = Moody(), []
+
+    def look(trainer: Any, recorded: Any) -> None:
+        type(module).moody = True
+        findings.append(examine(trainer, [recorded], 1.0))
+
+    recorded_fit(tmp_path, module, look)
+    assert not findings[0].fails and math.isnan(findings[0].loss)
+
+
+def test_inside_inference_mode(tmp_path):
+    """Somebody asked for the outcome during a validation."""
+    findings = []
+
+    def look(trainer: Any, recorded: Any) -> None:
+        with torch.inference_mode():
+            findings.append(examine(trainer, [recorded], 2.0**40))
+
+    recorded_fit(tmp_path, Regression(), look)
+    assert findings[0].fails and not findings[0].error
+
+
+@pytest.mark.slow
+def test_compiled_modules_run_eagerly(tmp_path):
+    torch._dynamo.reset()
+    module = Regression(sequential(Amplifier(), 4))
+    module.net = torch.compile(module.net, backend="eager")
+    findings = []
+    recorded_fit(tmp_path, module, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0)))
+    assert findings[0].origin.call.name == "net._orig_mod.4"
+    compiled_in_place = Regression(sequential(Amplifier(), 4))
+    compiled_in_place.net.compile(backend="eager")
+    recorded_fit(
+        tmp_path, compiled_in_place, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0))
+    )
+    assert findings[1].origin.call.name == "net.4"

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, SpearmanCorrCoef
+
+from trainer.postmortem.state import ObjectState, RandomState
+
+
+def draw():
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def test_random_numbers_come_again():
+    state = RandomState(torch.device("cpu"))
+    first = draw()
+    assert draw() != first
+    state.restore()
+    assert draw() == first
+
+
+class Holder(nn.Module):
+    """One of everything that is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("queue", torch.zeros(3), persistent=False)
+        self.average = torch.zeros(3)  # not a buffer
+        self.generator = torch.Generator().manual_seed(3)
+        self.count, self.note = 1, "before"
+        self.outputs, self.seen, self.table, self.recent = [1], {1}, {"a": 1}, deque([1], maxlen=2)
+        self.metrics = {"train": MeanMetric()}  # hidden from modules()
+        self.hidden = [nn.BatchNorm1d(2)]
+
+    def disturb(self):
+        self.queue += 1
+        self.norm(torch.randn(4, 2))
+        self.hidden[0](torch.randn(4, 2))
+        self.average.add_(1)
+        torch.rand((), generator=self.generator)
+        self.count += 1
+        self.note = "after"
+        self.new = 1
+        self.outputs.append(torch.ones(()))
+        self.seen.add(2)
+        self.table["a"] = 2
+        self.table["b"] = 3
+        self.recent.append(2)
+        self.metrics["train"].update(3.0)
+        self.eval()
+        self.hidden[0].eval()
+        self.layer.register_forward_hook(print)
+        self.average = torch.ones(5)
+        self.extra = nn.Linear(1, 1)
+
+
+def described(holder):
+    """Everything in it as plain values."""
+    state = {name: value.tolist() for name, value in holder.state_dict(keep_vars=False).items()}
+    plain = {name: value for name, value in vars(holder).items() if not name.startswith("_")}
+    return (
+        state,
+        holder.queue.tolist(),
+        {name: str(value) for name, value in plain.items() if name not in ("generator", "metrics", "hidden")},
+        holder.generator.get_state().tolist(),
+        [part.training for part in holder.modules()],
+        holder.hidden[0].training,
+        {name: value.tolist() for name, value in holder.hidden[0].state_dict().items()},
+        str(holder.metrics["train"].metric_state),
+        holder.metrics["train"]._update_count,
+        len(holder.layer._forward_hooks),
+    )
+
+
+def test_whatever_a_module_keeps_comes_back():
+    holder = Holder()
+    identities = {name: id(value) for name, value in vars(holder).items()}
+    before, state = described(holder), ObjectState([holder])
+    holder.disturb()
+    after = described(holder)
+    assert all(one != other for one, other in zip(before, after, strict=True)), "the test disturbs all of it"
+    state.restore()
+    assert described(holder) == before
+    assert {name: id(value) for name, value in vars(holder).items() if name != "count"} == {
+        name: value for name, value in identities.items() if name != "count"
+    }
+    state.restore()
+    assert described(holder) == before
+
+
+def test_parameters_on_demand():
+    layer = nn.Linear(2, 2)
+    weight = layer.weight.detach().clone()
+    with_parameters, without = ObjectState([layer], parameters=True), ObjectState([layer])
+    layer.weight.data.add_(1)
+    without.restore()
+    assert torch.equal(layer.weight, weight + 1)
+    with_parameters.restore()
+    assert torch.equal(layer.weight, weight)
+
+
+def test_restoring_does_not_disturb_a_graph():
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    state = ObjectState([layer], parameters=True)
+    loss = layer(layer(x)).sum()
+    state.restore()
+    loss.backward()  # a tensor saved for it that seems to have changed would raise
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        MeanSquaredError,  # forward merges states
+        pytest.param(
+            SpearmanCorrCoef, marks=pytest.mark.filterwarnings("ignore:Metric .SpearmanCorrcoef")
+        ),  # keeps lists
+        lambda: MetricCollection([MeanSquaredError(), MeanAbsoluteError()]),  # shares states
+    ],
+)
+def test_metrics(metric):
+    torch.manual_seed(0)
+    x = [torch.rand(8) for _ in range(8)]
+    module = nn.ModuleDict({"metric": metric()})
+    module["metric"](x[0], x[1])
+    module["metric"](x[2], x[3])
+    expected = module["metric"].compute()
+    state = ObjectState([module])
+    module["metric"](x[4], x[5])
+    module["metric"].reset()
+    module["metric"](x[6], x[7])
+    state.restore()
+    assert str(module["metric"].compute()) == str(expected)
+    module["metric"](x[4], x[5])  # and it goes on
+    other = metric()
+    for i in (0, 2, 4):
+        other(x[i], x[i + 1])
+    assert str(module["metric"].compute()) == str(other.compute())
+
+
+def test_schedules_and_parameter_groups():
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [parameter], "lr": torch.tensor(0.1)}], lr=0.1)
+    inner = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2)]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones=[2])
+    optimizer.step()
+    before = str(schedule.state_dict()), str(optimizer.param_groups)
+    state = ObjectState([schedule], optimizer.param_groups)
+    for _ in range(3):
+        schedule.step()
+    assert str(optimizer.param_groups) != before[1]
+    state.restore()
+    assert (str(schedule.state_dict()), str(optimizer.param_groups)) == before
+    assert optimizer.param_groups[0]["params"][0] is parameter
+
+
+def test_a_dict_keeps_its_kind_and_order():
+    holder = nn.Module()
+    holder.table = OrderedDict(b=1, a=2)
+    state, table = ObjectState([holder]), holder.table
+    holder.table.move_to_end("b")
+    state.restore()
+    assert holder.table is table and list(table) == ["b", "a"]

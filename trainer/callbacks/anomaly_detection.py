@@ -1,0 +1,73 @@
+"""``Trainer(detect_anomaly=True)`` where the loss is scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.optimization import StepOutcome
+from trainer.postmortem.recording import RecordedBatch, Recorder
+from trainer.postmortem.replay import backward, rewind, run, undisturbed
+
+_SCALE = 2.0**-100
+"""Well inside of float32, and small enough for any gradient of a float32 loss to fit float16, be it as zero."""
+
+
+class AnomalyDetection(Callback):
+    """Raises where a backward pass makes nan, with the traceback of the operation's forward; not on overflows.
+
+    Torch's anomaly mode cannot be on while the loss is scaled: the first overflow, by which a loss scale finds its
+    level, would end the run (Lightning #9799). So each skipped step is run again in that mode, with the same
+    random numbers and the loss scaled down until no gradient can overflow. What is nan even then is nan.
+
+    ``Trainer(detect_anomaly=True)`` adds this one where the loss is scaled, and torch's mode where it is not. Keeps a
+    copy of the buffers and the random states with each batch.
+
+    Raises:
+        RuntimeError: torch's own, while training.
+    """
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Keep each batch until its outcome is known."""
+        self._recorder = Recorder(trainer)
+
+    def on_after_optimizer_step(
+        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+    ) -> None:
+        """Replay a step that was skipped."""
+        if self._recorder is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
+            return
+        batches = self._recorder.take()
+        for recorded in batches if outcome.skipped else ():
+            _replay(trainer, recorded)
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of the batches."""
+        self._let_go()
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the batches."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._recorder = None
+
+
+def _replay(trainer: Any, recorded: RecordedBatch) -> None:
+    parameters = dict(trainer.lightning_module.named_parameters())
+
+    def on_loss(loss: Tensor) -> None:
+        backward(loss, _SCALE, parameters, lambda name, gradient: None)
+
+    with undisturbed(trainer), torch.autograd.set_detect_anomaly(True):
+        rewind(trainer, recorded)
+        run(trainer, recorded, on_loss)

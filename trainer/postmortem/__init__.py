@@ -1,0 +1,1 @@
+"""Running a training batch a second time, without a trace, to see where its numbers stop being finite."""

@@ -1,0 +1,175 @@
+"""From recorded batches to a finding: which one fails, where, and what scale it would have taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.postmortem.probe import Call, Origin, Probe, measure, named_tensors_in
+from trainer.postmortem.recording import RecordedBatch
+from trainer.postmortem.replay import backward, rewind, run, undisturbed
+
+_POWERS = (-128, 127)
+"""Exponents that a search for a scale looks at: those of float32, and -128 for "none". 256, so 8 tries always."""
+
+
+@dataclass
+class Finding:
+    """What the replay of one batch on one rank has shown.
+
+    Attributes:
+        batch_idx: of the batch; zero-based, within the epoch.
+        position, window: which batch of its accumulation window it is, from 0, and how many there were.
+        rank: of the process.
+        scale: what the loss was multiplied by.
+        fails: whether a gradient of a parameter is not finite.
+        loss: before it is scaled; nan where there was none.
+        first_output: the first call of a module whose output is not finite.
+        first_gradient: the first call, in the order of the backward pass, whose incoming gradient is not finite.
+        origin: where the first gradient that is not finite was made.
+        parameters: those whose gradients are not finite, in the order of the backward pass.
+        largest_scale: the largest power of two at which all gradients are finite, on all ranks; 0 where there is none
+            (or only such at which the gradients that fail become zeros); inf where nobody has looked.
+        broken_weights, broken_buffers, broken_batch: names of what was not finite before the step began.
+        error: what ended the replay early.
+    """
+
+    batch_idx: int
+    position: int
+    window: int
+    rank: int
+    scale: float
+    fails: bool = False
+    loss: float = math.nan
+    first_output: Call | None = None
+    first_gradient: Call | None = None
+    origin: Origin | None = None
+    parameters: list[str] = field(default_factory=list)
+    largest_scale: float = math.inf
+    broken_weights: list[str] = field(default_factory=list)
+    broken_buffers: list[str] = field(default_factory=list)
+    broken_batch: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Finding:
+    """Replay the batches of one weight update, find the first that fails, and see why.
+
+    To be called on all ranks, with as many batches on each; returns the same on all of them: what the lowest rank
+    that fails has found. All ranks run the same number of passes, whatever they find, so that modules which
+    synchronise (``SyncBatchNorm``) stay in step. A window of one batch costs a forward and ten backward passes; of
+    several, one of each for every batch besides. Leaves everything as it was
+    (:func:`~trainer.postmortem.replay.undisturbed`).
+    """
+    engine, position = trainer.engine, 0
+    if len(batches) > 1:
+        failing = [overflows(trainer, recorded, scale) for recorded in batches]
+        first = failing.index(True) if any(failing) else len(batches)
+        position = int(engine.reduce(torch.tensor(first, device=engine.device), "min"))
+        position %= len(batches)  # none of them fails by itself: look at any
+    finding = Finding(batches[position].batch_idx, position, len(batches), engine.global_rank, scale)
+    try:
+        with undisturbed(trainer):
+            _look_into(trainer, batches[position], finding)
+    except Exception as error:  # a report is no reason to end a run, and the other ranks wait below
+        finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
+    if engine.world_size == 1:
+        return finding
+    findings: list[Any] = [None] * engine.world_size
+    torch.distributed.all_gather_object(findings, finding)
+    chosen: Finding = next((one for one in findings if one.fails), findings[0])
+    return replace(chosen, largest_scale=min(one.largest_scale for one in findings))
+
+
+def overflows(trainer: Any, recorded: RecordedBatch, scale: float) -> bool:
+    """Whether a gradient of this batch alone is not finite; also where its replay breaks off."""
+    fits: list[bool] = []
+    try:
+        with undisturbed(trainer):
+            rewind(trainer, recorded)
+            run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, _optimized(trainer))))
+    except Exception:
+        return True
+    return not all(fits)
+
+
+def largest_power(fits: Callable[[float], bool]) -> float:
+    """The largest power of two that fits, if those that do are all below those that do not; 0 where none does.
+
+    Asks eight times, whatever the answers.
+    """
+    low, high = _POWERS
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(2.0**middle):
+            low = middle
+        else:
+            high = middle - 1
+    return 2.0**low if low > _POWERS[0] else 0.0
+
+
+def _look_into(trainer: Any, recorded: RecordedBatch, finding: Finding) -> None:
+    module, parameters = trainer.lightning_module, _optimized(trainer)
+    rewind(trainer, recorded)
+    finding.broken_weights = _broken(module.named_parameters())
+    finding.broken_buffers = _broken(module.named_buffers())
+    finding.broken_batch = _broken(named_tensors_in(recorded.batch, "batch"))
+
+    def on_loss(loss: Tensor) -> None:
+        failed = finding.fails  # by an earlier loss of a manual step
+        probe.start_backward()
+        backward(loss, finding.scale, parameters, probe.look)
+        probe.end_backward()
+        largest = largest_power(lambda scale: _fits(loss, scale, parameters))
+        if _vanish(loss, largest, parameters, probe.parameters):
+            largest = 0.0
+        if not failed:
+            finding.loss, finding.fails = loss.item(), bool(probe.parameters)
+            finding.largest_scale = largest if finding.fails else min(finding.largest_scale, largest)
+
+    probe = Probe(module)
+    try:
+        with probe:
+            run(trainer, recorded, on_loss)
+    finally:
+        finding.first_output, finding.first_gradient = probe.first_output, probe.first_gradient
+        finding.origin, finding.parameters = probe.origin(), probe.parameters
+
+
+def _fits(loss: Tensor, scale: float, parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Whether all gradients are finite at this scale."""
+    finite: list[Tensor] = []
+
+    def look(name: str, gradient: Tensor) -> None:
+        finite.append(gradient.isfinite().all())
+
+    backward(loss, scale, parameters, look)
+    return not finite or bool(torch.stack(finite).all())  # one host-device synchronisation
+
+
+def _vanish(loss: Tensor, scale: float, parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> bool:
+    """Whether all the gradients of these names are zeros at this scale; not where there are no names."""
+    zero: list[bool] = []
+
+    def look(name: str, gradient: Tensor) -> None:
+        if name in names:
+            zero.append(not gradient.any())
+
+    backward(loss, scale, parameters, look)
+    return bool(zero) and all(zero)
+
+
+def _optimized(trainer: Any) -> dict[str, nn.Parameter]:
+    """The parameters that optimizers have, by name: those whose gradients decide whether a step is skipped."""
+    stepped = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in trainer.lightning_module.named_parameters() if id(p) in stepped}
+
+
+def _broken(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    magnitudes = ((name, measure([tensor])) for name, tensor in named)
+    return [name for name, magnitude in magnitudes if magnitude is not None and magnitude.not_finite]

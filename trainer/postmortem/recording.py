@@ -1,0 +1,86 @@
+"""Keeping training batches, with what is needed to run them again."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, NamedTuple
+
+from trainer.optimization import AccumulationWindow
+from trainer.postmortem.state import ObjectState, RandomState
+
+
+class RecordedBatch(NamedTuple):
+    """One batch, and how things stood just before its ``training_step``.
+
+    Attributes:
+        batch: as it is on the device; a reference.
+        batch_idx: zero-based, within the epoch.
+        step: ``trainer.global_step`` at the time.
+        window: a copy; it weights the loss.
+        random_state: of all generators.
+        state: of the module.
+    """
+
+    batch: Any
+    batch_idx: int
+    step: int
+    window: AccumulationWindow
+    random_state: RandomState
+    state: ObjectState
+
+
+class Recorder:
+    """Keeps the batches of weight updates until their outcome is known.
+
+    While it records it stands in the place of ``FitLoop.training_step``: a run that records nothing pays
+    nothing, and what is kept is the state just before the forward, after everybody's ``on_train_batch_start``.
+
+    The outcome of an update may be delivered late, when the next window has run already. So windows are numbered
+    by the updates there have been since recording started, and :meth:`take` is called once for each outcome.
+
+    Args:
+        trainer: whose batches.
+        only_step: keep nothing but the update that starts at this ``global_step``, and the weights with it (they
+            will have changed when the outcome is known). None keeps every update.
+    """
+
+    def __init__(self, trainer: Any, only_step: int | None = None) -> None:
+        self.only_step = only_step
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        self._loop = trainer.loop
+        self._training_step = self._loop.training_step
+        self._steps = self._loop.progress.optimizer_steps
+        self._update = 0  # the number of the update that the next batch belongs to
+        self._settled = 0  # the number of the update whose outcome comes next
+        self._windows: dict[int, list[RecordedBatch]] = {}
+        self._loop.training_step = self
+
+    def stop(self) -> None:
+        """Record no more, and let go of everything."""
+        self._windows.clear()
+        self.only_step = -1
+        if self._loop.training_step is self:  # otherwise another recorder has been put in front of this one
+            self._loop.training_step = self._training_step
+
+    def take(self) -> list[RecordedBatch]:
+        """The batches of the update whose outcome has come; [] where they were not recorded from the first on."""
+        batches = self._windows.pop(self._settled, [])
+        self._settled += 1
+        whole = bool(batches) and (batches[0].window.is_first or not self._module.automatic_optimization)
+        return batches if whole else []
+
+    def __call__(self, batch: Any, batch_idx: int) -> Any:
+        """``training_step``."""
+        steps, window = self._loop.progress.optimizer_steps, self._loop.window
+        if steps != self._steps:
+            self._steps = steps
+            self._update += 1
+        if self.only_step is None or self.only_step == steps:
+            kept = self._windows.setdefault(self._update, [])
+            if window.is_first and self._module.automatic_optimization:
+                kept.clear()  # of a window in which every training_step returned None: no update came of it
+            state = ObjectState([self._module], parameters=self.only_step is not None)
+            random_state = RandomState(self._trainer.engine.device)
+            kept.append(RecordedBatch(batch, batch_idx, steps, copy(window), random_state, state))
+        return self._training_step(batch, batch_idx)

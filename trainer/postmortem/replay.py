@@ -1,0 +1,134 @@
+"""Running a recorded batch again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from trainer.postmortem.recording import RecordedBatch
+from trainer.postmortem.state import ObjectState, RandomState
+
+OnLoss = Callable[[Tensor], None]
+
+
+@contextmanager
+def undisturbed(trainer: Any) -> Iterator[None]:
+    """A context for replays. When it ends, the run is as it was when it began, to the bit.
+
+    Put back are: random states; weights, buffers, attributes of the module and of its metrics
+    (:class:`~trainer.postmortem.state.ObjectState` says how deep); gradients; learning rates and schedules.
+    Inside, nothing reaches a logger, optimizers do not step, and compiled modules run eagerly.
+
+    Not put back is what a ``training_step`` changes outside of the module: files, counters of other objects, its
+    batch.
+    """
+    module, adapter, device = trainer.lightning_module, trainer.precision_plugin, trainer.engine.device
+    random_state = RandomState(device)
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    state = ObjectState([module, *schedules], groups, parameters=True)
+    gradients = [(p, p.grad, p.requires_grad) for p in module.parameters()]
+    side_door, clip, loggers = adapter.side_door, adapter.clip, trainer.loggers
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(trainer.engine.gradient_sync(False))
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            for parameter, *_ in gradients:
+                parameter.grad = None  # a step without gradients changes nothing, whoever calls it
+            adapter.side_door, adapter.clip = _NoSteps(), None
+            trainer.loggers = [DummyLogger()] if loggers else []
+            yield
+        finally:
+            torch.clear_autocast_cache()
+            trainer.loggers, adapter.side_door, adapter.clip = loggers, side_door, clip
+            state.restore()
+            for parameter, gradient, requires_grad in gradients:
+                parameter.requires_grad_(requires_grad)
+                parameter.grad = gradient
+            random_state.restore()
+
+
+def rewind(trainer: Any, recorded: RecordedBatch) -> None:
+    """Make things as they were just before the batch's ``training_step``."""
+    recorded.state.restore()
+    recorded.random_state.restore()
+
+
+def run(trainer: Any, recorded: RecordedBatch, on_loss: OnLoss) -> None:
+    """Run ``training_step`` on the bare module, with ``on_loss`` in the place of each backward pass.
+
+    ``on_loss`` is given the loss as it would be scaled: divided by what its window divides it by. In manual
+    optimization it is called for each ``manual_backward``.
+    """
+    module = trainer.lightning_module
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            vars(part).update(log=_nothing, log_dict=_nothing)
+
+    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with torch.autocast(loss.device.type, enabled=False):
+            on_loss(loss)
+
+    vars(module).update(manual_backward=manual_backward, clip_gradients=_nothing)
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    with trainer.loop.precision.autocast():
+        output = module.training_step(recorded.batch, *([recorded.batch_idx] if takes_index else []))
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if module.automatic_optimization and loss is not None:
+        on_loss(recorded.window.normalize(loss))
+
+
+def backward(
+    loss: Tensor, scale: float, parameters: Mapping[str, nn.Parameter], look: Callable[[str, Tensor], None]
+) -> None:
+    """One backward pass of the scaled loss that leaves ``.grad`` alone.
+
+    Args:
+        loss: with its graph, which is kept.
+        scale: what it is multiplied by, as the scaler would: in float32.
+        parameters: by name; those whose gradients are looked at.
+        look: given each name and gradient as soon as it is there; of a sparse one, the values.
+    """
+
+    def looking(name: str) -> Callable[[Tensor], Tensor | None]:
+        def hook(gradient: Tensor) -> Tensor | None:
+            if gradient.layout is not torch.strided:  # that of an embedding, sparse=True
+                look(name, gradient.coalesce().values())
+                return None
+            look(name, gradient)
+            return gradient.new_zeros(()).expand_as(gradient)  # not kept: no second set of gradients in memory
+
+        return hook
+
+    wanted = {name: p for name, p in parameters.items() if p.requires_grad}
+    handles = [p.register_hook(looking(name)) for name, p in wanted.items()]  # type: ignore[no-untyped-call]
+    try:
+        scaled = loss * torch.tensor(scale, dtype=torch.float32, device=loss.device)
+        torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True, retain_graph=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _NoSteps:
+    """Stands in the place of a side door (``trainer.side_doors``): closures run, optimizers do not step."""
+
+    def step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Evaluate the closure."""
+        return closure()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Log nothing, clip nothing."""

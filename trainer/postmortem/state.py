@@ -1,0 +1,134 @@
+"""The state that a training step reads and writes, to put back later."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+
+_OWNERS = (nn.Module, LRScheduler)
+
+
+class RandomState:
+    """The state of the random number generators of python, numpy, torch and ``device``, as it is now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._device = device
+        # on a GPU too this is kept on the host: no synchronisation
+        self._on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    def restore(self) -> None:
+        """Make it so again."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._on_device is not None:
+            torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
+
+
+class ObjectState:
+    """What modules and learning-rate schedules keep in their attributes, as it is now.
+
+    That is, for each object and for those that its attributes hold (also inside a list, tuple or dict): which
+    attributes it has; the elements of its buffers and of its other tensors; the state of its
+    ``torch.Generator``s; the items of its lists, dicts, sets and deques. So a metric's states, a list of
+    outputs, a counter, ``training`` flags and hooks come back. What lies deeper (a number in a dict in a dict)
+    does not.
+
+    Args:
+        roots: the objects.
+        mappings: dicts to keep likewise (an optimizer's parameter groups).
+        parameters: whether to keep the parameters' elements, too. They are copied to the host: a second model
+            may not fit on the device.
+    """
+
+    def __init__(
+        self, roots: Iterable[object], mappings: Iterable[MutableMapping[str, Any]] = (), *, parameters: bool = False
+    ) -> None:
+        self._attributes: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = []
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        for owner in _owners(roots):
+            self._keep_attributes(vars(owner))
+            if isinstance(owner, nn.Module):
+                for buffer in owner.buffers(recurse=False):
+                    self._keep(buffer)
+                for parameter in owner.parameters(recurse=False) if parameters else ():
+                    self._contents[id(parameter)] = (parameter, parameter.detach().to("cpu", copy=True))
+        for mapping in mappings:
+            self._keep_attributes(mapping)
+
+    def restore(self) -> None:
+        """Make it so again: the same objects, with the same contents."""
+        for now, then in self._attributes:
+            for name in now.keys() - then.keys():
+                del now[name]
+            for name, value in then.items():
+                if name not in now or now[name] is not value:
+                    now[name] = value
+        for value, content in self._contents.values():
+            if isinstance(value, Tensor):
+                value.data.copy_(content)  # .data: a graph that has saved this tensor need not know
+            elif isinstance(value, torch.Generator):
+                value.set_state(content)
+            elif not _same_items(value, content):
+                value.clear()
+                (value.update if isinstance(value, (dict, set)) else value.extend)(content)
+
+    def _keep_attributes(self, attributes: MutableMapping[str, Any]) -> None:
+        self._attributes.append((attributes, dict(attributes)))
+        for value in attributes.values():
+            self._keep(value)
+
+    def _keep(self, value: Any) -> None:
+        content: Any
+        if isinstance(value, Tensor):
+            if isinstance(value, nn.Parameter) or is_lazy(value) or value.is_inference():
+                return
+            content = value.detach().clone()
+        elif isinstance(value, torch.Generator):
+            content = value.get_state()
+        elif isinstance(value, (list, deque)):
+            content = list(value)
+        elif isinstance(value, (dict, set)):
+            content = value.copy()
+        else:
+            return
+        self._contents[id(value)] = (value, content)
+
+
+def _owners(roots: Iterable[object]) -> Iterable[object]:
+    """The roots, and the modules and schedules in their attributes, however deep they are nested in one another."""
+    found: dict[int, object] = {}
+    waiting = list(roots)
+    while waiting:
+        owner = waiting.pop()
+        if id(owner) in found:
+            continue
+        found[id(owner)] = owner
+        for value in vars(owner).values():
+            items = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            waiting += [item for item in items if isinstance(item, _OWNERS)]
+    return found.values()
+
+
+def _same_items(value: Any, content: Any) -> bool:
+    """Whether a container still holds the same objects in the same order; they need not know about equality."""
+    if len(value) != len(content):
+        return False
+    if isinstance(value, dict):
+        return all(a is b for a, b in zip(value, content, strict=True)) and _same_items(
+            list(value.values()), list(content.values())
+        )
+    return all(a is b for a, b in zip(value, content, strict=True))
