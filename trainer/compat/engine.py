@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.compat.precision import PrecisionAdapter
+from trainer.engine import Weight
 from trainer.errors import PrecisionError, UnsupportedError
 from trainer.optimization import ScheduleConfig
 from trainer.precision.base import Precision
@@ -144,6 +145,13 @@ class LightningEngine:
         """``tensor`` reduced over the processes."""
         reduced: Tensor = self.strategy.reduce(tensor, group=group, reduce_op=op)
         return reduced
+
+    def sum(self, value: Weight) -> Weight:
+        """The sum over the processes; without the barrier of the strategy's ``reduce``, at which the host waits."""
+        total = value if isinstance(value, Tensor) else torch.full((), value, device=self.device)
+        total = total.to(self.device, torch.float32, copy=True)
+        torch.distributed.all_reduce(total)
+        return total.item() if total.is_cpu else total
 
     def any_rank(self, decision: bool) -> bool:
         """Whether ``decision`` is true on any process."""
