@@ -35,6 +35,7 @@ from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import callbacks as ordering
 from trainer.compat import hparams, loop_state, modules
+from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
@@ -477,6 +478,8 @@ class Trainer(TrainerBase):
         self.published.clear()
         self.module_log = attach_log(module, self)
         self._session.callback(detach_log, module, self.callbacks)
+        attach_averaging(self.callbacks)
+        self._session.callback(detach_averaging, self.callbacks)
         self.engine.setup(fitting=fitting)
         hooks = self._hooks = Hooks(
             self,

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
 from trainer.engine import Weight
 from trainer.errors import PrecisionError, UnsupportedError
@@ -64,6 +65,7 @@ class LightningEngine:
             )
         self.adapter = PrecisionAdapter(precision)
         self.strategy.precision_plugin = self.adapter
+        vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     @property
     def optimizers(self) -> list[Optimizer]:
