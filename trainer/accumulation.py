@@ -144,10 +144,21 @@ class AccumulationWindow:
             correction = self._unit * self.size * processes / total
             if isinstance(correction, Tensor) or correction != 1.0:
                 gradients = gradients_of(optimizers)
-                if gradients and self._before[0]:
+                if gradients:
                     torch._foreach_mul_(gradients, correction)
                 loss = None if loss is None else loss * correction
         return zero_loss(engine.model.parameters()) if loss is None and processes > 1 else loss
+
+
+def count_windows(batches: int, sizes: Iterable[int], straddle: bool) -> int:
+    """How many windows there are in epochs of ``batches`` batches, with windows of ``sizes[i]`` in epoch ``i``."""
+    windows, lacking = 0, 0  # what the window that is open at an epoch's end takes from the next
+    for size in sizes:
+        left = batches - lacking
+        if left >= 0:
+            windows += math.ceil(left / size)
+        lacking = -left if left < 0 else -left % size if straddle else 0
+    return windows
 
 
 def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:

@@ -6,7 +6,6 @@ From ``fit`` to a module's ``training_step`` there are four functions: ``Trainer
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer import arguments, assembly
-from trainer.accumulation import AccumulationWindow
+from trainer.accumulation import AccumulationWindow, count_windows
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint import state as checkpoints
@@ -390,7 +389,7 @@ class Trainer(TrainerBase):
             loop.window.batches if accumulation is None else accumulation.batches_in(epoch)
             for epoch in range(max(loop.limits.max_epochs, 1))
         )
-        steps = sum(math.ceil(batches / size) for size in sizes)
+        steps = count_windows(int(batches), sizes, loop.window.straddles_epochs)
         return steps if loop.limits.max_steps == -1 else min(steps, loop.limits.max_steps)
 
     # --- one run ----------------------------------------------------------------------------------------------
