@@ -15,8 +15,9 @@ from rich.console import Console
 from torch import nn
 
 from tests.postmortem.layers import Amplifier, Huge, Nan, OwnCode, Residual, sequential
-from tests.postmortem.test_replay import Everything, assert_equal, everything
+from tests.postmortem.test_replay import ByHand, Everything, assert_equal, everything
 from tests.support import OPTIMIZERS, Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
+from tests.test_settlement import late  # noqa: F401 - a fixture
 from trainer import Trainer
 from trainer.callbacks import OverflowReport
 from trainer.errors import ConfigurationError, LossScaleCollapse
@@ -156,7 +157,8 @@ def test_on_demand(tmp_path):
     )
     (report,) = callback.reports
     assert (report.step, report.skipped_in_a_row, report.verdict) == (1, 0, "Nothing overflowed.")
-    assert report.finding.largest_scale > 256.0 and (report.module, report.phase) == (None, None)
+    assert report.finding.largest_scale > 256.0
+    assert (report.module, report.phase) == (None, None)
     assert report.advice == []
     assert (tmp_path / "overflow_report_step_1.md").exists()
 
@@ -222,17 +224,23 @@ def test_everything_is_let_go_of_at_the_end(tmp_path):
 # --- the run is the same ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_run_with_reports_is_the_run_without(tmp_path, window):
+@pytest.mark.parametrize("arrives", ["at once", "late"])
+@pytest.mark.parametrize(
+    ("kind", "window", "steps"), [(Everything, 1, [1, 4, 13]), (Everything, 2, [1]), (ByHand, 1, [2, 8, 26])]
+)
+def test_a_run_with_reports_is_the_run_without(tmp_path, kind, window, steps, arrives, request, monkeypatch):
     """Weights, buffers, optimizers, schedules, random numbers, metrics, logs: to the bit."""
+    if arrives == "late":
+        request.getfixturevalue("late")
+        monkeypatch.setattr(Everything, "fused", True)
     seen = {}
-    # with a window of 2 the fourth to seventh batches that overflow skip two updates an epoch: report on demand
-    for name, options in (("with", {"at_step": 2}), ("without", QUIET)):
+    reporting = OverflowReport(at_step=1)
+    for name, callback in (("with", reporting), ("without", OverflowReport(**QUIET))):
         torch.manual_seed(3)
-        callback = OverflowReport(**options)
-        seen[name] = everything(tmp_path / name, Everything(), callback=callback, accumulate_grad_batches=window)
+        seen[name] = everything(tmp_path / name, kind(), callback=callback, accumulate_grad_batches=window)
     assert_equal(seen["with"], seen["without"])
-    assert not callback.reports
+    assert [report.step for report in reporting.reports] == steps
+    assert not any(report.finding.error for report in reporting.reports)
 
 
 # --- the file and the table ---------------------------------------------------------------------------------------
@@ -281,8 +289,8 @@ def test_at_the_floor(tmp_path):
     lines = message.splitlines()
     # 256 falls to 1 in 8 skips, and 10 more at 1
     assert lines[0] == (
-        "18 optimizer steps in a row were skipped, from step 2 to step 19, because gradients were not finite; 10 of them"
-        " at the smallest loss scale, min_scale=1."
+        "18 optimizer steps in a row were skipped, from step 2 to step 19, because gradients were not finite; 10 of"
+        " them at the smallest loss scale, min_scale=1."
     )
     assert lines[1] == "Loss scale: 256 from step 0, 128 to 1 in steps 3 to 10."
     assert lines[2].startswith("The backward overflows in training_step, which uses the output of 'net.4' (Linear).")
@@ -351,12 +359,13 @@ def test_the_checkpoint_is_the_one_from_before(tmp_path):
     assert trainer.scaler.current_scale == 256.0
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_run_can_go_on_from_it(tmp_path):
     saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=100)
     collapse(tmp_path, Buffered(), callbacks=[saver], enable_checkpointing=True)
     module = Buffered()
     batches = make_batches(24)  # those before the 21st were trained, or skipped
-    saver = ModelCheckpoint(tmp_path / "more", every_n_train_steps=100)
+    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=100)
     arguments = {"enable_checkpointing": True, "callbacks": [saver]}
     trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=2.0), **arguments)
     trainer.fit(module, loader_of(batches), ckpt_path=tmp_path / "checkpoints" / "before_collapse.ckpt")
@@ -367,7 +376,8 @@ def test_a_run_can_go_on_from_it(tmp_path):
 
 def test_no_checkpoint_where_none_is_wanted(tmp_path):
     message, _ = collapse(tmp_path)
-    assert "before_collapse" not in message and not list(tmp_path.glob("**/*.ckpt"))
+    assert "before_collapse" not in message
+    assert not list(tmp_path.glob("**/*.ckpt"))
 
 
 def test_buffers_that_the_first_skip_has_broken(tmp_path):

@@ -72,7 +72,8 @@ def sequential(layer: nn.Module | None = None, place: int = 0) -> nn.Sequential:
     """A net of 6 layers, or of 7 with ``layer`` at ``place``, from 1 (behind the first) to 6 (behind the last)."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [
-        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(16, 16), nn.Linear(16, 3),
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(16, 16),
+        nn.Linear(16, 3),
     ]  # fmt: skip
     if layer is not None:
         layers.insert(place, layer)

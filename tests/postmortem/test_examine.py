@@ -75,7 +75,8 @@ def test_the_largest_scale_is_that_of_a_search_by_hand(tmp_path, gain):
     net.zero_grad()
     finding = examined(tmp_path, Regression(net), [batch], scale=2.0**24)
     assert finding.largest_scale == 2.0**expected
-    assert finding.fails and finding.scale == 2.0**24
+    assert finding.fails
+    assert finding.scale == 2.0**24
     assert finding.origin is not None
 
 
@@ -90,7 +91,8 @@ def test_a_step_that_does_not_fail(tmp_path):
 def test_nan_fits_no_scale(tmp_path):
     finding = examined(tmp_path, Regression(sequential(Nan(), 3)), make_batches(1))
     assert (finding.fails, finding.largest_scale) == (True, 0.0)
-    assert finding.origin is not None and finding.origin.call.name == "net.3"
+    assert finding.origin is not None
+    assert finding.origin.call.name == "net.3"
 
 
 def test_a_scale_at_which_gradients_vanish_does_not_fit(tmp_path):

@@ -67,8 +67,10 @@ def test_an_infinity_forward(place):
     probe = probed(sequential(Huge(), place))
     assert probe.first_output is not None
     assert (probe.first_output.name, probe.first_output.kind) == (str(place), "Huge")
-    assert probe.first_output.inputs is not None and not probe.first_output.inputs.not_finite
-    assert probe.first_output.outputs is not None and probe.first_output.outputs.not_finite
+    assert probe.first_output.inputs is not None
+    assert not probe.first_output.inputs.not_finite
+    assert probe.first_output.outputs is not None
+    assert probe.first_output.outputs.not_finite
 
 
 @pytest.mark.parametrize("place", range(1, 7))
@@ -76,10 +78,14 @@ def test_an_infinity_backward(place):
     probe = probed(sequential(Amplifier(), place), scale=1024.0)
     origin = probe.origin()
     assert probe.first_output is None
-    assert origin is not None and origin.after is None and origin.parameter is None
+    assert origin is not None
+    assert origin.after is None
+    assert origin.parameter is None
     assert (origin.call.name, origin.call.kind) == (str(place), "Amplifier")
-    assert origin.call.gradient_in is not None and not origin.call.gradient_in.not_finite
-    assert origin.call.gradient_out is not None and origin.call.gradient_out.not_finite
+    assert origin.call.gradient_in is not None
+    assert not origin.call.gradient_in.not_finite
+    assert origin.call.gradient_out is not None
+    assert origin.call.gradient_out.not_finite
     assert probe.first_gradient is not None
     assert probe.first_gradient.name == str(place - 1)  # the next in backward order is given what this one made
 
@@ -110,7 +116,8 @@ def test_a_weight_gradient_that_overflows_by_itself():
     origin = probe.origin()
     assert origin is not None
     assert (origin.call.name, origin.parameter, probe.first_gradient) == ("1", "1.weight", None)
-    assert origin.call.inputs is not None and origin.call.inputs.largest == pytest.approx(0.6, abs=1e-3)
+    assert origin.call.inputs is not None
+    assert origin.call.inputs.largest == pytest.approx(0.6, abs=1e-3)
 
 
 @pytest.mark.parametrize("forward", [True, False])
@@ -118,19 +125,24 @@ def test_the_code_between_layers(forward):
     net = sequential(OwnCode(forward), 5)
     probe = probed(net, scale=1024.0)
     if forward:
-        assert probe.first_output is not None and probe.first_output.name == "5.second"
-        assert probe.first_output.inputs is not None and probe.first_output.inputs.not_finite
-        assert probe.first_output.caller is not None and probe.first_output.caller.name == "5"
+        assert probe.first_output is not None
+        assert probe.first_output.name == "5.second"
+        assert probe.first_output.inputs is not None
+        assert probe.first_output.inputs.not_finite
+        assert probe.first_output.caller is not None
+        assert probe.first_output.caller.name == "5"
     else:
         origin = probe.origin()
-        assert origin is not None and origin.after is not None
+        assert origin is not None
+        assert origin.after is not None
         assert (origin.call.name, origin.after.name) == ("5", "5.first")
 
 
 def test_an_input_with_two_users_blames_the_right_one():
     net = nn.Sequential(nn.Linear(6, 16), Residual(nn.Linear(16, 16), Amplifier(), nn.Linear(16, 16)), nn.Linear(16, 3))
     origin = probed(net, scale=1024.0).origin()
-    assert origin is not None and origin.call.name == "1.body.1"
+    assert origin is not None
+    assert origin.call.name == "1.body.1"
 
     class Fork(nn.Module):
         def __init__(self):
@@ -146,7 +158,8 @@ def test_an_input_with_two_users_blames_the_right_one():
             return self.bad(x) + self.good(x)
 
     origin = probed(Fork(), scale=1024.0).origin()
-    assert origin is not None and origin.call.name == "bad.0"
+    assert origin is not None
+    assert origin.call.name == "bad.0"
 
 
 def test_deep_nesting_and_repeated_calls():
@@ -155,13 +168,15 @@ def test_deep_nesting_and_repeated_calls():
         nn.Linear(6, 16), nn.Sequential(shared, nn.Sequential(shared, Huge(), shared)), nn.Linear(16, 3)
     )
     probe = probed(net)
-    assert probe.first_output is not None and probe.first_output.name == "1.1.1"
+    assert probe.first_output is not None
+    assert probe.first_output.name == "1.1.1"
     net[1][1][1] = nn.Identity()
     torch.nn.init.constant_(shared.weight, 100.0)
     probe = probed(net)
     assert probe.first_output is not None
     assert (probe.first_output.name, probe.first_output.number) == ("1.0", 2)
-    assert probe.first_output.caller is not None and probe.first_output.caller.name == "1.1"
+    assert probe.first_output.caller is not None
+    assert probe.first_output.caller.name == "1.1"
 
 
 def test_activation_checkpointing():
@@ -179,7 +194,8 @@ def test_activation_checkpointing():
 
     probe = probed(Checkpointed(), scale=1024.0)
     origin = probe.origin()
-    assert origin is not None and (origin.call.name, origin.call.number) == ("body.1", 1)
+    assert origin is not None
+    assert (origin.call.name, origin.call.number) == ("body.1", 1)
     assert probe.first_output is None
 
 
@@ -229,13 +245,16 @@ def test_inputs_by_keyword_and_in_tuples():
 
     probe = probed(Net(), scale=1024.0)
     origin = probe.origin()
-    assert origin is not None and origin.call.name == "amplify"
+    assert origin is not None
+    assert origin.call.name == "amplify"
 
 
 def test_no_hook_is_left_behind():
     net = sequential(Amplifier(), 3)
     probed(net)
     for part in net.modules():
-        assert not part._forward_hooks and not part._forward_pre_hooks
-        assert not part._forward_hooks_always_called and not part._forward_hooks_with_kwargs
+        assert not part._forward_hooks
+        assert not part._forward_pre_hooks
+        assert not part._forward_hooks_always_called
+        assert not part._forward_hooks_with_kwargs
     assert all(not p._backward_hooks for p in net.parameters())

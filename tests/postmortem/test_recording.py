@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from tests.support import Regression, fit_and_watch, make_batches, native_fp16
+from trainer.accumulation import AccumulationWindow
 from trainer.callbacks import OverflowReport
-from trainer.optimization import AccumulationWindow
 from trainer.postmortem.recording import Recorder
 
 
@@ -109,10 +109,10 @@ def test_manual_optimization_has_no_windows():
     assert names(recorder.take()) == ["a", "b"]
 
 
-def test_one_step_only():
+def test_from_a_step_on():
     fit = Fit()
-    recorder = Recorder(fit.trainer, only_step=1)
-    for name, expected in (("a", []), ("b", ["b"]), ("c", [])):
+    recorder = Recorder(fit.trainer, 1)
+    for name, expected in (("a", []), ("b", ["b"]), ("c", ["c"])):
         fit.batch(name)
         assert names(recorder.take()) == expected
 

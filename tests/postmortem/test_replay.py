@@ -13,6 +13,7 @@ from torchmetrics import MeanSquaredError
 
 from tests.postmortem.layers import Amplifier, sequential
 from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
+from tests.test_settlement import late  # noqa: F401 - a fixture
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import Recorder
 from trainer.postmortem.replay import rewind, run, undisturbed
@@ -20,6 +21,8 @@ from trainer.postmortem.replay import rewind, run, undisturbed
 
 class Everything(LightningModule):
     """Keeps state of every kind, and draws random numbers from everywhere; automatic optimization."""
+
+    fused = False
 
     def __init__(self, layer: nn.Module | None = None, place: int = 0) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class Everything(LightningModule):
         return {"loss": self.loss(batch), "more": 1}
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9, fused=self.fused)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
 
 
@@ -78,7 +81,8 @@ class ByHand(Everything):
 
     def configure_optimizers(self) -> Any:
         optimizers = [
-            torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in (self.net[:4], self.net[4:])
+            torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9, fused=self.fused)
+            for part in (self.net[:4], self.net[4:])
         ]
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
 
@@ -109,7 +113,7 @@ def everything(folder: Any, module: LightningModule, **arguments: Any) -> tuple[
     torch.manual_seed(11)
     callback = arguments.pop("callback")
     batches = make_batches(9, gains={2: 1e30, 3: 1e30, 4: 1e30, 5: 1e30})
-    given = {"precision": native_fp16(init_scale=256.0), "logger": CSVLogger(folder), "log_every_n_steps": 1}
+    given = {"precision": native_fp16(init_scale=256.0), "logger": CSVLogger(folder), "log_every_n_steps": 4}
     trainer = make_trainer(folder, callbacks=[callback], max_epochs=2, **(given | arguments))
     trainer.fit(module, loader_of(batches))
     rows = (folder / "lightning_logs/version_0/metrics.csv").read_text()
@@ -138,11 +142,13 @@ def assert_equal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
         assert str(one) == str(other)  # nan is nan
 
 
-@pytest.mark.parametrize("kind", [Everything, ByHand])
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_run_with_replays_is_the_run_without(tmp_path, kind, window):
-    if kind is ByHand and window > 1:
-        pytest.skip("manual optimization accumulates by itself")
+@pytest.mark.parametrize("arrives", ["at once", "late"])
+@pytest.mark.parametrize(("kind", "window"), [(Everything, 1), (Everything, 2), (ByHand, 1)])
+def test_a_run_with_replays_is_the_run_without(tmp_path, kind, window, arrives, request, monkeypatch):
+    """Also where the outcome comes as on a GPU: with the gradients of the next batch there, or inside its step."""
+    if arrives == "late":
+        request.getfixturevalue("late")
+        monkeypatch.setattr(Everything, "fused", True)
     seen = {}
     for replays in (False, True):
         folder = tmp_path / str(replays)
@@ -160,7 +166,7 @@ def recorded_fit(folder: Any, module: LightningModule, look: Any, batches: Any =
 
     class Look(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.recorder = Recorder(trainer, only_step=0)
+            self.recorder = Recorder(trainer, parameters=True)
 
         def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
             if optimizer is trainer.optimizers[0]:
@@ -207,7 +213,8 @@ def test_random_numbers_of_other_hooks_do_not_matter(tmp_path):
 
     module = Module(sequential())
     recorded_fit(tmp_path, module, lambda trainer, recorded: examine(trainer, [recorded], 1.0))
-    assert len(losses) == 2 and losses[0] == losses[1]
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
 
 
 def test_an_error_leaves_no_trace_either(tmp_path):
@@ -229,8 +236,10 @@ def test_an_error_leaves_no_trace_either(tmp_path):
         loggers, door = trainer.loggers, trainer.precision_plugin.side_door
         assert examine(trainer, [recorded], 1.0).error == "RuntimeError: in the replay"
         assert torch.equal(torch.get_rng_state(), rng)
-        assert module.net.training and module.steps == 1
-        assert trainer.loggers == loggers and trainer.precision_plugin.side_door is door
+        assert module.net.training
+        assert module.steps == 1
+        assert trainer.loggers == loggers
+        assert trainer.precision_plugin.side_door is door
         assert not any(part._forward_hooks for part in module.modules())
 
     recorded_fit(tmp_path, module, look)
@@ -257,7 +266,8 @@ def test_each_backward_of_a_manual_step_is_looked_at(tmp_path):
     findings = []
     recorded_fit(tmp_path, Gan(), lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1024.0)))
     (finding,) = findings
-    assert finding.fails and not finding.error
+    assert finding.fails
+    assert not finding.error
     assert finding.parameters[0].startswith("net.1.0.")
     assert finding.origin.call.name == "net.1.1"
 
@@ -281,7 +291,8 @@ def test_closures_run_once(tmp_path):
     findings, module = [], Closure()
     recorded_fit(tmp_path, module, lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1.0)))
     assert module.evaluated == 1
-    assert math.isfinite(findings[0].loss) and not findings[0].error
+    assert math.isfinite(findings[0].loss)
+    assert not findings[0].error
 
 
 def test_one_that_steps_a_bare_optimizer_steps_nothing(tmp_path):
@@ -311,7 +322,8 @@ def test_steps_without_batch_idx(tmp_path):
 
     findings = []
     recorded_fit(tmp_path, Short(), lambda trainer, recorded: findings.append(examine(trainer, [recorded], 1.0)))
-    assert math.isfinite(findings[0].loss) and not findings[0].error
+    assert math.isfinite(findings[0].loss)
+    assert not findings[0].error
 
 
 def test_no_loss_is_no_failure(tmp_path):
@@ -331,7 +343,8 @@ def test_no_loss_is_no_failure(tmp_path):
         findings.append(examine(trainer, [recorded], 1.0))
 
     recorded_fit(tmp_path, module, look)
-    assert not findings[0].fails and math.isnan(findings[0].loss)
+    assert not findings[0].fails
+    assert math.isnan(findings[0].loss)
 
 
 def test_inside_inference_mode(tmp_path):
@@ -343,7 +356,8 @@ def test_inside_inference_mode(tmp_path):
             findings.append(examine(trainer, [recorded], 2.0**40))
 
     recorded_fit(tmp_path, Regression(), look)
-    assert findings[0].fails and not findings[0].error
+    assert findings[0].fails
+    assert not findings[0].error
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ class Holder(nn.Module):
         self.layer.register_forward_hook(print)
         self.average = torch.ones(5)
         self.extra = nn.Linear(1, 1)
+        self.layer.weight.requires_grad_(False)
 
 
 def described(holder):
@@ -77,6 +78,7 @@ def described(holder):
         str(holder.metrics["train"].metric_state),
         holder.metrics["train"]._update_count,
         len(holder.layer._forward_hooks),
+        holder.layer.weight.requires_grad,
     )
 
 
@@ -167,4 +169,5 @@ def test_a_dict_keeps_its_kind_and_order():
     state, table = ObjectState([holder]), holder.table
     holder.table.move_to_end("b")
     state.restore()
-    assert holder.table is table and list(table) == ["b", "a"]
+    assert holder.table is table
+    assert list(table) == ["b", "a"]

@@ -42,8 +42,8 @@ class OverflowReport(Callback):
     Args:
         after: skipped steps in a row that draw a report, one for each such row; at least 3, because fewer are
             how a loss scale finds its level. None for no such report.
-        at_step: report on this optimizer step as well (``trainer.global_step`` when it begins), skipped or not, and
-            in any precision: how far is it from overflowing? Copies the weights once, at that step.
+        at_step: report on this optimizer step as well (``trainer.global_step`` when it begins, or the next one that
+            comes), skipped or not, and in any precision: how far is it from overflowing? Copies the weights, once.
         collapse_after: skipped steps in a row that stop the run; None to go on. 50 is past the 16 skips that it takes
             from the default scale, 2**16, down to 1, three times over.
         at_floor: skipped steps in a row, all at the scaler's ``min_scale``, that stop the run: the scale
@@ -99,7 +99,7 @@ class OverflowReport(Callback):
         self._history.clear()
         self._history.append((trainer.global_step, trainer.scaler.current_scale))
         if self.at_step is not None and trainer.global_step <= self.at_step:
-            self._demand = Recorder(trainer, only_step=self.at_step)
+            self._demand = Recorder(trainer, self.at_step, parameters=True)
 
     def on_after_optimizer_step(
         self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
@@ -117,11 +117,11 @@ class OverflowReport(Callback):
             self._take_skip(trainer, step, outcome)
         elif self._skips:
             self._end_skips()
-        if demanded and not any(report.step == step for report in self.reports):
-            self._report(trainer, step, outcome, demanded)
-        if self._demand is not None and self.at_step is not None and trainer.global_step > self.at_step:
+        if demanded and self._demand is not None:
             self._demand.stop()
             self._demand = None
+            if not any(report.step == step for report in self.reports):
+                self._report(trainer, step, outcome, demanded)
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go of the batches."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from copy import copy
 from typing import Any, NamedTuple
 
-from trainer.optimization import AccumulationWindow
+from trainer.accumulation import AccumulationWindow
 from trainer.postmortem.state import ObjectState, RandomState
 
 
@@ -40,12 +41,14 @@ class Recorder:
 
     Args:
         trainer: whose batches.
-        only_step: keep nothing but the update that starts at this ``global_step``, and the weights with it (they
-            will have changed when the outcome is known). None keeps every update.
+        from_step: keep no update that begins at a ``global_step`` below this one.
+        parameters: whether to keep the weights with each batch. Those of a skipped step do not change; others will
+            have when the outcome is known.
     """
 
-    def __init__(self, trainer: Any, only_step: int | None = None) -> None:
-        self.only_step = only_step
+    def __init__(self, trainer: Any, from_step: float = 0, *, parameters: bool = False) -> None:
+        self._from_step = from_step
+        self._parameters = parameters
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._loop = trainer.loop
@@ -59,7 +62,7 @@ class Recorder:
     def stop(self) -> None:
         """Record no more, and let go of everything."""
         self._windows.clear()
-        self.only_step = -1
+        self._from_step = math.inf
         if self._loop.training_step is self:  # otherwise another recorder has been put in front of this one
             self._loop.training_step = self._training_step
 
@@ -76,11 +79,11 @@ class Recorder:
         if steps != self._steps:
             self._steps = steps
             self._update += 1
-        if self.only_step is None or self.only_step == steps:
+        if steps >= self._from_step:
             kept = self._windows.setdefault(self._update, [])
             if window.is_first and self._module.automatic_optimization:
                 kept.clear()  # of a window in which every training_step returned None: no update came of it
-            state = ObjectState([self._module], parameters=self.only_step is not None)
+            state = ObjectState([self._module], parameters=self._parameters)
             random_state = RandomState(self._trainer.engine.device)
             kept.append(RecordedBatch(batch, batch_idx, steps, copy(window), random_state, state))
         return self._training_step(batch, batch_idx)

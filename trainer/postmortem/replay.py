@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from trainer.accumulation import weight_in
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState, RandomState
 
@@ -35,7 +37,7 @@ def undisturbed(trainer: Any) -> Iterator[None]:
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     state = ObjectState([module, *schedules], groups, parameters=True)
-    gradients = [(p, p.grad, p.requires_grad) for p in module.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     side_door, clip, loggers = adapter.side_door, adapter.clip, trainer.loggers
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -45,7 +47,7 @@ def undisturbed(trainer: Any) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
-            for parameter, *_ in gradients:
+            for parameter, _ in gradients:
                 parameter.grad = None  # a step without gradients changes nothing, whoever calls it
             adapter.side_door, adapter.clip = _NoSteps(), None
             trainer.loggers = [DummyLogger()] if loggers else []
@@ -54,8 +56,7 @@ def undisturbed(trainer: Any) -> Iterator[None]:
             torch.clear_autocast_cache()
             trainer.loggers, adapter.side_door, adapter.clip = loggers, side_door, clip
             state.restore()
-            for parameter, gradient, requires_grad in gradients:
-                parameter.requires_grad_(requires_grad)
+            for parameter, gradient in gradients:
                 parameter.grad = gradient
             random_state.restore()
 
@@ -69,8 +70,9 @@ def rewind(trainer: Any, recorded: RecordedBatch) -> None:
 def run(trainer: Any, recorded: RecordedBatch, on_loss: OnLoss) -> None:
     """Run ``training_step`` on the bare module, with ``on_loss`` in the place of each backward pass.
 
-    ``on_loss`` is given the loss as it would be scaled: divided by what its window divides it by. In manual
-    optimization it is called for each ``manual_backward``.
+    ``on_loss`` is given the loss as it would be scaled: its share of the window's mean (without the correction that
+    a window's last batch gets where the others had other weights, or None). In manual optimization it is called for
+    each ``manual_backward``.
     """
     module = trainer.lightning_module
     for part in module.modules():
@@ -83,11 +85,12 @@ def run(trainer: Any, recorded: RecordedBatch, on_loss: OnLoss) -> None:
 
     vars(module).update(manual_backward=manual_backward, clip_gradients=_nothing)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    with trainer.loop.precision.autocast():
+    with copy(trainer.loop.precision.autocast()):  # the one that is reused may be in use: a manual step asks, too
         output = module.training_step(recorded.batch, *([recorded.batch_idx] if takes_index else []))
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if module.automatic_optimization and loss is not None:
-        on_loss(recorded.window.normalize(loss))
+    loss, weight = (output.get("loss"), weight_in(output)) if isinstance(output, Mapping) else (output, None)
+    counts_nothing = isinstance(weight, float) and weight == 0.0  # a tensor is not read
+    if module.automatic_optimization and loss is not None and not counts_nothing:
+        on_loss(copy(recorded.window).share(loss, weight))
 
 
 def backward(

@@ -41,9 +41,9 @@ class ObjectState:
 
     That is, for each object and for those that its attributes hold (also inside a list, tuple or dict): which
     attributes it has; the elements of its buffers and of its other tensors; the state of its
-    ``torch.Generator``s; the items of its lists, dicts, sets and deques. So a metric's states, a list of
-    outputs, a counter, ``training`` flags and hooks come back. What lies deeper (a number in a dict in a dict)
-    does not.
+    ``torch.Generator``s; the items of its lists, dicts, sets and deques; which of its parameters are trained. So a
+    metric's states, a list of outputs, a counter, ``training`` flags and hooks come back. What lies deeper (a number
+    in a dict in a dict) does not.
 
     Args:
         roots: the objects.
@@ -57,13 +57,16 @@ class ObjectState:
     ) -> None:
         self._attributes: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
+        self._trained: list[tuple[nn.Parameter, bool]] = []
         for owner in _owners(roots):
             self._keep_attributes(vars(owner))
             if isinstance(owner, nn.Module):
                 for buffer in owner.buffers(recurse=False):
                     self._keep(buffer)
-                for parameter in owner.parameters(recurse=False) if parameters else ():
-                    self._contents[id(parameter)] = (parameter, parameter.detach().to("cpu", copy=True))
+                for parameter in owner.parameters(recurse=False):
+                    self._trained.append((parameter, parameter.requires_grad))
+                    if parameters:
+                        self._contents[id(parameter)] = (parameter, parameter.detach().to("cpu", copy=True))
         for mapping in mappings:
             self._keep_attributes(mapping)
 
@@ -75,6 +78,8 @@ class ObjectState:
             for name, value in then.items():
                 if name not in now or now[name] is not value:
                     now[name] = value
+        for parameter, is_trained in self._trained:
+            parameter.requires_grad_(is_trained)
         for value, content in self._contents.values():
             if isinstance(value, Tensor):
                 value.data.copy_(content)  # .data: a graph that has saved this tensor need not know
