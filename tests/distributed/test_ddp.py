@@ -23,11 +23,11 @@ TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
 
-def run(folder: Path, launcher: str, *, fails: bool = False) -> tuple[str, Path]:
-    """Run the worker; returns what it printed and where its files are."""
-    script = [str(Path(worker.__file__)), str(folder), launcher]
+def run(folder: Path, launcher: str, *, fails: bool = False, script: Path = Path(worker.__file__)) -> tuple[str, Path]:
+    """Run a worker; returns what it printed and where its files are."""
+    arguments = [str(script), str(folder), launcher]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), *script]
+    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), *arguments]
     inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
     environment = {**inherited, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

@@ -36,6 +36,7 @@ class Finding:
         largest_scale: the largest power of two at which all gradients are finite, on all ranks; 0 where there is none
             (or only such at which the gradients that fail become zeros); inf where nobody has looked.
         broken_weights, broken_buffers, broken_batch: names of what was not finite before the step began.
+        before: how many gradients, and outputs of modules, were finite before the first that was not.
         error: what ended the replay early.
     """
 
@@ -54,22 +55,23 @@ class Finding:
     broken_weights: list[str] = field(default_factory=list)
     broken_buffers: list[str] = field(default_factory=list)
     broken_batch: list[str] = field(default_factory=list)
+    before: tuple[int, int] = (0, 0)
     error: str = ""
 
 
 def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Finding:
     """Replay the batches of one weight update, find the first that fails, and see why.
 
-    To be called on all ranks, with as many batches on each; returns the same on all of them: what the lowest rank
-    that fails has found. All ranks run the same number of passes, whatever they find, so that modules which
-    synchronise (``SyncBatchNorm``) stay in step. A window of one batch costs a forward and ten backward passes; of
-    several, one of each for every batch besides. Leaves everything as it was
+    To be called on all ranks, with as many batches on each; returns the same on all of them: what the rank has found
+    on which it began, for a module that synchronises (``SyncBatchNorm``) takes it to the others. So that these stay
+    in step, all ranks run the same number of passes, whatever they find: for a window of one batch, a forward and
+    ten backward passes; for one of several, one of each for every batch besides. Leaves everything as it was
     (:func:`~trainer.postmortem.replay.undisturbed`).
     """
     engine, position = trainer.engine, 0
     if len(batches) > 1:
-        failing = [overflows(trainer, recorded, scale) for recorded in batches]
-        first = failing.index(True) if any(failing) else len(batches)
+        overflown = [overflows(trainer, recorded, scale) for recorded in batches]
+        first = overflown.index(True) if any(overflown) else len(batches)
         position = int(engine.reduce(torch.tensor(first, device=engine.device), "min"))
         position %= len(batches)  # none of them fails by itself: look at any
     finding = Finding(batches[position].batch_idx, position, len(batches), engine.global_rank, scale)
@@ -82,7 +84,8 @@ def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Fin
         return finding
     findings: list[Any] = [None] * engine.world_size
     torch.distributed.all_gather_object(findings, finding)
-    chosen: Finding = next((one for one in findings if one.fails), findings[0])
+    failing = [one for one in findings if one.fails] or findings
+    chosen: Finding = min(failing, key=lambda one: one.before)  # of several, the lowest rank
     return replace(chosen, largest_scale=min(one.largest_scale for one in findings))
 
 
@@ -139,6 +142,7 @@ def _look_into(trainer: Any, recorded: RecordedBatch, finding: Finding) -> None:
     finally:
         finding.first_output, finding.first_gradient = probe.first_output, probe.first_gradient
         finding.origin, finding.parameters = probe.origin(), probe.parameters
+        finding.before = probe.gradients_before, probe.outputs_before
 
 
 def _fits(loss: Tensor, scale: float, parameters: Mapping[str, nn.Parameter]) -> bool:

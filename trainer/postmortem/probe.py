@@ -85,6 +85,7 @@ class Probe:
         first_output: the first call, in the order in which they return, whose output is not finite.
         first_gradient: the first call, in the order of the backward pass, whose ``gradient_in`` is not finite.
         parameters: names of the parameters whose gradients are not finite, in the order of the backward pass.
+        gradients_before, outputs_before: how many gradients, and outputs, were finite before the first that was not.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -92,6 +93,7 @@ class Probe:
         self.first_output: Call | None = None
         self.first_gradient: Call | None = None
         self.parameters: list[str] = []
+        self.gradients_before = self.outputs_before = 0
         self._first: tuple[Call, str] | None = None  # the first gradient that is not finite, and what it is of
         self._root = module
         self._open = [self.step]
@@ -128,7 +130,7 @@ class Probe:
 
     def look(self, name: str, gradient: Tensor) -> None:
         """Take in the gradient of a parameter; to be called while the backward pass runs."""
-        magnitude = measure([gradient]) if self._watches_gradients else None
+        magnitude = self._measured(gradient)
         if magnitude is None or not magnitude.not_finite:
             return
         self.parameters.append(name)
@@ -167,8 +169,9 @@ class Probe:
             return
         call = self._open.pop()
         call.outputs = measure(tensors_in(output))
-        if self.first_output is None and call.outputs is not None and call.outputs.not_finite:
-            self.first_output = call
+        if self.first_output is None:
+            self.first_output = call if call.outputs is not None and call.outputs.not_finite else None
+            self.outputs_before += self.first_output is None
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 hook = tensor.register_hook(partial(self._take_gradient, call, "output"))  # type: ignore[no-untyped-call]
@@ -186,7 +189,7 @@ class Probe:
         return tuple(self._tapped(call, item) for item in value) if type(value) is tuple else value
 
     def _take_gradient(self, call: Call, what: str, gradient: Tensor) -> None:
-        magnitude = measure([gradient]) if self._watches_gradients else None
+        magnitude = self._measured(gradient)
         if magnitude is None:
             return
         if what == "output":
@@ -197,6 +200,12 @@ class Probe:
             self._first = self._first or (call, what)
             if what == "output":
                 self.first_gradient = self.first_gradient or call
+
+    def _measured(self, gradient: Tensor) -> Magnitude | None:
+        magnitude = measure([gradient]) if self._watches_gradients else None
+        if magnitude is not None and self._first is None:
+            self.gradients_before += not magnitude.not_finite
+        return magnitude
 
 
 def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
