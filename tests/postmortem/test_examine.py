@@ -117,16 +117,6 @@ def test_a_window_whose_losses_are_divided(tmp_path):
     assert together == 4 * alone
 
 
-def test_the_scale_is_float32_where_the_loss_is_float16(tmp_path):
-    class Half(Regression):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx).half()
-            assert loss.dtype is torch.float16
-            return loss
-
-    assert not examined(tmp_path, Half(), make_batches(1), scale=2.0**17).error
-
-
 def test_what_was_not_finite_before(tmp_path):
     batch = make_batches(1)[0]
     batch[0][0, 0] = math.nan
