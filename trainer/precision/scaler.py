@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from ctypes import c_float
 from typing import Any, NamedTuple
 
@@ -51,6 +52,9 @@ class LossScaler(torch.amp.GradScaler):
         growth_interval: steps without overflow before the scale grows; at least 1.
         min_scale: floor of the scale.
         max_scale: ceiling of the scale; None for none.
+
+    Attributes:
+        before_unscale: called with an optimizer whose gradients are complete and still scaled; None for nothing.
 
     Raises:
         PrecisionError: a factor out of range, or an enabled scaler for CUDA on a machine without it
@@ -92,6 +96,7 @@ class LossScaler(torch.amp.GradScaler):
         self.min_scale = min_scale
         self.max_scale = ceiling
         self.readback = Readback(device)
+        self.before_unscale: Callable[[Optimizer], None] | None = None
         self._host_scale = float(init_scale) if enabled else 1.0
         self._host_tracker = 0
         self._checks: list[_Check] = []
@@ -113,6 +118,8 @@ class LossScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:  # another step before one update; what was found stays in _checks
             state["stage"] = OptState.READY
         if state["stage"] is OptState.READY and self._scale is not None:
+            if self.before_unscale is not None:
+                self.before_unscale(optimizer)
             super().unscale_(optimizer)
             found_inf = list(state["found_inf_per_device"].values())
             if found_inf:
