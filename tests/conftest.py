@@ -1,16 +1,13 @@
-"""Tests marked ``gpu`` are skipped where there is none."""
-
 from __future__ import annotations
 
 import pytest
+import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    needing = [item for item in items if item.get_closest_marker("gpu")]
-    if not needing:
+    """Tests marked ``gpu`` are skipped where there is none."""
+    if torch.cuda.is_available():
         return
-    import torch
-
-    if not torch.cuda.is_available():
-        for item in needing:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))

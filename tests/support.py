@@ -151,6 +151,7 @@ def train_by_hand(
     clip: Callable[[Iterable[Tensor]], Tensor | None] | None = None,
     schedule: Callable[..., Any] | None = None,
     interval: str = "step",
+    before_step: Callable[[Any], None] = lambda optimizer: None,
 ) -> Trace:
     """The oracle: the loop that one writes by hand with ``torch.amp``, and what happened in it.
 
@@ -175,6 +176,7 @@ def train_by_hand(
             closes = i % window == size - 1
             if closes:
                 scaler.unscale_(stepper)
+                before_step(stepper)
                 norm = None if clip is None else clip(net.parameters())
                 scale = scaler.get_scale()
                 scaler.step(stepper)

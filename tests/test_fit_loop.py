@@ -282,7 +282,7 @@ def test_there_is_no_outcome_before_the_first_step_and_no_norm_where_nobody_meas
     trainer = make_trainer(tmp_path)
     assert trainer.step_outcome is None
     trainer.fit(Regression(), loader_of(make_batches(2)))
-    assert trainer.step_outcome == (False, 1.0, 1.0, None, (0,))
+    assert trainer.step_outcome == (False, 1.0, 1.0, None, (0,), ())
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])

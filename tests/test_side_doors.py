@@ -103,9 +103,9 @@ class Pair(LightningModule):
         return [self.make_optimizer(net.parameters()) for net in self.nets]
 
 
-def train_pair(batches, precision, plan, optimizer, gains):
+def train_pair(batches, precision, plan, optimizer, gains, scaler=None):
     """The same, by hand: one autocast for each forward, one ``update`` a batch."""
-    nets, scaler = [make_net(0), make_net(1)], scaler_of(precision)
+    nets, scaler = [make_net(0), make_net(1)], scaler or scaler_of(precision)
     optimizers = [optimizer(net.parameters()) for net in nets]
     for i, batch in enumerate(batches):
         for turn, which in enumerate(plan(i)):

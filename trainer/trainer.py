@@ -29,11 +29,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer import arguments, assembly
+from trainer.accumulation import AccumulationWindow
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import callbacks as ordering
 from trainer.compat import hparams, loop_state, modules
+from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
@@ -46,7 +48,7 @@ from trainer.fit_loop import Clip, FitLoop
 from trainer.hooks import Hooks
 from trainer.limits import FitLimits
 from trainer.metrics import PublishedMetrics, Recorder, to_scalars
-from trainer.optimization import AccumulationWindow, Schedules, StepOutcome, clip_gradients, needs_closure
+from trainer.optimization import Schedules, StepOutcome, clip_gradients, needs_closure
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
@@ -213,7 +215,7 @@ class Trainer(TrainerBase):
         self.loop = FitLoop(
             **shared,
             scaler=self.scaler,
-            window=AccumulationWindow(self._first_window(accumulate_grad_batches)),
+            window=self._first_window(accumulate_grad_batches),
             progress=self.progress,
             limits=FitLimits(
                 self.progress,
@@ -338,12 +340,22 @@ class Trainer(TrainerBase):
 
     @property
     def step_outcome(self) -> StepOutcome | None:
-        """What became of the last weight update; None before the first."""
+        """What became of the last weight update; None before the first.
+
+        With a fused optimizer on a GPU, asking right after an update waits for the device; see ``settled_outcome``.
+        """
+        self.loop.settle()
+        return self.loop.outcome
+
+    @property
+    def settled_outcome(self) -> StepOutcome | None:
+        """The last outcome that has arrived on the host: that of the last update, or of the one before. Never waits."""
         return self.loop.outcome
 
     @property
     def skipped_steps(self) -> int:
-        """Weight updates skipped so far because a gradient was not finite."""
+        """Weight updates skipped so far because a gradient was not finite. Waits as ``step_outcome`` does."""
+        self.loop.settle()
         return self.progress.skipped_steps
 
     @property
@@ -466,6 +478,8 @@ class Trainer(TrainerBase):
         self.published.clear()
         self.module_log = attach_log(module, self)
         self._session.callback(detach_log, module, self.callbacks)
+        attach_averaging(self.callbacks)
+        self._session.callback(detach_averaging, self.callbacks)
         self.engine.setup(fitting=fitting)
         hooks = self._hooks = Hooks(
             self,
@@ -586,6 +600,7 @@ class Trainer(TrainerBase):
 
     def _clip_by_hand(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
         """``LightningModule.clip_gradients``: on true gradients, also when nobody has unscaled them yet."""
+        self.loop.settle()
         self.scaler.unscale_(optimizer)
         self.loop.grad_norm = clip_gradients(optimizer, limit, algorithm)
 
@@ -721,6 +736,7 @@ class Trainer(TrainerBase):
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def _dump(self, weights_only: bool) -> dict[str, Any]:
+        self.loop.settle()
         val_progress = self.eval_loops[RunningStage.VALIDATING].progress
         loops = loop_state.loops_of(self.progress, val_progress, self._module.automatic_optimization)
         as_lightning = hparams.as_lightning(loops, self.module, self.datamodule)
@@ -767,9 +783,11 @@ class Trainer(TrainerBase):
 
     # --- construction -----------------------------------------------------------------------------------------
 
-    def _first_window(self, given: int | None) -> int:
+    def _first_window(self, given: int | None) -> AccumulationWindow:
         accumulation = self._first_callback(GradientAccumulation)
-        return (1 if given is None else given) if accumulation is None else accumulation.batches_in(0)
+        if accumulation is None:
+            return AccumulationWindow(1 if given is None else given)
+        return AccumulationWindow(accumulation.batches_in(0), accumulation.straddles_epochs)
 
     def _default_max_epochs(self, limits: arguments.RunLimits) -> int:
         if limits.max_epochs is not None:

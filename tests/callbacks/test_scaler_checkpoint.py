@@ -55,7 +55,8 @@ def test_scale_and_tracker_go_into_every_checkpoint_and_come_back(tmp_path):
     trainer, path = fit_and_save(tmp_path, plugin)
     saved = torch.load(path, weights_only=True)[KEY]
     assert saved == {
-        "scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 100, "_growth_tracker": 3
+        "scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 100, "_growth_tracker": 3,
+        "min_scale": 1.0, "max_scale": float("inf"),
     }  # fmt: skip
     assert saved == trainer.scaler.state_dict()
     messages, resumed = resume(tmp_path, native_fp16(init_scale=64.0, growth_interval=5), path, epochs=2)
