@@ -40,7 +40,7 @@ def test_writes_its_tables(tmp_path):
     command = [sys.executable, str(SCRIPT), "--device", "cpu", *sizes.split(), "--markdown", str(page)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "2 layers of width 16, batch 8, 1 epochs of 3 batches; 20 variants." in done.stderr
+    assert "2 layers of width 16, batch 8, 1 epoch of 3 batches; 20 variants." in done.stderr
     text = page.read_text()
     assert text.startswith("before\n<!-- benchmark_amp cpu: start -->\n| precision | optimizer | hand-written (s) |")
     assert text.endswith("<!-- benchmark_amp cpu: end -->\nafter\n")
