@@ -142,6 +142,13 @@ def test_stops_in_time(benchmark):
     assert benchmark.measure(variants, sizes, given, device).rounds == benchmark.FEWEST_ROUNDS
 
 
+def test_processor_time_is_that_of_one_thread(benchmark, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--device", "cpu", "--clock", "cpu"])
+    assert "give --device cpu --threads 1 with it" in capsys.readouterr().err
+    assert benchmark.parse(["--device", "cpu", "--clock", "cpu", "--threads", "1"]).clock == "cpu"
+
+
 def test_a_page_without_the_marks_is_refused(benchmark, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("nothing here")
