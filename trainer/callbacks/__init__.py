@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.run_summary import RunSummary
     from trainer.callbacks.scale_monitor import ScaleMonitor
     from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+    from trainer.callbacks.throughput import Throughput
 
 __all__ = [
     "Curves",
@@ -23,6 +24,7 @@ __all__ = [
     "RunSummary",
     "ScaleMonitor",
     "ScalerCheckpoint",
+    "Throughput",
 ]
 
 _HOMES = {
@@ -33,6 +35,7 @@ _HOMES = {
     "RunSummary": "trainer.callbacks.run_summary",
     "ScaleMonitor": "trainer.callbacks.scale_monitor",
     "ScalerCheckpoint": "trainer.callbacks.scaler_checkpoint",
+    "Throughput": "trainer.callbacks.throughput",
 }
 
 
