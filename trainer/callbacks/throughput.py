@@ -165,7 +165,7 @@ def checksums(batch: object) -> tuple[int | None, int]:
 
 
 def _checksum(tensor: Tensor, start: int) -> int:
-    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy(), start)
+    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, start)
 
 
 def _tensors(batch: object) -> Iterable[Tensor]:
