@@ -252,7 +252,7 @@ class Comparison:
                     _form("{:,.0f} MiB", None if run.memory is None else run.memory / 2**20),
                     _form("{}", run.result.get("skipped_steps")),
                     _form("{:.2f}x", verdict.speedup if verdict else None),
-                    _form("{:+.0%}", None if saving is None else -saving),
+                    _form("{:+z.0%}", None if saving is None else -saving),
                     _word(run, verdict),
                 ]
             )

@@ -147,7 +147,7 @@ def _times(value: float, first: float) -> str:
 
 
 def _percent(value: float, first: float) -> str:
-    return f"{value:,.0f}" + (f"   {value / first - 1:+.0%}" if first and value != first else "")
+    return f"{value:,.0f}" + (f"   {value / first - 1:+z.0%}" if first and value != first else "")
 
 
 def _points(run: Run, metric: Metric) -> tuple[list[int], list[float]] | None:

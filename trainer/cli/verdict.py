@@ -146,10 +146,12 @@ class Metric:
     def difference(self, value: float, reference: float) -> tuple[float, str]:
         """How far ``value`` is above ``reference``, and the unit: points of a score in [0, 1], else percent."""
         if "loss" not in self.name.lower() and 0 <= value <= 1 and 0 <= reference <= 1:
-            return 100 * (value - reference), " points"
+            return round(100 * (value - reference), 4), " points"  # float32 has no more digits
         if value == reference:
             return 0.0, "%"
-        return (100 * (value - reference) / abs(reference) if reference else math.copysign(math.inf, value)), "%"
+        return (
+            round(100 * (value - reference) / abs(reference), 4) if reference else math.copysign(math.inf, value)
+        ), "%"
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def judge(run: Run, first: Run, metric: Metric | None, thresholds: Thresholds) -
         wanted = _wanted(thresholds.min_speedup, MIN_SPEEDUP, run, first)
         clauses.append(_speed(speedup, wanted))
         if wanted is not None and speedup < wanted:
-            advice.append(" ".join([f"Less than {wanted:g}x as fast.", *_why_slow(run, first)]))
+            advice.append(" ".join([f"Less than {wanted:g}x as fast as {first.label}.", *_why_slow(run, first)]))
     saving = 1 - run.memory / first.memory if run.memory and first.memory else None
     if saving is not None:
         wanted = _wanted(thresholds.min_memory_saving, MIN_MEMORY_SAVING, run, first)
@@ -246,12 +248,13 @@ def _judge_quality(run: Run, first: Run, metric: Metric, tolerance: float | None
     value, reference = run.metric(metric.name), first.metric(metric.name)
     if value is None or reference is None:
         return f"no {metric.name} to compare", None
-    if not (math.isfinite(value) and math.isfinite(reference)):
-        clause = f"{metric.name} is {value:g} ({first.label}: {reference:g})"
-        return clause, None if tolerance is None or math.isfinite(value) else f"{metric.name} is not a finite number."
     difference, unit = metric.difference(value, reference)
-    size = f"{math.ceil(abs(difference) * 10 - 1e-6) / 10:.1f}{unit}"  # upward: "within" must be true
     worse = -difference if metric.higher_is_better else difference
+    if not math.isfinite(difference):
+        is_worse = tolerance is not None and (worse > tolerance or not math.isfinite(value))
+        clause = f"{metric.name} is {value:g} ({first.label}: {reference:g})"
+        return clause, f"{metric.name} cannot be compared with {first.label}'s." if is_worse else None
+    size = f"{math.ceil(abs(difference) * 10) / 10:.1f}{unit}"  # upward: "within" must be true
     if size.startswith("0.0"):
         return f"the same {metric.name} as {first.label}", None
     if tolerance is None or abs(difference) <= tolerance:
@@ -301,9 +304,9 @@ def _why_slow(run: Run, first: Run) -> Iterable[str]:
     if tf32 := (first.result.get("gpu") or {}).get("tf32"):
         yield f"{first.label} used Tensor Cores too: TF32 in {' and '.join(tf32)}."
     yield (
-        "Otherwise the Tensor Cores were hardly used. That may be because dimensions of layers are no multiples of 8,"
-        " because batches are too small to keep the GPU busy (data.batch_size, torch.compile), or because most of the"
-        " work stays in 32 bits (precision.fp32_modules, operations that autocast does in float32)."
+        "Where Tensor Cores are not used, that is usually because dimensions of layers are no multiples of 8, because"
+        " batches are too small to keep the GPU busy (data.batch_size, torch.compile), or because most of the work"
+        " stays in 32 bits (precision.fp32_modules, operations that autocast does in float32)."
     )
 
 
