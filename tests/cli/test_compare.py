@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import write
 from trainer.cli import main
@@ -76,7 +77,7 @@ def test_the_report(folder, capsys):
         "  - Saves less than 30% of the memory. Mixed precision keeps" in text
     )
     assert (
-        "- The same in all runs: seed 42, 1 x NVIDIA A100, 3 epochs (60 optimizer steps), and the first batch of every"
+        "- The same in all runs: seed 42, 1 x NVIDIA A100, 3 epochs (60 optimizer steps), the first batch of every"
         " epoch.\n- One run each" in text
     )
     assert "](compare.png)" in text
@@ -191,6 +192,7 @@ def runs(**of_second) -> list[Run]:
     ("of_second", "sentence"),
     [
         ({}, "The same in all runs: "),
+        ({"throughput": None}, "1 x NVIDIA A100, 3 epochs (60 optimizer steps)."),  # nothing is known of the batches
         ({"seed": 7}, "Not the same in all runs: 16-mixed has seed 7, 32-true 42."),
         ({"devices": "1 x CPU"}, "16-mixed has devices 1 x CPU, 32-true 1 x NVIDIA A100."),
         (
@@ -221,7 +223,7 @@ def test_circumstances():
     assert "The rates rest on 5 batches: train for longer" in Comparison(runs(**few), Thresholds()).conditions[1]
     on_cpu = [Run(run.label, run.result | {"peak_memory": {"process": 2**30}}) for run in runs()]
     (hint,) = [line for line in Comparison(on_cpu, Thresholds()).conditions if "CPU" in line]
-    assert "no speed-up is to be expected" in hint
+    assert "not expected to be faster" in hint
     assert len(Comparison(runs(), Thresholds()).conditions) == 2
     assert Comparison(runs(), Thresholds(metric="val_ac")).conditions[0].startswith("compare.metric is val_ac, which")
 
@@ -271,6 +273,8 @@ def test_one_job_for_each_precision(project, jobs, capsys):
     (folder,) = Path("multirun/line").iterdir()
     assert {"compare.md", "compare.png", "compare.json"} <= {file.name for file in folder.iterdir()}
     assert not (folder / "summary.md").exists()
+    command = "compare +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=32-true,16-mixed,"
+    assert f"    python -m trainer {command}bf16-mixed\n" in (folder / "compare.md").read_text()
     out = capsys.readouterr().out
     assert "Job 1: +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=16-mixed\n" in out
     left = [json.loads(file.read_text()) for file in folder.glob("*/result.json")]
@@ -320,7 +324,7 @@ def test_real_trainings_in_two_precisions(project):
     first, second = numbers["runs"]
     assert [first["label"], second["label"]] == ["32-true", "16-mixed"]
     assert numbers["conditions"][0] == (
-        "The same in all runs: seed 42, 1 x CPU, 3 epochs (12 optimizer steps), and the first batch of every epoch."
+        "The same in all runs: seed 42, 1 x CPU, 3 epochs (12 optimizer steps), the first batch of every epoch."
     )
     for run in (first, second):
         measured = json.loads((Path(run["run_dir"]) / "result.json").read_text())["throughput"]
@@ -347,3 +351,17 @@ def test_a_real_training_that_fails_stays_alone(project):
     ]
     assert "model.fail_at=3: failed: RuntimeError: asked to fail" in done.stdout
     assert len(json.loads(Path("jobs/1/curves.json").read_text())["losses"]["steps"]) == 3  # drawn as far as it came
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_real_trainings_on_a_gpu(project):
+    done = command_line("compare", *LINE, "trainer=gpu", "precision=32,16", "hydra.sweep.dir=jobs")
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(Path("jobs/compare.json").read_text())
+    assert [list(run["peak_memory"]) for run in numbers["runs"]] == [["gpu"], ["gpu"]]
+    assert numbers["runs"][1]["verdict"]["met"] is False  # a line has nothing for Tensor Cores to do
+    known = json.loads(Path("jobs/0/result.json").read_text())["gpu"]
+    assert tuple(known["capability"]) == torch.cuda.get_device_capability()
+    assert "memory" in numbers["runs"][1]["verdict"]["text"]

@@ -282,7 +282,8 @@ def unequal(runs: Sequence[Run]) -> list[str]:
     if found:
         return [f"Not the same in all runs: {found[0]}", *found[1:]]
     seed, devices = first.result.get("seed"), first.result.get("devices")
-    return [f"The same in all runs: seed {seed}, {devices}, {_length(first)}, and the first batch of every epoch."]
+    batches = "the first batch of every epoch" if all(run.throughput.get("batches") for run in done) else ""
+    return [f"The same in all runs: {', '.join(filter(None, (f'seed {seed}', devices, _length(first), batches)))}."]
 
 
 def _length(run: Run) -> str:
@@ -308,7 +309,7 @@ def _circumstances(runs: Sequence[Run]) -> list[str]:
         found.append(f"The rates rest on {few}: train for longer before you rely on them.")
     if not any(run.on_gpu for run in runs):
         found.append(
-            "On a CPU no speed-up is to be expected of 16 bits: it has no Tensor Cores, and only some have instructions"
+            "On a CPU 16 bits are not expected to be faster: it has no Tensor Cores, and only some have instructions"
             " for float16 or bfloat16. The peak memory is that of the whole process and says little about the"
             " precision. Neither is judged here unless you set a threshold."
         )
