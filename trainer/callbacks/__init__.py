@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.run_summary import RunSummary
     from trainer.callbacks.scale_monitor import ScaleMonitor
     from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+    from trainer.callbacks.throughput import Throughput
 
 __all__ = [
     "ActivationCheckpointing",
@@ -25,6 +26,7 @@ __all__ = [
     "RunSummary",
     "ScaleMonitor",
     "ScalerCheckpoint",
+    "Throughput",
 ]
 
 _HOMES = {
@@ -36,6 +38,7 @@ _HOMES = {
     "RunSummary": "trainer.callbacks.run_summary",
     "ScaleMonitor": "trainer.callbacks.scale_monitor",
     "ScalerCheckpoint": "trainer.callbacks.scaler_checkpoint",
+    "Throughput": "trainer.callbacks.throughput",
 }
 
 
