@@ -175,6 +175,41 @@ def test_weights_that_are_all_the_same_are_none():
     assert torch.equal(one, other)
 
 
+def on_device(n):
+    """A weight as it comes from a GPU: one that is not read."""
+    return torch.tensor(float(n))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_on_a_device_are_not_read(monkeypatch, processes):
+    sizes = (4, 8, 2)
+    batches = [torch.randn(n, 3) for n in sizes]
+    engines = [Processes(None, others=other, world_size=processes) for other in (6.0, torch.tensor(6.0))]
+    expected, *_ = accumulate(batches, size=3, weigh=float, engine=engines[0])
+    p = nn.Parameter(torch.ones(3))
+    window, optimizer = AccumulationWindow(3), torch.optim.SGD([p], lr=1.0)
+    with monkeypatch.context() as patched:
+        for name in ("item", "tolist", "__bool__", "__float__"):
+            patched.setattr(torch.Tensor, name, None)
+        for i, x in enumerate(batches):
+            window.advance(3 - i, i == 2)
+            loss = window.share((p * x).sum(1).mean(), on_device(len(x)))
+            if window.is_last:
+                loss = window.close(loss, [optimizer], engines[1])
+            loss.backward()
+    assert torch.allclose(p.grad, expected, rtol=1e-6)
+
+
+def test_a_device_may_say_that_a_batch_counts_nothing():
+    """In the first place too, where the others would be measured by it."""
+    batches = [torch.randn(n, 3) for n in (3, 4, 5)]
+    weights = iter((0.0, 4.0, 5.0))
+    gradient, *_ = accumulate(batches, size=3, weigh=lambda n: on_device(next(weights)))
+    assert torch.allclose(gradient, torch.cat(batches[1:]).mean(0), rtol=1e-6, atol=1e-7)
+    gradient, *_ = accumulate(batches, size=3, weigh=lambda n: on_device(0.0))
+    assert torch.equal(gradient, torch.zeros(3))
+
+
 def test_a_window_that_is_left_early_is_the_mean_of_what_came():
     batches = [torch.randn(4, 3) for _ in range(3)]
     gradient, *_ = accumulate(batches, size=8, known=False, weigh=unweighted, stop=3)

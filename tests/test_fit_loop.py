@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -342,61 +341,6 @@ def test_a_fit_after_an_interrupted_one_unscales_its_gradients(tmp_path):
         trainer.fit(module, loader_of(batches))
     trainer.fit(module, loader_of(batches))
     assert norms[1] == norms[0]
-
-
-# --- autocast -------------------------------------------------------------------------------------------------------
-
-
-def test_autocast_covers_the_step_function_and_nothing_else(tmp_path):
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            seen["forward"] = torch.is_autocast_enabled("cpu")
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen["backward"] = torch.is_autocast_enabled("cpu")
-            return gradient
-
-    class Looking(Regression):
-        def training_step(self, batch, batch_idx):
-            assert torch.get_autocast_dtype("cpu") is torch.bfloat16
-            assert self.net(batch[0]).dtype is torch.bfloat16
-            return Probe.apply(super().training_step(batch, batch_idx))
-
-    def look(name):
-        def hook(self, *args):
-            seen[name] = torch.is_autocast_enabled("cpu")
-
-        return hook
-
-    seen = {}
-    outside = (
-        "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-        "on_before_optimizer_step", "on_after_optimizer_step", "on_train_batch_end",
-    )  # fmt: skip
-    look_at_all = type("Look", (Callback,), {name: look(name) for name in outside})
-    fit_and_watch(tmp_path, Looking(), make_batches(1), precision="bf16-mixed", callbacks=[look_at_all()])
-    assert seen == {"forward": True, "backward": False, **dict.fromkeys(outside, False)}
-
-
-@pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.13"),
-    reason="torch 2.10 reuses casts made under no_grad (torch #65766); seen there, not on 2.13 and later",
-)
-def test_each_forward_sees_the_weights_of_its_own_step(tmp_path):
-    """The weight cache of autocast is emptied with each forward, also inside a window and under ``no_grad`` before."""
-
-    class Peeking(Regression):
-        def training_step(self, batch, batch_idx):
-            with torch.no_grad():
-                self.net(batch[0])
-            return super().training_step(batch, batch_idx)
-
-    ours, theirs, batches = make_net(), make_net(), make_batches(7)
-    _, trace = fit_and_watch(tmp_path, Peeking(ours), batches, precision="bf16-mixed", accumulate_grad_batches=2)
-    assert_same(trace, train_by_hand(theirs, batches, precision="bf16-mixed", window=2))
 
 
 # --- the path -------------------------------------------------------------------------------------------------------

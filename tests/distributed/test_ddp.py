@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,16 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return run(tmp_path_factory.mktemp("own"), "own")
+def launched(alone: tuple[Path, dict[str, Any]]) -> tuple[str, Path]:
+    return run(alone[0], "own")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("own")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
+        return folder, worker.one_epoch_alone(folder)
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +209,18 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(ranks: list[dict[str, Any]])
     for name, value in ranks[0]["plain"]["weights"].items():
         assert torch.equal(value, ranks[0]["resumed"]["weights"][name])
     assert ranks[0]["resumed"]["global_step"] == 10
+
+
+def test_a_run_of_one_process_is_resumed_on_two(
+    alone: tuple[Path, dict[str, Any]], ranks: list[dict[str, Any]]
+) -> None:
+    """Weights, and the scale with its growth tracker, go on from where they were."""
+    expected = alone[1]
+    assert (expected["scale"], expected["tracker"]) == (512.0, 8)  # 1024, halved in the second batch of ten
+    for rank in ranks:
+        found = rank["from one process"]
+        assert (found["scale"], found["tracker"], found["global_step"]) == (512.0, 8, 10)
+        assert_close(expected, found, TOLERANCES["16-mixed"])
 
 
 def test_nothing_of_ours_warns(launched: tuple[str, Path]) -> None:

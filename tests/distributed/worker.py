@@ -224,19 +224,34 @@ def scenarios(folder: Path) -> dict[str, Any]:
     found["resumed"] = fit(Regression(), max_epochs=1, limit_val_batches=0)
     found["resumed"]["trainer"].save_checkpoint(folder / "one_epoch.ckpt")
     found["resumed"] = resume(folder / "one_epoch.ckpt")
+    found["from one process"] = resume(folder / ALONE, precision=precision_of("16-mixed"))
     return found
 
 
-def resume(path: Path) -> dict[str, Any]:
+ALONE = "alone.ckpt"
+
+
+def one_epoch_alone(folder: Path) -> dict[str, Any]:
+    """In this process, with a scale that has fallen: a checkpoint to resume from on several, and the whole run."""
+    arguments = {"world_size": 1, "precision": precision_of("16-mixed"), "limit_val_batches": 0}
+    first = fit(Regression(inf_at={(0, 1)}), max_epochs=1, **arguments)
+    first["trainer"].save_checkpoint(folder / ALONE)
+    return resume(folder / ALONE, world_size=1, precision=precision_of("16-mixed"))
+
+
+def resume(path: Path, world_size: int = WORLD_SIZE, precision: Any = "32-true") -> dict[str, Any]:
     trainer = Trainer(
-        accelerator="cpu", devices=WORLD_SIZE, strategy="ddp", max_epochs=2, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, limit_train_batches=5, limit_val_batches=0,
-        use_distributed_sampler=False,
+        accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto", max_epochs=2, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_train_batches=5,
+        limit_val_batches=0, use_distributed_sampler=False, precision=precision,
     )  # fmt: skip
     module = Regression()
-    train = DataLoader(samples(), batch_size=BATCH // WORLD_SIZE, sampler=Shard(WORLD_SIZE))
+    train = DataLoader(samples(), batch_size=BATCH // world_size, sampler=Shard(world_size))
     trainer.fit(module, train, ckpt_path=path)
-    return {"weights": dict(module.state_dict()), "global_step": trainer.global_step}
+    scale, tracker = trainer.scaler.get_scale(), trainer.scaler.state_dict().get("_growth_tracker", 0)
+    return {
+        "weights": dict(module.state_dict()), "global_step": trainer.global_step, "scale": scale, "tracker": tracker
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -196,6 +196,7 @@ def test_activation_checkpointing():
     origin = probe.origin()
     assert origin is not None
     assert (origin.call.name, origin.call.number) == ("body.1", 1)
+    assert set(probe._calls.values()) == {1}  # the recomputation is no second call
     assert probe.first_output is None
 
 

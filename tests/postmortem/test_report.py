@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -149,15 +150,27 @@ def test_magnitudes_are_written_out():
 
 
 def test_compiled_names_are_those_of_the_config():
-    call = Call("net._orig_mod.4", "Linear", caller=STEP, outputs=FINITE)
+    call = Call("net._orig_mod.4._checkpoint_wrapped_module", "Linear", caller=STEP, outputs=FINITE)
     assert "fp32_modules=['net.4']" in report(origin=Origin(call)).advice[1]
     assert names_of(["net._orig_mod.4.weight"]) == "net.4.weight"
+
+
+def test_what_the_scaler_mends_by_itself_is_said_in_few_words():
+    out = io.StringIO()
+    it = backward()
+    Console(file=out, width=200).print(it.table(Path("here.md")))
+    printed = " ".join(out.getvalue().split())
+    assert it.verdict in printed
+    assert "report here.md" in printed
+    assert "first output not finite" not in printed
+    assert "first output not finite" in it.markdown()
+    assert not backward(broken_weights=["net.a.weight"]).is_harmless
 
 
 @pytest.mark.parametrize("width", [60, 200])
 def test_the_table_has_all_of_it(width):
     out = io.StringIO()
-    it = backward()
+    it = backward(largest_scale=2.0**-3)
     Console(file=out, width=width).print(it.table())
     printed = " ".join(out.getvalue().split())
     for label, _ in it.rows():

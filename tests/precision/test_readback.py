@@ -7,13 +7,11 @@ from trainer.precision.readback import Readback
 
 
 def test_the_numbers_are_those_of_the_start():
-    number, other = torch.tensor([1.5]), torch.tensor(2, dtype=torch.int64)
     readback = Readback("cpu")
-    readback.start([number, other])
-    number += 1
+    readback.start([torch.tensor([1.5]), torch.tensor(2, dtype=torch.int64)])
     assert readback.wait() == [1.5, 2.0]
-    readback.start([number])
-    assert readback.wait() == [2.5]
+    readback.start([torch.tensor(2.5)])
+    assert readback.wait() == readback.wait() == [2.5]
 
 
 def test_before_the_first_there_are_none():
@@ -32,8 +30,8 @@ def test_nothing_waits_for_the_device():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        readback.start([number * 3, number * 4])
-        number.zero_()
-        assert readback.wait() == [3.0, 4.0]
+        for numbers in ([number * 3, number.sum() * 4], [number * 5]):
+            readback.start(numbers)
+            assert readback.wait() == [float(i) for i in ([3, 4] if len(numbers) == 2 else [5])]
     finally:
         torch.cuda.set_sync_debug_mode("default")

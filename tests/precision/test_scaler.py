@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.errors import PrecisionError
 from trainer.precision import LossScaler
+from trainer.precision.scaler import _any_of
 
 INF, NAN = float("inf"), float("nan")
 
@@ -342,6 +343,30 @@ def test_floor_and_ceiling_hold_on_the_device():
         seen.append(scaler._scale.item())
         assert scaler.settle().next_scale == seen[-1]
     assert seen == [1.5, 1.5, 3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("found", [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
+def test_a_fused_kernel_is_told_one_however_many_devices_found_something(found):
+    """It skips at exactly 1."""
+    assert _any_of([torch.tensor(number) for number in found], torch.device("cpu")).item() == max(found)
+
+
+@pytest.mark.parametrize("kinds", ["dense", "sparse", "two dtypes"])
+def test_gradients_of_any_kind_are_unscaled_as_by_torch(kinds):
+    def gradients():
+        torch.manual_seed(0)
+        p, q = nn.Embedding(5, 3, sparse=kinds == "sparse"), nn.Linear(3, 2)
+        q = q.to(torch.bfloat16) if kinds == "two dtypes" else q
+        return [*p.parameters(), *q.parameters()], q(p(torch.tensor([1, 3, 3])).to(q.weight.dtype)).float().sum()
+
+    found = []
+    for scaler in (LossScaler("cpu", init_scale=1000.5), torch.amp.GradScaler("cpu", init_scale=1000.5)):
+        parameters, loss = gradients()
+        scaler.scale(loss).backward()
+        scaler.unscale_(torch.optim.SGD(parameters, lr=0.1))
+        found.append([p.grad.to_dense() for p in parameters])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_steps_of_an_interrupted_run_are_forgotten():

@@ -175,9 +175,10 @@ class OverflowReport(Callback):
         console = self._console or get_console()
         if not console.is_terminal:  # where a width of 80 is assumed
             console = Console(file=console.file, width=160)
-        console.print(report.table())
-        if not trainer.fast_dev_run:
-            _write(folder / f"overflow_report_step_{step}.md", report.markdown())
+        path = None if trainer.fast_dev_run else folder / f"overflow_report_step_{step}.md"
+        if path is not None:
+            _write(path, report.markdown())
+        console.print(report.table(path))
 
     def _collapse(self, trainer: Any, step: int) -> None:
         before, module = self._before, trainer.lightning_module

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from copy import copy
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def run(trainer: Any, recorded: RecordedBatch, on_loss: OnLoss) -> None:
 
     vars(module).update(manual_backward=manual_backward, clip_gradients=_nothing)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    with copy(trainer.loop.precision.autocast()):  # the one that is reused may be in use: a manual step asks, too
+    with _another(trainer.loop.precision.autocast()):
         output = module.training_step(recorded.batch, *([recorded.batch_idx] if takes_index else []))
     loss, weight = (output.get("loss"), weight_in(output)) if isinstance(output, Mapping) else (output, None)
     counts_nothing = isinstance(weight, float) and weight == 0.0  # a tensor is not read
@@ -131,6 +131,14 @@ class _NoSteps:
     def step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Evaluate the closure."""
         return closure()
+
+
+def _another(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
+    """A context like this one, which is reused and may be in use: a manual step asks for the last outcome, too."""
+    try:
+        return deepcopy(context)
+    except TypeError:  # made by a generator function: each one is new
+        return context
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.table import Table
@@ -14,6 +15,7 @@ from trainer.postmortem.examine import Finding
 from trainer.postmortem.probe import Call, Magnitude
 
 _LIMITS = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.40e38}
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _SHOWN = 6
 """Names in a list before the rest is only counted."""
 
@@ -103,9 +105,8 @@ class Report:
             return ["Resume from an older checkpoint, with a lower learning rate or with gradient clipping."]
         if self._is_forward and finding.broken_batch:
             return ["Mend or leave out the samples of this batch; check the transforms that made it."]
-        calibrates = not self._is_forward and finding.largest_scale >= self.min_scale
         advice = []
-        if calibrates:
+        if self.is_harmless:
             scale = f"{finding.largest_scale:.0f}"
             advice.append(
                 f"Nothing, if this is rare. At the start of a run, init_scale={scale} spares it the skipped steps."
@@ -114,12 +115,12 @@ class Report:
         if computed_in in ("float16", None):
             advice += self._in_float32(call)
             advice.append("precision=bf16-mixed, which has the range of float32, where the device has it.")
-        if computed_in != "float16" and not calibrates:
+        if computed_in != "float16" and not self.is_harmless:
             advice.append(
                 "Look for a division by zero, a logarithm or root of zero, an exponential: float32 does not help"
                 " against these. detect_anomaly=True names the line."
             )
-        if not calibrates:
+        if not self.is_harmless:
             advice.append("A lower learning rate, if the numbers have grown over the last steps.")
         return advice
 
@@ -162,8 +163,18 @@ class Report:
         skipped = f"skipped, {self.skipped_in_a_row} in a row" if self.skipped_in_a_row else "not skipped"
         return f"Overflow report: optimizer step {self.step} ({skipped})"
 
-    def table(self) -> Table:
-        """For the terminal."""
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the scaler is about to mend it."""
+        finding = self.finding
+        return self.phase == "backward" and finding.largest_scale >= self.min_scale and not finding.broken_weights
+
+    def table(self, path: Path | None = None) -> Table:
+        """For the terminal; without the numbers where the scaler is about to mend it.
+
+        Args:
+            path: of the file that has them.
+        """
         table = Table(
             title=Text(self.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=False,
             pad_edge=False,
@@ -174,8 +185,10 @@ class Report:
         for index, line in enumerate(self.advice):
             table.add_row("" if index else "what to try", Text(line))
         table.add_section()
-        for label, value in self.rows():
+        for label, value in () if self.is_harmless else self.rows():
             table.add_row(label, Text(value))
+        if path is not None:
+            table.add_row("report", Text(str(path)))
         return table
 
     def markdown(self) -> str:
@@ -252,8 +265,8 @@ class Report:
 
 
 def module_name(name: str) -> str:
-    """A module's name without what ``torch.compile`` puts into it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    """A module's name without what ``torch.compile`` and activation checkpointing put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _called(call: Call) -> str:

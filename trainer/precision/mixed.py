@@ -13,6 +13,7 @@ from torch import nn
 from trainer.errors import PrecisionError
 from trainer.precision import cpu_fp16
 from trainer.precision.base import Precision
+from trainer.precision.cast_cache import with_trusted_cache
 from trainer.precision.scaler import LossScaler
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -116,7 +117,7 @@ class MixedPrecision(Precision):
     @contextmanager
     def session(self, module: nn.Module, device: torch.device) -> Iterator[None]:
         """Make the autocast context of this device; on a CPU, choose the float16 kernels."""
-        self._autocast = torch.autocast(device.type, dtype=self.dtype)
+        self._autocast = with_trusted_cache(torch.autocast(device.type, dtype=self.dtype))
         try:
             if self._wants_fast_kernels(module, device):
                 with cpu_fp16.fast_fp16_kernels():

@@ -22,27 +22,30 @@ class Readback:
 
     def __init__(self, device: str) -> None:
         self.arrives_at_once = device == "cpu"
-        self._numbers: Tensor | None = None
+        self._numbers: list[Tensor] = []
         self._event: torch.cuda.Event | None = None
         self._pinned: Tensor | None = None
 
     def start(self, numbers: list[Tensor]) -> None:
-        """Take a copy of ``numbers`` (tensors of one element, at least one of them), as they are now."""
+        """Send these on their way: tensors of one element, at least one of them, that nobody writes to any more."""
+        self._numbers = numbers
         device = numbers[0].device
-        together = torch.stack([number.detach().to(device, torch.float32).reshape(()) for number in numbers])
         if device.type != "cuda":
-            self._numbers = together
             return
         if self._pinned is None or len(self._pinned) < len(numbers):
             self._pinned = torch.empty(len(numbers), pin_memory=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         assert self._event is not None
-        self._numbers = self._pinned[: len(numbers)]
-        self._numbers.copy_(together, non_blocking=True)
+        together = numbers[0].reshape(1)
+        if len(numbers) > 1:
+            together = torch.stack([number.to(device, torch.float32).reshape(()) for number in numbers])
+        pinned = self._pinned[: len(numbers)]
+        pinned.copy_(together, non_blocking=True)
+        self._numbers = list(pinned)
         self._event.record()
 
     def wait(self) -> list[float]:
         """The numbers of the last :meth:`start`; [] before the first."""
         if self._event is not None:
             self._event.synchronize()  # the one wait; see above why it is short
-        return [] if self._numbers is None else self._numbers.tolist()
+        return [float(number) for number in self._numbers]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from ctypes import c_float
 from typing import Any, NamedTuple
 
@@ -51,6 +52,9 @@ class LossScaler(torch.amp.GradScaler):
         growth_interval: steps without overflow before the scale grows; at least 1.
         min_scale: floor of the scale.
         max_scale: ceiling of the scale; None for none.
+
+    Attributes:
+        before_unscale: called with an optimizer whose gradients are complete and still scaled; None for nothing.
 
     Raises:
         PrecisionError: a factor out of range, or an enabled scaler for CUDA on a machine without it
@@ -92,11 +96,13 @@ class LossScaler(torch.amp.GradScaler):
         self.min_scale = min_scale
         self.max_scale = ceiling
         self.readback = Readback(device)
+        self.before_unscale: Callable[[Optimizer], None] | None = None
         self._host_scale = float(init_scale) if enabled else 1.0
         self._host_tracker = 0
         self._checks: list[_Check] = []
         self._unsettled: list[_Check] = []
         self._wants_scaler: dict[type, bool] = {}
+        self._inverse = (0.0, torch.zeros(()))
 
     @property
     def current_scale(self) -> float:
@@ -113,10 +119,13 @@ class LossScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:  # another step before one update; what was found stays in _checks
             state["stage"] = OptState.READY
         if state["stage"] is OptState.READY and self._scale is not None:
-            super().unscale_(optimizer)
-            found_inf = list(state["found_inf_per_device"].values())
-            if found_inf:
-                self._checks.append(_Check(optimizer, found_inf))
+            if self.before_unscale is not None:
+                self.before_unscale(optimizer)
+            found_inf = torch.zeros((), device=self._scale.device)
+            found = self._unscale_grads_(optimizer, self._inverse_scale(self._scale), found_inf, False)
+            state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
+            if found:
+                self._checks.append(_Check(optimizer, list(found.values())))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """``optimizer.step()``, unless one of its gradients is not finite, or it has none at all."""
@@ -154,19 +163,15 @@ class LossScaler(torch.amp.GradScaler):
             return
         unread = [number for check in checks if check.overflowed is None for number in check.found_inf]
         if unread:
-            self.readback.start(unread)  # before torch adds them up in place
-        # torch combines whatever stands in these states; the keys do not matter to it
-        found_inf = [number for check in checks for number in check.found_inf]
-        self._per_optimizer_states[-1] = {
-            "stage": OptState.STEPPED,
-            "found_inf_per_device": dict(enumerate(found_inf)),
-        }
-        super().update()
-        self._unsettled = checks
+            self.readback.start(unread)
+        scale, tracker = self._check_scale_growth_tracker("update")
+        found_inf = _any_of([number for check in checks for number in check.found_inf], scale.device)
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        torch._amp_update_scale_(scale, tracker, found_inf, *factors)
         fallen, grown = self._host_scale * self._backoff_factor, self._host_scale * self._growth_factor
         if fallen < self.min_scale or grown > self.max_scale:
-            assert self._scale is not None
-            self._scale.clamp_(self.min_scale, self.max_scale)
+            scale.clamp_(self.min_scale, self.max_scale)
+        self._unsettled = checks
 
     @property
     def is_settled(self) -> bool:
@@ -232,6 +237,25 @@ class LossScaler(torch.amp.GradScaler):
         super().load_state_dict({"scale": scale, "_growth_tracker": tracker, **settings})
         self._host_scale, self._host_tracker = scale, tracker
 
+    def _inverse_scale(self, scale: Tensor) -> Tensor:
+        """1 / scale, in double precision and rounded, as torch computes it; kept as long as the scale is the same."""
+        if self._unsettled:  # the host does not know whether it is
+            return scale.double().reciprocal().float()
+        if self._inverse[0] != self._host_scale or self._inverse[1].device != scale.device:
+            self._inverse = self._host_scale, scale.double().reciprocal().float()
+        return self._inverse[1]
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """torch's, with a short way for the usual gradients: dense, float32, on the scale's device."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        kinds = {(g.dtype, g.device, g.layout) for g in gradients}
+        if kinds != {(torch.float32, found_inf.device, torch.strided)}:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+        return {found_inf.device: found_inf}
+
     def _step_fused(
         self, optimizer: Optimizer, check: _Check, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float | None:
@@ -244,8 +268,7 @@ class LossScaler(torch.amp.GradScaler):
             return fused.step(*args, **kwargs, grad_scaler=self)  # type: ignore[no-any-return]
         states_before = len(optimizer.state)
         fused.grad_scale = None  # the gradients are unscaled
-        first, *others = check.found_inf
-        fused.found_inf = sum((number.to(first.device, non_blocking=True) for number in others), first)
+        fused.found_inf = _any_of(check.found_inf, check.found_inf[0].device)
         try:
             result: float | None = optimizer.step(*args, **kwargs)
         finally:
@@ -312,6 +335,13 @@ class _Check:
         """The answer. A host-device synchronisation on a GPU."""
         self.overflowed = any(number.item() for number in self.found_inf)
         return self.overflowed
+
+
+def _any_of(found_inf: list[Tensor], device: torch.device) -> Tensor:
+    """1 if any of them is above 0, else 0. torch's fused kernels skip at exactly 1, so it is no sum."""
+    if len(found_inf) == 1:
+        return found_inf[0]
+    return torch.stack([number.to(device, non_blocking=True).reshape(()) for number in found_inf]).amax()
 
 
 def _expect(holds: bool, name: str, given: object, expected: str) -> None:
