@@ -22,6 +22,7 @@ from trainer import Trainer
 from trainer.callbacks import OverflowReport
 from trainer.errors import ConfigurationError, LossScaleCollapse
 from trainer.postmortem.recording import Recorder
+from trainer.precision import MixedPrecision
 
 QUIET: dict[str, Any] = {"after": None, "collapse_after": None, "at_floor": None}
 
@@ -459,3 +460,21 @@ def test_a_replay_that_fails_does_not_end_the_run(tmp_path):
     with warnings.catch_warnings():
         callback, _ = report_on(tmp_path, Once(sequential(Amplifier(), 4)), 5)
     assert callback.reports[0].verdict == "The replay broke off: RuntimeError: only once"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    """The outcome of a fused optimizer comes late; dropout draws from the device's generator."""
+    gpu = {"accelerator": "gpu", "devices": 1}
+    module = Regression(sequential(Amplifier(), 4), optimizer=OPTIMIZERS["adam-fused"])
+    callback, _ = report_on(tmp_path, module, 6, precision=MixedPrecision("float16"), **gpu)
+    assert [(report.step, report.module) for report in callback.reports] == [(2, "net.4")]
+    seen = []
+    for options in ({"at_step": 3}, QUIET):
+        module = Regression(sequential(), optimizer=OPTIMIZERS["adam-fused"])
+        batches = make_batches(12, gains=dict.fromkeys([2, 4, 5, 6, 7], 1e30))
+        precision = MixedPrecision("float16", init_scale=256.0)
+        torch.manual_seed(3)
+        callback, _ = report_on(tmp_path, module, batches, precision=precision, report=options, **gpu)
+        seen.append([*module.state_dict().values(), torch.cuda.get_rng_state().cpu()])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
