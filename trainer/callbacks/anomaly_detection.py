@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ class AnomalyDetection(Callback):
         if self._recorder is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
             return
         batches = self._recorder.take()
-        for recorded in batches if outcome.skipped else ():
-            _replay(trainer, recorded)
+        if outcome.skipped:
+            _replay(trainer, batches)
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go of the batches."""
@@ -62,12 +63,13 @@ class AnomalyDetection(Callback):
             self._recorder = None
 
 
-def _replay(trainer: Any, recorded: RecordedBatch) -> None:
+def _replay(trainer: Any, batches: Iterable[RecordedBatch]) -> None:
     parameters = dict(trainer.lightning_module.named_parameters())
 
     def on_loss(loss: Tensor) -> None:
         backward(loss, _SCALE, parameters, lambda name, gradient: None)
 
-    with undisturbed(trainer), torch.autograd.set_detect_anomaly(True):
-        rewind(trainer, recorded)
-        run(trainer, recorded, on_loss)
+    with undisturbed(trainer) as now, torch.autograd.set_detect_anomaly(True):
+        for recorded in batches:
+            rewind(now, recorded)
+            run(trainer, recorded, on_loss)

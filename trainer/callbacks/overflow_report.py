@@ -198,7 +198,7 @@ class OverflowReport(Callback):
             lines += [f"Try: {advice}" for advice in report.advice]
         if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
             folder = getattr(trainer.checkpoint_callback, "dirpath", None) or self._folder(trainer)
-            path = Path(folder) / "before_collapse.ckpt"
+            path = os.path.join(folder, "before_collapse.ckpt")  # no Path: it may be a URL
             trainer.save_checkpoint(path)
             lines.append(
                 f"Weights, optimizers, schedules, buffers and the loss scale from before step {before.step} are in"

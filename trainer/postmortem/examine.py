@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer.postmortem.probe import Call, Origin, Probe, measure, named_tensors_in
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import backward, rewind, run, undisturbed
+from trainer.postmortem.state import ObjectState
 
 _POWERS = (-128, 127)
 """Exponents that a search for a scale looks at: those of float32, and -128 for "none". 256, so 8 tries always."""
@@ -70,14 +71,12 @@ def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Fin
     """
     engine, position = trainer.engine, 0
     if len(batches) > 1:
-        overflown = [overflows(trainer, recorded, scale) for recorded in batches]
-        first = overflown.index(True) if any(overflown) else len(batches)
-        position = int(engine.reduce(torch.tensor(first, device=engine.device), "min"))
-        position %= len(batches)  # none of them fails by itself: look at any
+        first = torch.tensor(_first_failing(trainer, batches, scale), device=engine.device)
+        position = int(engine.reduce(first, "min")) % len(batches)  # where none fails by itself, look at any
     finding = Finding(batches[position].batch_idx, position, len(batches), engine.global_rank, scale)
     try:
-        with undisturbed(trainer):
-            _look_into(trainer, batches[position], finding)
+        with undisturbed(trainer) as now:
+            _look_into(trainer, now, batches[position], finding)
     except Exception as error:  # a report is no reason to end a run, and the other ranks wait below
         finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if engine.world_size == 1:
@@ -87,18 +86,6 @@ def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Fin
     failing = [one for one in findings if one.fails] or findings
     chosen: Finding = min(failing, key=lambda one: one.before)  # of several, the lowest rank
     return replace(chosen, largest_scale=min(one.largest_scale for one in findings))
-
-
-def overflows(trainer: Any, recorded: RecordedBatch, scale: float) -> bool:
-    """Whether a gradient of this batch alone is not finite; also where its replay breaks off."""
-    fits: list[bool] = []
-    try:
-        with undisturbed(trainer):
-            rewind(trainer, recorded)
-            run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, _optimized(trainer))))
-    except Exception:
-        return True
-    return not all(fits)
 
 
 def largest_power(fits: Callable[[float], bool]) -> float:
@@ -116,9 +103,28 @@ def largest_power(fits: Callable[[float], bool]) -> float:
     return 2.0**low if low > _POWERS[0] else 0.0
 
 
-def _look_into(trainer: Any, recorded: RecordedBatch, finding: Finding) -> None:
+def _first_failing(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> int:
+    """The first batch that has a gradient that is not finite, or whose replay breaks off. Looks at all of them."""
+    failing: list[bool] = []
+    try:
+        with undisturbed(trainer) as now:
+            for recorded in batches:
+                failing.append(_fails(trainer, now, recorded, scale))
+    except Exception:
+        failing.append(True)
+    return failing.index(True) if True in failing else len(batches)
+
+
+def _fails(trainer: Any, now: ObjectState, recorded: RecordedBatch, scale: float) -> bool:
+    fits: list[bool] = []
+    rewind(now, recorded)
+    run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, _optimized(trainer))))
+    return not all(fits)
+
+
+def _look_into(trainer: Any, now: ObjectState, recorded: RecordedBatch, finding: Finding) -> None:
     module, parameters = trainer.lightning_module, _optimized(trainer)
-    rewind(trainer, recorded)
+    rewind(now, recorded)
     finding.broken_weights = _broken(module.named_parameters())
     finding.broken_buffers = _broken(module.named_buffers())
     finding.broken_batch = _broken(named_tensors_in(recorded.batch, "batch"))

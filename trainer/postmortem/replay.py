@@ -22,8 +22,10 @@ OnLoss = Callable[[Tensor], None]
 
 
 @contextmanager
-def undisturbed(trainer: Any) -> Iterator[None]:
+def undisturbed(trainer: Any) -> Iterator[ObjectState]:
     """A context for replays. When it ends, the run is as it was when it began, to the bit.
+
+    Gives the state from when it began, for :func:`rewind`.
 
     Put back are: random states; weights, buffers, attributes of the module and of its metrics
     (:class:`~trainer.postmortem.state.ObjectState` says how deep); gradients; learning rates and schedules.
@@ -51,7 +53,7 @@ def undisturbed(trainer: Any) -> Iterator[None]:
                 parameter.grad = None  # a step without gradients changes nothing, whoever calls it
             adapter.side_door, adapter.clip = _NoSteps(), None
             trainer.loggers = [DummyLogger()] if loggers else []
-            yield
+            yield state
         finally:
             torch.clear_autocast_cache()
             trainer.loggers, adapter.side_door, adapter.clip = loggers, side_door, clip
@@ -61,8 +63,9 @@ def undisturbed(trainer: Any) -> Iterator[None]:
             random_state.restore()
 
 
-def rewind(trainer: Any, recorded: RecordedBatch) -> None:
-    """Make things as they were just before the batch's ``training_step``."""
+def rewind(now: ObjectState, recorded: RecordedBatch) -> None:
+    """Make things as they were just before the batch's ``training_step``; what was not recorded, as it is now."""
+    now.restore()  # an earlier replay may have left its traces
     recorded.state.restore()
     recorded.random_state.restore()
 
