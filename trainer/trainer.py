@@ -75,6 +75,7 @@ class Trainer(TrainerBase):
             averaged over what it holds.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``.
         strategy: a single device or DDP; sharded strategies are not supported yet.
+        detect_anomaly: where the loss is scaled, overflows are none: ``AnomalyDetection`` looks into skipped steps.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler; None costs nothing.
 
     Attributes:

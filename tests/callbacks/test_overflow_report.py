@@ -285,8 +285,11 @@ def collapse(folder: Path, module: Any = None, good: int = 2, **arguments: Any) 
     return str(caught.value), trainer
 
 
-def test_at_the_floor(tmp_path):
-    message, trainer = collapse(tmp_path)
+@pytest.mark.parametrize("arrives", ["at once", "late"])
+def test_at_the_floor(tmp_path, arrives, request):
+    if arrives == "late":
+        request.getfixturevalue("late")
+    message, trainer = collapse(tmp_path, Regression(optimizer=OPTIMIZERS["adam-fused"]))
     lines = message.splitlines()
     # 256 falls to 1 in 8 skips, and 10 more at 1
     assert lines[0] == (
@@ -334,7 +337,9 @@ def test_good_steps_between_prevent_it(tmp_path):
 class Buffered(Regression):
     def __init__(self) -> None:
         super().__init__(
-            sequential(), optimizer=OPTIMIZERS["adamw"], schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)
+            sequential(),
+            optimizer=OPTIMIZERS["adamw-fused"],
+            schedule=partial(torch.optim.lr_scheduler.StepLR, step_size=1),
         )
 
 
@@ -361,7 +366,10 @@ def test_the_checkpoint_is_the_one_from_before(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_a_run_can_go_on_from_it(tmp_path):
+@pytest.mark.parametrize(("arrives", "steps"), [("at once", 24), ("late", 23)])  # late: batch 20 has been forward
+def test_a_run_can_go_on_from_it(tmp_path, arrives, steps, request):
+    if arrives == "late":
+        request.getfixturevalue("late")
     saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=100)
     collapse(tmp_path, Buffered(), callbacks=[saver], enable_checkpointing=True)
     module = Buffered()
@@ -370,7 +378,7 @@ def test_a_run_can_go_on_from_it(tmp_path):
     arguments = {"enable_checkpointing": True, "callbacks": [saver]}
     trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=2.0), **arguments)
     trainer.fit(module, loader_of(batches), ckpt_path=tmp_path / "checkpoints" / "before_collapse.ckpt")
-    assert trainer.global_step == 24
+    assert trainer.global_step == steps
     assert trainer.skipped_steps == 18
     assert trainer.scaler.current_scale == 256.0
 
