@@ -45,6 +45,14 @@ def test_a_backward_that_the_scaler_will_fit():
     ]
 
 
+def test_a_backward_that_takes_a_low_scale():
+    it = backward(largest_scale=64.0)
+    assert it.verdict.endswith("A loss scale of 64 fits: so low a one that small gradients vanish in float16.")
+    assert it.advice[0].startswith("precision.fp32_modules=")
+    assert not it.is_harmless
+    assert backward(largest_scale=128.0).is_harmless
+
+
 def test_a_backward_below_the_floor():
     it = backward(largest_scale=2.0**-12)
     assert it.verdict.endswith("a loss scale of 2^-12, which is below min_scale=1: the scaler never gets there.")

@@ -15,6 +15,8 @@ from trainer.postmortem.examine import Finding
 from trainer.postmortem.probe import Call, Magnitude
 
 _LIMITS = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.40e38}
+_LOW = 100.0
+"""A scale below this is suspect; as in ``ScaleMonitor(alarm=100)``."""
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _SHOWN = 6
 """Names in a list before the rest is only counted."""
@@ -90,10 +92,10 @@ class Report:
                 f"The backward overflows in {where}. It would take a loss scale of {_power(finding.largest_scale)},"
                 f" which is below min_scale={self.min_scale:g}: the scaler never gets there."
             )
-        return (
-            f"The backward overflows in {where}. A loss scale of {_power(finding.largest_scale)} fits: the scaler"
-            " gets there by itself."
-        )
+        verdict = f"The backward overflows in {where}. A loss scale of {_power(finding.largest_scale)} fits: "
+        if self.is_harmless:
+            return f"{verdict}the scaler gets there by itself."
+        return f"{verdict}so low a one that small gradients vanish in float16."
 
     @property
     def advice(self) -> list[str]:
@@ -165,9 +167,10 @@ class Report:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether the scaler is about to mend it."""
+        """Whether the scaler is about to mend it, without going so low that small gradients vanish."""
         finding = self.finding
-        return self.phase == "backward" and finding.largest_scale >= self.min_scale and not finding.broken_weights
+        fits = finding.largest_scale >= max(self.min_scale, _LOW)
+        return self.phase == "backward" and fits and not finding.broken_weights
 
     def table(self, path: Path | None = None) -> Table:
         """For the terminal; without the numbers where the scaler is about to mend it.
