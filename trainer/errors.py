@@ -29,6 +29,10 @@ class CheckpointError(TrainerError):
     """A checkpoint that cannot be written, found or restored."""
 
 
+class GradientCheckError(TrainerError):
+    """A backward pass whose gradients are not the derivatives of the loss."""
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """The sentence `` Did you mean 'x'?`` for the nearest known word, or an empty string.
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.activation_checkpointing import ActivationCheckpointing
     from trainer.callbacks.curves import Curves
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
+    from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
     from trainer.callbacks.progress_bar import ProgressBar
     from trainer.callbacks.run_summary import RunSummary
@@ -20,6 +21,7 @@ __all__ = [
     "ActivationCheckpointing",
     "Curves",
     "GradientAccumulation",
+    "GradientCheck",
     "GradientClipping",
     "ProgressBar",
     "RunSummary",
@@ -31,6 +33,7 @@ _HOMES = {
     "ActivationCheckpointing": "trainer.callbacks.activation_checkpointing",
     "Curves": "trainer.callbacks.curves",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
+    "GradientCheck": "trainer.callbacks.gradient_check",
     "GradientClipping": "trainer.callbacks.gradient_clipping",
     "ProgressBar": "trainer.callbacks.progress_bar",
     "RunSummary": "trainer.callbacks.run_summary",

@@ -90,8 +90,8 @@ def _choose(root: nn.Module, choices: Sequence[Choice]) -> dict[str, nn.Module]:
         written = choice if isinstance(choice, str) else choice.__name__
         if choice not in matched:
             raise ConfigurationError(
-                f"Got {written!r} among the modules of ActivationCheckpointing, expected a pattern that matches the name"
-                f" of a module in {type(root).__name__}, or of its class.{did_you_mean(written, names)}"
+                f"Got {written!r} among the modules of ActivationCheckpointing, expected a pattern that matches the"
+                f" name of a module in {type(root).__name__}, or of its class.{did_you_mean(written, names)}"
             )
         if container := matched[choice]:
             raise ConfigurationError(
