@@ -327,6 +327,28 @@ def test_a_weight_in_a_custom_function_and_outside_of_it(tmp_path, precision):
     assert_equal(mine, theirs, start)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pattern", [self_distillation, weight_used_directly])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_forward_without_gradients_before_one_with_them_on_a_gpu(tmp_path, precision, pattern):
+    mine, theirs = make(mlp)
+    batches, off = make_batches(4), torch.no_grad
+    module = Stepping(mine, lambda net, batch: pattern(net, batch, as_it_comes, off))
+    fit(tmp_path, module, batches, precision, accelerator="gpu", devices=1)
+    theirs.cuda()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=SCALE, enabled=precision == "16-mixed")
+    for batch in batches:
+        with torch.autocast("cuda", DTYPES[precision]):
+            loss = pattern(theirs, [tensor.cuda() for tensor in batch], casts_of_its_own, off)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert_equal(mine.cpu(), theirs.cpu())
+
+
 # --- custom functions -----------------------------------------------------------------------------------------------
 
 

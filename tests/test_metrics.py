@@ -57,6 +57,41 @@ def test_half_precision_values_are_accumulated_in_float32() -> None:
     assert epoch == 4096  # in bfloat16 the sum would stop at 256
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_epoch_means_of_half_precision_losses_in_a_run(dtype: torch.dtype) -> None:
+    """Lightning #18620. Summed up in bfloat16, 5,000 losses near 1 would stall at 256, in float16 at 2,048."""
+    number = 5_000
+    values = (1 + torch.rand(number, generator=torch.Generator().manual_seed(0))).to(dtype)
+
+    class Logs(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train", values[batch_idx], on_step=True, on_epoch=True)
+            self.log("sum", values[batch_idx], on_step=False, on_epoch=True, reduce_fx="sum")
+            return None  # nothing to learn
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("val", values[batch_idx])
+
+        def test_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("test", values[batch_idx])
+
+    trainer, module = ours(max_epochs=1, num_sanity_val_steps=0), Logs()
+    batches = data(2 * number, batch_size=2)
+    trainer.fit(module, batches, batches)
+    metrics = dict(trainer.callback_metrics)
+    metrics["test"] = torch.tensor(trainer.test(module, batches, verbose=False)[0]["test"])
+    exact = values.double().sum()
+    for name, expected in {
+        "train_epoch": exact / number,
+        "val": exact / number,
+        "test": exact / number,
+        "sum": exact,
+    }.items():
+        assert metrics[name].dtype is torch.float32, name
+        assert metrics[name].item() == pytest.approx(expected.item(), rel=1e-6), name
+    assert metrics["train_step"] == values[-1]
+
+
 def test_the_step_value_is_the_last_one() -> None:
     value = logged([1.0, 5.0], on_step=True)
     assert value.step_value == 5.0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.run import _gpu
 
@@ -168,3 +170,41 @@ def test_a_dropped_callback_that_a_recipe_configures_stays_away():
     settings = ["callbacks=none", "++callbacks.model_checkpoint.save_top_k=3", "logger=none"]
     assert main(["fit", "+recipe=line", *settings, "trainer.enable_checkpointing=false"]) == 0
     assert not list(Path().glob("outputs/*/*/checkpoints"))
+
+
+WRONG = """
+import torch
+from line_fit import Line
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class WrongLine(Line):
+    def loss(self, batch):
+        x, y = batch
+        return (x @ Twice.apply(self.net.weight).T + self.net.bias - y).pow(2).mean()
+"""
+
+
+def test_gradcheck_compares_gradients_with_finite_differences_and_ends(capsys):
+    assert main(["fit", *LINE, "+debug=gradcheck"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"net.weight +ok +[0-9.]+ +[0-9.]+ +", out)
+    assert (result()["precision"], result()["steps"]) == ("64-true", 1)
+    assert not list(Path().glob("outputs/*/*/checkpoints"))
+
+
+def test_gradcheck_names_the_parameter_whose_gradient_is_wrong(project, capsys):
+    write(project, {"wrong_line.py": WRONG})
+    assert main(["fit", *LINE, "+debug=gradcheck", "model._target_=wrong_line.WrongLine"]) == 1
+    err = capsys.readouterr().err
+    assert "The gradients of 1 parameters are not the derivatives of the loss, at 3 points:\n  net.weight: " in err
+    assert result()["status"] == "failed"

@@ -28,3 +28,13 @@ def test_runs_a_batch(name, tmp_path, monkeypatch):
     assert main(["fit", f"+recipe={name}", "+debug=fast_dev_run", "data.batch_size=4"]) == 0
     (result,) = tmp_path.glob(f"outputs/{name}/*/result.json")
     assert '"status": "completed"' in result.read_text()
+
+
+def test_the_gradients_of_a_smaller_resnet_are_right(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    smaller = ["model.net._target_=torchvision.models.resnet18", "data.image_size=16"]
+    some = "callbacks.gradient_check.parameters=[net.bn1.*,net.layer1.1.bn2.*,net.fc.*]"
+    assert main(["fit", "+recipe=resnet50", "+debug=gradcheck", *smaller, some, "trainer.accelerator=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "6 parameters in " in out
+    assert "wrong" not in out

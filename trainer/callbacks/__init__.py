@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.anomaly_detection import AnomalyDetection
     from trainer.callbacks.curves import Curves
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
+    from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
     from trainer.callbacks.overflow_report import OverflowReport
     from trainer.callbacks.progress_bar import ProgressBar
@@ -24,6 +25,7 @@ __all__ = [
     "AnomalyDetection",
     "Curves",
     "GradientAccumulation",
+    "GradientCheck",
     "GradientClipping",
     "OverflowReport",
     "ProgressBar",
@@ -38,6 +40,7 @@ _HOMES = {
     "AnomalyDetection": "trainer.callbacks.anomaly_detection",
     "Curves": "trainer.callbacks.curves",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
+    "GradientCheck": "trainer.callbacks.gradient_check",
     "GradientClipping": "trainer.callbacks.gradient_clipping",
     "OverflowReport": "trainer.callbacks.overflow_report",
     "ProgressBar": "trainer.callbacks.progress_bar",

@@ -23,8 +23,8 @@ class ActivationCheckpointing(Callback):
 
     A chosen module keeps its inputs only; in the backward pass its forward runs a second time, under the same autocast
     and with the same random numbers. Training gives the same bits as without, at the cost of that second forward. The
-    module, its weights and the keys of its ``state_dict`` stay what they are: only its ``forward`` is exchanged, from
-    ``on_fit_start`` to ``teardown``. A forward without gradients (validation) runs as always.
+    module, its weights and the keys of its ``state_dict`` stay what they are: only its ``forward`` is exchanged, while
+    training runs. A forward without gradients (validation) runs as always.
 
     A forward that changes buffers changes them once: the second one sees them as the first did, and what it makes of
     them is dropped. So BatchNorm's running statistics, or the vectors of ``spectral_norm``, come out as without
@@ -35,11 +35,11 @@ class ActivationCheckpointing(Callback):
     Args:
         modules: which ones, as one choice or several: a pattern for a module's name in the LightningModule
             (``"net.layer*"``, see ``fnmatch``; ``*`` matches dots too), a pattern for the name of its class
-            (``"Bottleneck"``), or a class. A module inside a chosen one is part of it, not chosen again.
+            (``"Bottleneck"``), or a class. A container that is never called itself (``nn.ModuleList``) stands for what
+            it holds. A module inside a chosen one is part of it, not chosen again.
 
     Raises:
-        ConfigurationError: when the fit starts: a choice that matches no module, or only a container that is never
-            called itself (``nn.ModuleList``, ``nn.ModuleDict``).
+        ConfigurationError: no choice at all; or, when the fit starts, one that matches no module.
     """
 
     def __init__(self, modules: Choice | Sequence[Choice]) -> None:
@@ -48,18 +48,22 @@ class ActivationCheckpointing(Callback):
             raise ConfigurationError(
                 "Got modules=[], expected at least one pattern, such as 'net.layer*' or 'TransformerEncoderLayer'."
             )
+        self._chosen: list[nn.Module] = []
         self._checkpointed: list[_CheckpointedForward] = []
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Exchange the forward of the chosen modules; they are on their device, and complete."""
+        """Find the modules: early, since this is where a wrong name shows."""
+        self._chosen = _choose(pl_module, self.modules)
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Exchange their forward."""
+        self._checkpointed = [_CheckpointedForward(module) for module in self._chosen]
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Leave the modules as they were; before the precision does, which may have exchanged a forward earlier."""
         self._put_back()
-        self._checkpointed = [_CheckpointedForward(module) for module in _choose(pl_module, self.modules).values()]
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the modules as they were."""
-        self._put_back()
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Leave the modules as they were."""
         self._put_back()
 
@@ -67,38 +71,40 @@ class ActivationCheckpointing(Callback):
         for checkpointed in self._checkpointed:
             checkpointed.remove()
         self._checkpointed = []
+        self._chosen = []
 
 
-def _choose(root: nn.Module, choices: Sequence[Choice]) -> dict[str, nn.Module]:
-    """The outermost modules that match, by name."""
+def _choose(root: nn.Module, choices: Sequence[Choice]) -> list[nn.Module]:
+    """The outermost modules that match."""
     chosen: dict[str, nn.Module] = {}
-    names: list[str] = []
-    matched: dict[Choice, str] = {}
+    held: dict[str, set[Choice]] = {}  # by containers that match, for what is in them
+    matched: set[Choice] = set()
+    known: list[str] = []
     for name, module in root.named_modules():
-        name = name.replace("._orig_mod", "")  # what torch.compile(part) adds
+        name = name.replace("._orig_mod", "")  # what torch.compile adds
         if not name:
             continue
-        names += [name, type(module).__name__]
-        hits = [choice for choice in choices if _matches(choice, name, module)]
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            matched |= {hit: name for hit in hits if hit not in matched}
+        known += [name, type(module).__name__]
+        hits = {choice for choice in choices if _matches(choice, name, module)}
+        hits |= held.get(name.rpartition(".")[0], set())
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+            held[name] = hits
             continue
-        matched |= dict.fromkeys(hits, "")
-        if hits and not any(name.startswith(f"{outer}.") or name == outer for outer in chosen):
+        matched |= hits
+        if hits and not any(name == outer or name.startswith(f"{outer}.") for outer in chosen):
             chosen[name] = module
     for choice in choices:
-        written = choice if isinstance(choice, str) else choice.__name__
         if choice not in matched:
+            written = choice if isinstance(choice, str) else choice.__name__
             raise ConfigurationError(
                 f"Got {written!r} among the modules of ActivationCheckpointing, expected a pattern that matches the"
+<<<<<<< HEAD
                 f" name of a module in {type(root).__name__}, or of its class.{did_you_mean(written, names)}"
+=======
+                f" name of a module in {type(root).__name__}, or of its class.{did_you_mean(written, known)}"
+>>>>>>> h/autocast
             )
-        if container := matched[choice]:
-            raise ConfigurationError(
-                f"Got {written!r} among the modules of ActivationCheckpointing, which matches only the container"
-                f" {container!r}, expected modules that are called. Choose what it holds: '{container}.*'."
-            )
-    return chosen
+    return list(chosen.values())
 
 
 def _matches(choice: Choice, name: str, module: nn.Module) -> bool:

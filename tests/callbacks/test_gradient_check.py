@@ -1,0 +1,374 @@
+"""GradientCheck: a wrong backward is found and named, a right one is not accused, and nothing is disturbed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.callbacks import GradientCheck
+from trainer.errors import ConfigurationError, GradientCheckError
+
+
+def check(folder: Any, module: LightningModule, batches: Any = None, **arguments: Any) -> GradientCheck:
+    """Run the check on ``module``; raises what it raises."""
+    callback = GradientCheck(**arguments)
+    trainer = make_trainer(folder, precision="64-true", callbacks=[callback], max_epochs=3)
+    trainer.fit(module, loader_of(batches or make_batches(5)))
+    assert trainer.global_step == 1  # it ends the run
+    return callback
+
+
+class Net(nn.Module):
+    """Random numbers, running statistics, a buffer that counts, kinks, a tied weight, a recurrence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.lstm = nn.LSTM(6, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gain *= 1.5
+        x = self.gain * self.second(F.dropout(F.relu(self.norm(self.first(x))), 0.3, self.training))
+        return self.head(self.lstm(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1])
+
+
+class Logging(Regression):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.logs = 0
+
+    def log(self, *args, **kwargs):
+        self.logs += 1
+        super().log(*args, **kwargs)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"x": 1.0})
+        return {"loss": loss, "weight": 1.0}
+
+
+def test_a_right_backward_passes_and_nothing_is_disturbed(tmp_path, capsys):
+    """The batch's own training step comes out to the bit as without the check: weights, statistics, dropout, logs."""
+    callback = GradientCheck()
+    outcomes = []
+    for callbacks in ([callback], []):
+        module = Logging(Net())
+        trainer = make_trainer(tmp_path, precision="64-true", callbacks=callbacks, limit_train_batches=1)
+        torch.manual_seed(3)
+        trainer.fit(module, loader_of(make_batches(2)))
+        assert module.logs == 2
+        outcomes.append((module.state_dict(), trainer.callback_metrics, torch.rand(1), vars(module).keys()))
+    (mine, logged, drawn, attributes), (expected, expected_logs, expected_draw, expected_attributes) = outcomes
+    assert list(mine) == list(expected)
+    assert all(map(torch.equal, mine.values(), expected.values()))
+    assert logged == expected_logs
+    assert drawn == expected_draw
+    assert attributes == expected_attributes
+
+    assert list(callback.results) == [name for name, _ in module.named_parameters()]
+    assert all(v.passed and v.has_gradient and v.relative_error < 1e-4 for v in callback.results.values())
+    assert abs(callback.results["net.first.weight"].backward) > 1e-3
+    out = capsys.readouterr().out
+    assert "Gradients against finite differences" in out
+    assert re.search(r"net.first.weight +ok +[-0-9.e]+ +[-0-9.e]+ +[-0-9.e]+ *\n", out)
+    assert re.search(r"11 parameters in [0-9.]+ s *\n", out)
+
+
+def test_sparse_gradients(tmp_path):
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embedding(x.argmax(1) % 5))
+
+    assert check(tmp_path, Regression(Words())).results["net.embedding.weight"].passed
+
+
+# --- what is wrong --------------------------------------------------------------------------------------------------
+
+
+def product(weight_gain: float = 1.0, input_gain: float = 1.0, missing: bool = False) -> Callable[..., Tensor]:
+    """x @ weight.T with a backward by hand, right or wrong."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            of_weight = gradient.T @ x
+            if missing:
+                of_weight[-1] = 0.0
+            return input_gain * (gradient @ weight), weight_gain * of_weight
+
+    return Product.apply
+
+
+class Custom(nn.Module):
+    def __init__(self, apply: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.apply_ = apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.apply_(torch.tanh(self.first(x)), self.middle.weight) + self.middle.bias))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "wrong"),
+    [
+        ({}, []),
+        ({"weight_gain": 2.0}, ["net.middle.weight"]),
+        ({"weight_gain": -1.0}, ["net.middle.weight"]),
+        ({"weight_gain": 0.0}, ["net.middle.weight"]),
+        ({"weight_gain": 1.01}, ["net.middle.weight"]),
+        ({"missing": True}, ["net.middle.weight"]),
+        ({"input_gain": 0.5}, ["net.first.weight", "net.first.bias"]),
+    ],
+)
+def test_the_parameters_with_a_wrong_gradient_are_named(tmp_path, capsys, mistake, wrong):
+    module = Regression(Custom(product(**mistake)))
+    if not wrong:
+        check(tmp_path, module)
+        return
+    with pytest.raises(GradientCheckError) as error:
+        check(tmp_path, module)
+    message = str(error.value)
+    assert f"The gradients of {len(wrong)} parameters are not the derivatives of the loss, at 3 points:" in message
+    assert re.findall(r"\n  (\S+): backward gives [-0-9.e]+, finite differences [-0-9.e]+", message) == wrong
+    assert f"the loss depends on {wrong[-1]!r}" in message
+    assert sorted(re.findall(r"(\S+) +wrong ", capsys.readouterr().out)) == sorted(wrong)
+
+
+def test_the_numbers_are_those_of_the_mistake(tmp_path):
+    callback = GradientCheck()
+    trainer = make_trainer(tmp_path, precision="64-true", callbacks=[callback])
+    with pytest.raises(GradientCheckError):
+        trainer.fit(Regression(Custom(product(weight_gain=2.0))), loader_of(make_batches(1)))
+    verdict = callback.results["net.middle.weight"]
+    assert verdict.backward == pytest.approx(2 * verdict.finite_difference, rel=1e-5)
+    assert verdict.relative_error == pytest.approx(0.5, rel=1e-5)
+    assert "Jacobian mismatch" in str(verdict.problem)
+
+
+def test_small_gradients_are_seen(tmp_path):
+    """Along a random direction a wide layer's derivative is lost in the tolerance; along its gradient it is not."""
+
+    class Small(Regression):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 1e-6
+
+    torch.manual_seed(0)
+    wide = nn.Linear(64, 64, bias=False)
+    apply = product(weight_gain=2.0)
+    net = nn.Sequential(nn.Linear(6, 64), wide, nn.Linear(64, 3))
+    wide.forward = lambda x: apply(x, wide.weight)
+    with pytest.raises(GradientCheckError, match=r"gradients of 1 parameters .*\n  net.1.weight: "):
+        check(tmp_path, Small(net))
+
+
+def test_a_detached_parameter_is_wrong_and_an_unused_one_is_not(tmp_path, capsys):
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.detached = nn.Linear(6, 3), nn.Linear(6, 3)
+            self.unused, self.frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3), requires_grad=False)
+
+        def forward(self, x):
+            return self.used(x) + self.detached(x).detach() + self.frozen
+
+    with pytest.raises(GradientCheckError, match=r"net.detached.weight: backward gives no gradient, finite diff.* 0\."):
+        check(tmp_path, Regression(Detached()))
+    out = capsys.readouterr().out
+    assert re.search(r"net.unused +ok, unused", out)
+    assert "frozen" not in out
+    check(tmp_path, Regression(Detached()), parameters=["net.used.*", "net.unused"])
+
+
+def test_ties_of_the_initialisation_are_no_mistake(tmp_path):
+    """A residual branch that starts at zero puts the ReLU behind it on its kink, wherever the trunk is zero."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.trunk, self.branch, self.head = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+            nn.init.zeros_(self.branch.weight)
+            nn.init.zeros_(self.branch.bias)
+
+        def forward(self, x):
+            x = F.relu(self.trunk(x))
+            return self.head(F.relu(x + self.branch(x)))
+
+    check(tmp_path, Regression(Residual()))
+    with pytest.raises(GradientCheckError, match=r"net\.branch\.bias: "):
+        check(tmp_path, Regression(Residual()), jitter=0.0)
+
+
+def test_a_kink_that_is_met_by_chance_is_no_mistake(tmp_path):
+    class Kinked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, x):
+            biases.append(self.linear.bias.detach().clone())
+            return self.linear(x) + 5 * F.relu(self.linear.bias - kink)
+
+    biases: list[Tensor] = []
+    kink = torch.full((3,), 1e9, dtype=torch.float64)  # far away
+    check(tmp_path, Regression(Kinked()), attempts=1)
+    kink = biases[2]  # the first point: before it come two evaluations that must agree
+    with pytest.raises(GradientCheckError, match=r"net\.linear\.bias: "):
+        check(tmp_path, Regression(Kinked()), attempts=1)
+    assert check(tmp_path, Regression(Kinked()), attempts=2).results["net.linear.bias"].passed
+
+
+# --- what it uses ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_samples_and_the_precision_of_the_run(tmp_path):
+    class Looking(Regression):
+        def training_step(self, batch):  # without batch_idx
+            x, y, gain = batch["x"]
+            seen.append((x.shape, y.shape, gain.shape, len(batch["names"]), torch.zeros(1).dtype))
+            return F.mse_loss(self.net(x), y) * gain
+
+    seen: list[Any] = []
+    batches = [{"x": tuple(batch), "names": ["a", "b", "c", "d"]} for batch in make_batches(1)]
+    check(tmp_path, Looking(), batches, samples=2)
+    assert set(seen[:-1]) == {((2, 6), (2, 3), (), 4, torch.float64)}
+    assert seen[-1][0] == (4, 6)  # the training step that follows
+
+
+def test_compiled_modules_run_uncompiled(tmp_path):
+    class Look(Callback):
+        def on_train_batch_start(self, *args):
+            counts.append(len(graphs))
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    graphs: list[Any] = []
+    counts: list[int] = []
+    torch._dynamo.reset()
+    module = Regression()
+    module.net = torch.compile(module.net, backend=backend)
+    trainer = make_trainer(tmp_path, precision="64-true", callbacks=[GradientCheck(), Look()])
+    trainer.fit(module, loader_of(make_batches(2)))
+    assert counts == [0]  # after the check
+    assert graphs != []  # the training step that follows
+    torch._dynamo.reset()
+
+
+def test_metric_objects_and_children_may_log(tmp_path):
+    class Child(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, x):
+            self.log("child", 1.0)
+            return self.linear(x)
+
+    class Metrics(Regression):
+        def __init__(self) -> None:
+            super().__init__(Child())
+            self.mean = MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.mean(loss.detach())
+            self.log("mean", self.mean)
+            return loss
+
+    module = Metrics()
+    check(tmp_path, module)
+    assert "log" not in vars(module.net)
+
+
+# --- what it cannot do ----------------------------------------------------------------------------------------------
+
+
+class Counting(Regression):
+    def training_step(self, batch, batch_idx):
+        self.net[0].count = getattr(self.net[0], "count", 0) + 1
+        return super().training_step(batch, batch_idx) * self.net[0].count
+
+
+class Infinite(Regression):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / 0.0
+
+
+class Float(Regression):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx).float()
+
+
+class Nothing(Regression):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Detached(Regression):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx).detach()
+
+
+class Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        (Counting, {}, r"Got a loss of \S+ and then of \S+ for the same weights"),
+        (Infinite, {"samples": 3}, r"Got a loss of inf on 3 samples, expected a finite one"),
+        (Float, {}, r"Got torch.float32 of shape \(\) as the loss .* a cast such as x.float\(\)"),
+        (Nothing, {}, "Got None as the loss of training_step, expected one float64 number"),
+        (Detached, {}, "Got a loss that needs no gradient"),
+        (Manual, {}, "Got Manual with manual optimization"),
+        (Regression, {"parameters": "net.0.wieght"}, "Got 'net.0.wieght' .* Did you mean 'net.0.weight'?"),
+    ],
+)
+def test_what_cannot_be_checked(tmp_path, module, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        check(tmp_path, module(), **arguments)
+
+
+def test_other_precisions_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path, precision="bf16-mixed", callbacks=[GradientCheck()])
+    with pytest.raises(ConfigurationError, match=r"Got precision='bf16-mixed', .* torch.float32; expected '64-true'"):
+        trainer.fit(Regression(), loader_of(make_batches(1)))
+
+
+@pytest.mark.parametrize("name", ["samples", "eps", "rtol", "atol", "attempts"])
+def test_impossible_arguments(name):
+    with pytest.raises(ConfigurationError, match=f"Got {name}=0, expected a number above 0"):
+        GradientCheck(**{name: 0})
