@@ -29,17 +29,16 @@ class CheckpointError(TrainerError):
     """A checkpoint that cannot be written, found or restored."""
 
 
-<<<<<<< HEAD
 class LossScaleCollapse(TrainerError):  # noqa: N818 - the name it has in the field
     """Gradients overflow in every step, at every loss scale: training has come to an end.
 
     Raised by ``trainer.callbacks.OverflowReport``. The message has the history of the scale, where the gradients
     overflow, what to try, and the checkpoint to go on from.
     """
-=======
+
+
 class GradientCheckError(TrainerError):
     """A backward pass whose gradients are not the derivatives of the loss."""
->>>>>>> h/autocast
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

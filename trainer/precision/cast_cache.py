@@ -8,8 +8,8 @@ case.
 
 :func:`with_trusted_cache` leaves the cache on, and torch as it is. On a torch with the mistake it lets a torch
 function mode look at every operation of the forward: the first one with gradients after one without empties the
-cache. That sees also what hooks on modules would not: weights used directly, custom functions. It costs about five
-microseconds an operation there (a net of 24 small layers on a CPU: 0.14 ms a step), and nothing elsewhere.
+cache. That sees also what hooks on modules would not: weights used directly, custom functions. It costs some
+microseconds an operation there, and nothing elsewhere.
 """
 
 from __future__ import annotations
