@@ -20,6 +20,7 @@ from lightning.pytorch.profilers import (
 )
 
 from trainer.arguments import refuse_twice
+from trainer.callbacks.alignment_advisor import AlignmentAdvisor
 from trainer.callbacks.curves import Curves
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
@@ -52,6 +53,7 @@ def build_callbacks(
     enable_model_summary: bool | None,
     enable_progress_bar: bool | None,
     writes_logs: bool,
+    uses_tensor_cores: bool,
 ) -> list[Any]:
     """The user's callbacks, those that short-form arguments stand for, and the defaults.
 
@@ -60,6 +62,7 @@ def build_callbacks(
         accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, max_time: short forms.
         enable_checkpointing, enable_model_summary, enable_progress_bar: False leaves the default out.
         writes_logs: whether a picture of the curves belongs beside the logs.
+        uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
 
     Raises:
         ConfigurationError: a setting made twice, a callback that another argument forbids, an unknown algorithm.
@@ -92,6 +95,7 @@ def build_callbacks(
         callbacks.append(Timer(max_time))
     defaults: list[tuple[bool, type, type]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
+        (uses_tensor_cores, AlignmentAdvisor, AlignmentAdvisor),
         (enable_progress_bar is not False, AnyProgressBar, ProgressBar),
         (enable_model_summary is not False, ModelSummary, _ModelSummary),
         (writes_logs, Curves, Curves),

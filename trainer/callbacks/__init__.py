@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
+    from trainer.callbacks.alignment_advisor import AlignmentAdvisor
     from trainer.callbacks.curves import Curves
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_clipping import GradientClipping
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
 
 __all__ = [
+    "AlignmentAdvisor",
     "Curves",
     "GradientAccumulation",
     "GradientClipping",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AlignmentAdvisor": "trainer.callbacks.alignment_advisor",
     "Curves": "trainer.callbacks.curves",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientClipping": "trainer.callbacks.gradient_clipping",

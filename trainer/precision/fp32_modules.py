@@ -1,0 +1,171 @@
+"""Modules that run in float32 inside a model that otherwise runs in float16 or bfloat16.
+
+How it works: while a run lasts, each chosen module has a ``forward`` of its own, a ``functools.partial`` around the
+one it had. Three ways were compared (``tests/precision/test_fp32_modules.py`` keeps what decided):
+
+- A pair of forward hooks, one entering and one leaving a context. ``torch.compile`` does not look at hooks that come
+  after its first call (``skip_nnmodule_hook_guards``): the module then runs in 16 bits without a word. Where it does
+  look, it cannot trace a context that one function enters and another leaves.
+- A subclass made on the spot (``module.__class__ = ...``). Lost without a word in a compiled model on torch 2.10; a
+  module of such a class cannot be pickled, and ``type(module) is Linear`` is no longer true.
+- ``module.forward = ...``, which stands. torch.compile guards against exactly that, whether the model, a part around
+  the module or the module itself was compiled, before or after. A *partial of the bound method*, and not a closure,
+  because a copy of the module (weight averaging makes one) then holds a partial of its own bound method, with its own
+  weights; and because it can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import PrecisionError, did_you_mean
+from trainer.precision.dtypes import DefaultDtype, cast, widen
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+"""Parts of a module's name that come from ``torch.compile`` and from torch's activation checkpointing wrapper."""
+_SHOWN = 12  # names in an error message
+
+
+def check_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
+    """The patterns as a tuple; a single string is one pattern.
+
+    Raises:
+        PrecisionError: something else than strings, or an empty one.
+    """
+    given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in given:
+        if not isinstance(pattern, str) or not pattern:
+            raise PrecisionError(
+                f"Got fp32_modules with {pattern!r} in it, expected names of modules or patterns of names, such as"
+                " ['head', '*.norm']."
+            )
+    return given
+
+
+def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
+    """The modules whose names match, each once, outer ones first.
+
+    Args:
+        root: the model. It does not match itself, so ``"*"`` means all of its modules.
+        patterns: names as in ``root.named_modules()``, or patterns of them as in ``fnmatch``: ``*`` stands for any
+            text, dots included, so ``"*.norm"`` finds every ``norm`` inside of something, and ``"*norm"`` one at the
+            top as well. What ``torch.compile`` and activation checkpointing wrap around a module is not part of its
+            name. A container without a forward (``nn.ModuleList``) stands for what it contains.
+
+    Raises:
+        PrecisionError: a pattern that matches no module, or none that is ever called.
+    """
+    # The innermost of several modules with one name is the user's, those around it are wrappers.
+    named = {plain_name(path): module for path, module in root.named_modules(remove_duplicate=False)}
+    named.pop("")
+    found: dict[nn.Module, None] = {}
+    for pattern in patterns:
+        names = [name for name in named if fnmatchcase(name, pattern)]
+        if not names:
+            raise PrecisionError(_no_match(pattern, root, named))
+        parts = [part for name in names for part in _called(name, named)]
+        if not parts:
+            raise PrecisionError(
+                f"fp32_modules: {pattern!r} is {names[0]}, a {type(named[names[0]]).__name__} that nobody calls, and"
+                " nothing in it is called. Name the module that uses it."
+            )
+        found.update(dict.fromkeys(parts))
+    _refuse_attention_projections(named, found)
+    return [module for module in dict.fromkeys(named.values()) if module in found]
+
+
+@contextmanager
+def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dtype | None = None) -> Iterator[None]:
+    """Run the forward of each module in float32 while the context is open.
+
+    Without autocast, with its floating-point inputs as float32 (also those inside of lists, tuples, dicts and
+    dataclasses; float64 stays), and with float32 for the tensors it makes.
+
+    Args:
+        modules: from :func:`find_modules`. One inside of another is fine.
+        device_type: of the device whose autocast is switched off.
+        back_to: what floating-point outputs are cast to, for models with weights of that dtype, in which the next
+            layer expects it; None leaves them as they are, for autocast to cast.
+    """
+    modules = list(modules)
+    inner = {part for module in modules for part in module.modules() if part is not module}
+    with ExitStack() as stack:
+        if modules:
+            # In evaluation, torch's transformer layers compute from their parts' weights without calling them.
+            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
+        for module in modules:
+            stack.callback(_restore, module, vars(module).get("forward"))
+            own = module.forward
+            module.forward = partial(_forward, own, device_type, None if module in inner else back_to)
+        yield
+
+
+def running_in_float32(root: nn.Module) -> set[nn.Module]:
+    """The modules of ``root`` that run in float32 because a run's ``fp32_modules`` says so, their parts included."""
+    chosen = [module for module in root.modules() if _is_ours(vars(module).get("forward"))]
+    return {part for module in chosen for part in module.modules()}
+
+
+def plain_name(path: str) -> str:
+    """A name from ``named_modules()`` without what wrappers around modules add to it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def _forward(
+    own: Callable[..., Any], device_type: str, back_to: torch.dtype | None, /, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.autocast(device_type, enabled=False), DefaultDtype(torch.float32):
+        output = own(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
+    return output if back_to is None else cast(output, back_to)
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def _restore(module: nn.Module, earlier: Any) -> None:
+    if not _is_ours(vars(module).get("forward")):
+        return  # somebody has put another in its place meanwhile
+    if earlier is None:
+        del module.forward
+    else:
+        module.forward = earlier
+
+
+def _called(name: str, named: dict[str, nn.Module]) -> list[nn.Module]:
+    """The module of that name; what it contains where it is a mere container, which nobody calls."""
+    if _has_forward(named[name]):
+        return [named[name]]
+    return [module for inside, module in named.items() if inside.startswith(f"{name}.") and _has_forward(module)]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _refuse_attention_projections(named: dict[str, nn.Module], found: dict[nn.Module, None]) -> None:
+    covered = {part for module in found for part in module.modules() if part is not module}
+    for name, module in named.items():
+        if isinstance(module, nn.MultiheadAttention) and module.out_proj in found and module.out_proj not in covered:
+            raise PrecisionError(
+                f"fp32_modules: {name}.out_proj is never called, nn.MultiheadAttention reads its weights. Name the"
+                f" attention: {name!r}."
+            )
+
+
+def _no_match(pattern: str, root: nn.Module, named: dict[str, nn.Module]) -> str:
+    deeper = {f"*.{name.rpartition('.')[2]}" for name in named if "." in name}
+    names = list(named)
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return (
+        f"fp32_modules: {pattern!r} matches no module of {type(root).__name__}."
+        f"{did_you_mean(pattern, [*names, *sorted(deeper)])} Its modules: {shown or 'none'}."
+    )
