@@ -55,9 +55,11 @@ class DefaultDtype:
 
     def __enter__(self) -> None:
         self._outside = torch.get_default_dtype()
-        torch.set_default_dtype(self._inside)
+        if self._outside is not self._inside:  # asking costs nothing, setting a microsecond
+            torch.set_default_dtype(self._inside)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        torch.set_default_dtype(self._outside)
+        if self._outside is not self._inside:
+            torch.set_default_dtype(self._outside)

@@ -1,17 +1,19 @@
 """Modules that run in float32 inside a model that otherwise runs in float16 or bfloat16.
 
-How it works: while a run lasts, each chosen module has a ``forward`` of its own, a ``functools.partial`` around the
-one it had. Three ways were compared (``tests/precision/test_fp32_modules.py`` keeps what decided):
+How it works: while a run lasts, each chosen module has a ``forward`` of its own, a method around that of its class.
+Four ways were compared; tests/precision/test_fp32_modules.py keeps what decided:
 
 - A pair of forward hooks, one entering and one leaving a context. ``torch.compile`` does not look at hooks that come
   after its first call (``skip_nnmodule_hook_guards``): the module then runs in 16 bits without a word. Where it does
   look, it cannot trace a context that one function enters and another leaves.
 - A subclass made on the spot (``module.__class__ = ...``). Lost without a word in a compiled model on torch 2.10; a
-  module of such a class cannot be pickled, and ``type(module) is Linear`` is no longer true.
-- ``module.forward = ...``, which stands. torch.compile guards against exactly that, whether the model, a part around
-  the module or the module itself was compiled, before or after. A *partial of the bound method*, and not a closure,
-  because a copy of the module (weight averaging makes one) then holds a partial of its own bound method, with its own
-  weights; and because it can be pickled.
+  module of such a class cannot be pickled, and ``type(module) is nn.Linear`` is no longer true.
+- ``module.forward = partial(around, module.forward)``. Noticed by torch.compile, whether the model, a part of it or
+  the module itself was compiled, before or after; but it guards each partial by identity, so that blocks that share a
+  graph otherwise are compiled one by one, and from the ninth on not at all.
+- ``module.forward = MethodType(around, module)``, which stands: noticed too, and one graph for all blocks. And a copy
+  of the module, such as weight averaging makes, gets a method of its own, where a closure would run the original's
+  weights.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -60,7 +63,7 @@ def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
             name. A container without a forward (``nn.ModuleList``) stands for what it contains.
 
     Raises:
-        PrecisionError: a pattern that matches no module, or none that is ever called.
+        PrecisionError: a pattern that matches no module, none that is ever called, or a ``ScriptModule``.
     """
     # The innermost of several modules with one name is the user's, those around it are wrappers.
     named = {plain_name(path): module for path, module in root.named_modules(remove_duplicate=False)}
@@ -76,6 +79,12 @@ def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
                 f"fp32_modules: {pattern!r} is {names[0]}, a {type(named[names[0]]).__name__} that nobody calls, and"
                 " nothing in it is called. Name the module that uses it."
             )
+        for part in parts:
+            if isinstance(part, torch.jit.ScriptModule):
+                raise PrecisionError(
+                    f"fp32_modules: {pattern!r} matches {names[0]}, whose forward torch.jit has compiled; it cannot be"
+                    " given another. Switch autocast off in its Python code, before it is compiled."
+                )
         found.update(dict.fromkeys(parts))
     _refuse_attention_projections(named, found)
     return [module for module in dict.fromkeys(named.values()) if module in found]
@@ -102,9 +111,10 @@ def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dt
             stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
         for module in modules:
-            stack.callback(_restore, module, vars(module).get("forward"))
-            own = module.forward
-            module.forward = partial(_forward, own, device_type, None if module in inner else back_to)
+            how = (device_type, None if module in inner else back_to)
+            earlier = vars(module).get("forward")  # one of its own, such as Lightning gives to a compiled module
+            module.forward = MethodType(_around(*how), module) if earlier is None else partial(_run, earlier, (), *how)
+            stack.callback(_restore, module, module.forward, earlier)
         yield
 
 
@@ -119,20 +129,31 @@ def plain_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
-def _forward(
-    own: Callable[..., Any], device_type: str, back_to: torch.dtype | None, /, *args: Any, **kwargs: Any
-) -> Any:
+@cache
+def _around(device_type: str, back_to: torch.dtype | None) -> Callable[..., Any]:
+    """The ``forward`` in float32: one function for all modules, or torch.compile would compile each by itself."""
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return _run(type(self).forward, (self,), device_type, back_to, *args, **kwargs)
+
+    return forward
+
+
+def _run(
+    own: Callable[..., Any], first: tuple[Any, ...], device_type: str, back_to: torch.dtype | None, /,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
     with torch.autocast(device_type, enabled=False), DefaultDtype(torch.float32):
-        output = own(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
+        output = own(*first, *map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
     return output if back_to is None else cast(output, back_to)
 
 
 def _is_ours(forward: Any) -> bool:
-    return isinstance(forward, partial) and forward.func is _forward
+    return getattr(getattr(forward, "func", forward), "__module__", None) == __name__
 
 
-def _restore(module: nn.Module, earlier: Any) -> None:
-    if not _is_ours(vars(module).get("forward")):
+def _restore(module: nn.Module, ours: Any, earlier: Any) -> None:
+    if vars(module).get("forward") is not ours:
         return  # somebody has put another in its place meanwhile
     if earlier is None:
         del module.forward
@@ -148,6 +169,8 @@ def _called(name: str, named: dict[str, nn.Module]) -> list[nn.Module]:
 
 
 def _has_forward(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return True  # to ask its class for a forward is an error
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
