@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.distributed import worker
+from trainer.precision import MixedPrecision
 
 TIMEOUT = 150  # seconds; a hang is a failure, not a wait
 TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
@@ -66,7 +67,7 @@ def assert_close(one: dict[str, Any], other: dict[str, Any], tolerance: float) -
 
 FITS = [
     *(f"{kind} {precision}" for kind in ("automatic", "manual") for precision in TOLERANCES),
-    "plain", "overflow", "checkpoint", "resumed", *worker.none_everywhere(),
+    "fp32_modules", "bf16-true", "plain", "overflow", "checkpoint", "resumed", *worker.none_everywhere(),
 ]  # fmt: skip
 
 
@@ -90,6 +91,25 @@ def test_two_processes_do_what_one_does_on_the_same_batches(ranks: list[dict[str
     assert together["global_step"] == alone["global_step"] == 6  # windows of 2, 2 and 1 in each of 2 epochs
     assert together["norms"] == pytest.approx(alone["norms"], abs=20 * TOLERANCES[precision])
     assert max(alone["norms"]) > 0.5  # something was clipped
+
+
+def test_modules_in_float32_are_so_on_both(ranks: list[dict[str, Any]]) -> None:
+    alone, without = (
+        worker.fit(worker.Regression(), world_size=1, precision=MixedPrecision("bfloat16", fp32_modules=patterns))
+        for patterns in (["net.2"], [])
+    )
+    together = ranks[0]["fp32_modules"]["weights"]
+
+    def distance(other: dict[str, Any]) -> float:
+        return float((together["net.2.weight"] - other["weights"]["net.2.weight"]).abs().max())
+
+    assert 10 * distance(alone) < distance(without)
+
+
+def test_weights_in_bfloat16(ranks: list[dict[str, Any]]) -> None:
+    alone = worker.fit(worker.Regression(), world_size=1, precision="bf16-true")
+    assert_close(alone, ranks[0]["bf16-true"], 2e-2)
+    assert {value.dtype for value in ranks[0]["bf16-true"]["weights"].values()} == {torch.bfloat16}
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

@@ -80,10 +80,10 @@ class AlignmentAdvisor(Callback):
             rank_zero_info(message)
 
     def _message(self, found: list[Misaligned]) -> str:
-        layers = "1 layer has a size" if len(found) == 1 else f"{len(found)} layers have sizes"
+        layers = "1 layer has others" if len(found) == 1 else f"{len(found)} layers have others"
         lines = [
-            f"Tensor Cores are fastest where the sizes of 16-bit products are multiples of {MULTIPLE}."
-            f" {layers} that could be padded:",
+            f"Tensor Cores are fastest where sizes of 16-bit products are multiples of {MULTIPLE}."
+            f" {layers}; they could be padded:",
             *map(str, found[: self.max_lines]),
         ]
         if len(found) > self.max_lines:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
 
 import torch
 from lightning_utilities.core import rank_zero
@@ -20,8 +22,10 @@ class AutoPrecision(Precision):
     Every process asks its own device: where they differ, name a precision.
 
     Args:
-        **settings: of :class:`~trainer.precision.MixedPrecision`, for where that is chosen: all but ``dtype`` and
-            ``loss_scaling``.
+        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: of the loss scale, for where
+            it becomes ``16-mixed``; as in :class:`~trainer.precision.MixedPrecision`.
+        cpu_kernels: how float16 is computed on a CPU; likewise.
+        fp32_modules: modules that run in float32 all the same; likewise, and nothing to do in ``32-true``.
 
     Raises:
         PrecisionError: settings out of range.
@@ -29,9 +33,29 @@ class AutoPrecision(Precision):
 
     name = "auto"
 
-    def __init__(self, **settings: Any) -> None:
-        self._bfloat16 = MixedPrecision("bfloat16", **settings)
-        self._float16 = MixedPrecision("float16", **settings)
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        max_scale: float | None = None,
+        cpu_kernels: Literal["auto", "fast", "native"] = "auto",
+        fp32_modules: str | Sequence[str] = (),
+    ) -> None:
+        mixed = partial(
+            MixedPrecision,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            cpu_kernels=cpu_kernels,
+            fp32_modules=fp32_modules,
+        )
+        self._bfloat16, self._float16 = mixed("bfloat16"), mixed("float16")
 
     def for_device(self, device: torch.device) -> Precision:
         """The precision for ``device``; one line in the log says which and why."""

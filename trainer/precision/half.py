@@ -112,8 +112,10 @@ class HalfPrecision(Precision):
             if owner in kept or isinstance(owner, Metric) or not buffer.is_floating_point()
         ]
         # `type`, not `to`: a LightningModule's `dtype` follows, and torchmetrics leaves its states alone. It takes
-        # integers too, and weights that are to keep their bits; they are put back.
-        module.type(self.dtype)
+        # integers too, complex numbers, and weights that are to keep their bits; they are put back.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Casting complex values to real")
+            module.type(self.dtype)
         for parameter, data in parameters:
             parameter.data = data
         for owner, name, buffer in buffers:
