@@ -188,7 +188,7 @@ def scenarios(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in PRECISIONS:
         found[f"automatic {name}"] = fit(Regression(), precision=precision_of(name), **both)
-    found["fp32_modules"] = fit(Regression(), precision=MixedPrecision("bfloat16", fp32_modules=["net.2"]))
+    found["fp32_modules"] = fit(Regression(), precision=MixedPrecision("bfloat16", fp32_modules=["net"]))
     found["bf16-true"] = fit(Regression(), precision="bf16-true")
     found["plain"] = fit(Regression())
     unused = DDPStrategy(find_unused_parameters=True)
