@@ -70,7 +70,7 @@ def test_nvidia(gpu, name, capability, bfloat16, cores):
 
 
 def test_amd(gpu):
-    device = gpu("AMD Instinct MI250X", (9, 0), hip="6.4")
+    device = gpu("an AMD GPU", (7, 0), hip="6.4")  # the numbers of other GPUs than NVIDIA's mean something else
     assert native_bfloat16(device) is True
     assert tensor_cores(device) is False  # the rule about sizes is NVIDIA's
 
