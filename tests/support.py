@@ -151,11 +151,15 @@ def train_by_hand(
     clip: Callable[[Iterable[Tensor]], Tensor | None] | None = None,
     schedule: Callable[..., Any] | None = None,
     interval: str = "step",
+    before_step: Callable[[Any], None] = lambda optimizer: None,
 ) -> Trace:
-    """The oracle: the loop that one writes by hand with ``torch.amp``, and what happened in it."""
-    trace, dtype = Trace(), AUTOCAST_DTYPES.get(precision)
+    """The oracle: the loop that one writes by hand with ``torch.amp``, and what happened in it.
+
+    Trains where ``net`` and ``batches`` are.
+    """
+    trace, dtype, kind = Trace(), AUTOCAST_DTYPES.get(precision), next(net.parameters()).device.type
     if scaler is None:
-        scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
+        scaler = torch.amp.GradScaler(kind, enabled=precision == "16-mixed")
     stepper = optimizer(net.parameters())
     scheduler = None if schedule is None else schedule(stepper)
     for _ in range(epochs):
@@ -164,7 +168,7 @@ def train_by_hand(
             if i % window == 0:
                 stepper.zero_grad()
             size = min(window, number - i + i % window)
-            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            with torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
                 loss = loss_of(net, batch)
             if size > 1:
                 loss = loss / size
@@ -172,6 +176,7 @@ def train_by_hand(
             closes = i % window == size - 1
             if closes:
                 scaler.unscale_(stepper)
+                before_step(stepper)
                 norm = None if clip is None else clip(net.parameters())
                 scale = scaler.get_scale()
                 scaler.step(stepper)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from packaging.version import Version
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 import trainer as package
 from tests.support import (
+    AUTOCAST_DTYPES,
     OPTIMIZERS,
     Regression,
     assert_same,
@@ -282,7 +283,7 @@ def test_there_is_no_outcome_before_the_first_step_and_no_norm_where_nobody_meas
     trainer = make_trainer(tmp_path)
     assert trainer.step_outcome is None
     trainer.fit(Regression(), loader_of(make_batches(2)))
-    assert trainer.step_outcome == (False, 1.0, 1.0, None, (0,))
+    assert trainer.step_outcome == (False, 1.0, 1.0, None, (0,), ())
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -340,61 +341,6 @@ def test_a_fit_after_an_interrupted_one_unscales_its_gradients(tmp_path):
         trainer.fit(module, loader_of(batches))
     trainer.fit(module, loader_of(batches))
     assert norms[1] == norms[0]
-
-
-# --- autocast -------------------------------------------------------------------------------------------------------
-
-
-def test_autocast_covers_the_step_function_and_nothing_else(tmp_path):
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            seen["forward"] = torch.is_autocast_enabled("cpu")
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen["backward"] = torch.is_autocast_enabled("cpu")
-            return gradient
-
-    class Looking(Regression):
-        def training_step(self, batch, batch_idx):
-            assert torch.get_autocast_dtype("cpu") is torch.bfloat16
-            assert self.net(batch[0]).dtype is torch.bfloat16
-            return Probe.apply(super().training_step(batch, batch_idx))
-
-    def look(name):
-        def hook(self, *args):
-            seen[name] = torch.is_autocast_enabled("cpu")
-
-        return hook
-
-    seen = {}
-    outside = (
-        "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-        "on_before_optimizer_step", "on_after_optimizer_step", "on_train_batch_end",
-    )  # fmt: skip
-    look_at_all = type("Look", (Callback,), {name: look(name) for name in outside})
-    fit_and_watch(tmp_path, Looking(), make_batches(1), precision="bf16-mixed", callbacks=[look_at_all()])
-    assert seen == {"forward": True, "backward": False, **dict.fromkeys(outside, False)}
-
-
-@pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.13"),
-    reason="torch 2.10 reuses casts made under no_grad (torch #65766); seen there, not on 2.13 and later",
-)
-def test_each_forward_sees_the_weights_of_its_own_step(tmp_path):
-    """The weight cache of autocast is emptied with each forward, also inside a window and under ``no_grad`` before."""
-
-    class Peeking(Regression):
-        def training_step(self, batch, batch_idx):
-            with torch.no_grad():
-                self.net(batch[0])
-            return super().training_step(batch, batch_idx)
-
-    ours, theirs, batches = make_net(), make_net(), make_batches(7)
-    _, trace = fit_and_watch(tmp_path, Peeking(ours), batches, precision="bf16-mixed", accumulate_grad_batches=2)
-    assert_same(trace, train_by_hand(theirs, batches, precision="bf16-mixed", window=2))
 
 
 # --- the path -------------------------------------------------------------------------------------------------------
@@ -758,3 +704,111 @@ def test_current_epoch_batch_idx_and_epoch_hooks(tmp_path):
         ("start", 0, 0), (0, 0, 0), (1, 0, 1), (2, 0, 2), ("end", 0, 2),
         ("start", 1, 2), (0, 1, 2), (1, 1, 3), (2, 1, 4), ("end", 1, 4),
     ]  # fmt: skip
+
+
+# --- weighted windows -----------------------------------------------------------------------------------------------
+
+
+class Tokens(Regression):
+    """The mean over the unmasked rows of a batch; the weight is their number, as a user would count them."""
+
+    def __init__(self, *args: Any, weigh: Any = lambda count: count, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.weigh = weigh
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, mask = batch
+        if not mask.any():
+            return None
+        return {"loss": F.mse_loss(self.net(x[mask]), y[mask]), "weight": self.weigh(mask.sum())}
+
+
+def masked_batches(number: int, rows: int = 8) -> list[Any]:
+    generator = torch.Generator().manual_seed(3)
+    batches = [[x.repeat(2, 1), y.repeat(2, 1)] for x, y, _ in make_batches(number)]
+    return [
+        [x, y + 0.2 * i, torch.rand(rows, generator=generator) < 0.1 + 0.8 * (i % 3 > 0)]
+        for i, (x, y) in enumerate(batches)
+    ]
+
+
+WEIGHTS = {
+    "tensor": lambda count: count,
+    "number": lambda count: int(count),
+    "thousands": lambda count: float(count) / 1000,
+    "a million times": lambda count: count * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_a_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
+    """Up to rounding: micro-batches with unequal counts, some without any, loaders with and without a length."""
+    batches = masked_batches(7)
+    assert min(int(mask.sum()) for *_, mask in batches) < max(int(mask.sum()) for *_, mask in batches)
+    batches[4][2][:] = False
+    batches[6][2][:] = True
+    ours, theirs = make_net(), make_net()
+    plugin = native_fp16(init_scale=2.0**12) if precision == "16-mixed" else precision
+    loader = loader_of(batches) if sized else DataLoader(Unsized(batches), batch_size=None)
+    trainer, _ = fit_and_watch(
+        tmp_path, Tokens(ours, weigh=WEIGHTS[weight]), loader, precision=plugin, accumulate_grad_batches=3
+    )
+    assert (trainer.global_step, trainer.skipped_steps) == (3, 0)  # the scaled loss keeps its size
+    optimizer = sgd(theirs.parameters())
+    for window in (batches[:3], batches[3:6], batches[6:]):
+        optimizer.zero_grad()
+        mask = torch.cat([mask for *_, mask in window])
+        x, y = (torch.cat([batch[i] for batch in window])[mask] for i in range(2))
+        with torch.autocast("cpu", AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES):
+            loss = F.mse_loss(theirs(x), y)
+        loss.backward()
+        optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=0, atol={"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}[precision]
+        )
+
+
+@pytest.mark.parametrize("batch", range(3))
+def test_an_infinity_in_one_micro_batch_skips_the_window_once(tmp_path, batch):
+    ours, theirs, batches = make_net(), make_net(), make_batches(9, gains={3 + batch: float("inf")})
+    trainer, trace = fit_and_watch(
+        tmp_path, Regression(ours), batches, precision=native_fp16(**SMALL), accumulate_grad_batches=3
+    )
+    assert trace.skipped == [False, True, False]
+    assert (trainer.skipped_steps, trainer.scaler.get_scale()) == (1, 2.0**8)
+    kept = batches[:3] + batches[6:]
+    scaler = torch.amp.GradScaler("cpu", **SMALL)
+    train_by_hand(theirs, kept, precision="16-mixed", scaler=scaler, window=3)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3)  # the last window had half the scale
+
+
+@pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_none_in_any_position_of_a_window(tmp_path, precision, missing):
+    """The others' gradients are kept, and averaged over as many as there are."""
+
+    class Sometimes(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in missing else super().training_step(batch, batch_idx)
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(6)
+    trainer, _ = fit_and_watch(
+        tmp_path, Sometimes(ours), batches, accumulate_grad_batches=3,
+        precision=native_fp16(**SMALL) if precision == "16-mixed" else precision,
+    )  # fmt: skip
+    kept = [batches[i] for i in range(3) if i not in missing]
+    assert trainer.global_step == (2 if kept else 1)
+    optimizer = sgd(theirs.parameters())
+    for window in filter(None, (kept, batches[3:])):
+        optimizer.zero_grad()
+        for batch in window:
+            with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
+                loss = loss_of(theirs, batch) / len(window)
+            loss.backward()
+        optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 if precision == "32-true" else 2e-3)

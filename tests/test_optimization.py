@@ -21,7 +21,7 @@ from tests.support import (
 )
 from trainer import optimization
 from trainer.errors import ConfigurationError
-from trainer.optimization import AccumulationWindow, Schedules, StepOutcome
+from trainer.optimization import Schedules, StepOutcome
 
 SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
 POISON = {0: 1e30, 4: 1e30, 5: float("nan")}
@@ -34,88 +34,6 @@ def parameters_with(*gradients):
         p.grad = None if gradient is None else torch.tensor(gradient)
         parameters.append(p)
     return parameters
-
-
-# --- windows --------------------------------------------------------------------------------------------------------
-
-
-def windows(batches, *, size, known=True, window=None):
-    """(position is first, is last, size) of each batch of an epoch."""
-    window = window or AccumulationWindow(size)
-    window.reset()
-    seen = []
-    for i in range(batches):
-        window.advance(batches - i if known else float("inf"), i + 1 == batches)
-        seen.append((window.is_first, window.is_last, window.size))
-    return seen
-
-
-def test_windows_of_one():
-    assert windows(3, size=1) == [(True, True, 1)] * 3
-
-
-def test_the_last_window_holds_what_is_left():
-    full = [(True, False, 3), (False, False, 3), (False, True, 3)]
-    assert windows(6, size=3) == full * 2
-    assert windows(5, size=3) == [*full, (True, False, 2), (False, True, 2)]
-    assert windows(4, size=3) == [*full, (True, True, 1)]
-    assert windows(2, size=3) == [(True, False, 2), (False, True, 2)]
-
-
-def test_nobody_knows_how_long_the_last_window_is():
-    full = [(True, False, 3), (False, False, 3), (False, True, 3)]
-    assert windows(6, size=3, known=False) == full * 2
-    assert windows(5, size=3, known=False) == [*full, (True, False, 3), (False, True, 3)]
-
-
-def test_windows_do_not_straddle_epochs():
-    window = AccumulationWindow(3)
-    window.advance(10, False)
-    assert window.is_open
-    window.reset()
-    assert not window.is_open
-    window.advance(10, False)
-    assert window.is_first
-
-
-def test_a_new_number_of_batches_holds_from_the_next_window_on():
-    window = AccumulationWindow(2)
-    window.advance(9, False)
-    window.batches = 4
-    window.advance(8, False)
-    assert (window.is_last, window.size) == (True, 2)
-    window.advance(7, False)
-    assert (window.is_first, window.is_last, window.size) == (True, False, 4)
-
-
-@pytest.mark.parametrize("batches", [0, -1, 1.5, True, "2"])
-def test_impossible_windows(batches):
-    with pytest.raises(ConfigurationError, match=r"Got accumulate_grad_batches=.*at least 1"):
-        AccumulationWindow(batches)
-
-
-def test_normalize_divides_and_leaves_windows_of_one_alone():
-    window, loss = AccumulationWindow(3), torch.tensor(0.7)
-    window.advance(2, False)
-    assert torch.equal(window.normalize(loss), loss / 2)
-    alone = AccumulationWindow(1)
-    alone.advance(2, False)
-    assert alone.normalize(loss) is loss
-
-
-@pytest.mark.parametrize(
-    ("size", "backwards", "factor"), [(3, 3, 1.0), (3, 2, 1.5), (3, 1, 3.0), (3, 0, 1.0), (1, 1, 1.0)]
-)
-def test_correct_gradients_makes_the_mean_over_the_backward_passes_there_were(size, backwards, factor):
-    window = AccumulationWindow(size)
-    window.advance(float("inf"), False)
-    window.backwards = backwards
-    one, none, other = parameters_with([1.0, 2.0], None, [4.0])
-    optimizer = torch.optim.SGD([{"params": [one, none]}, {"params": [other]}], lr=0.1)
-    window.correct_gradients(optimizer)
-    assert torch.equal(one.grad, torch.tensor([1.0, 2.0]) * factor)
-    assert torch.equal(other.grad, torch.tensor([4.0]) * factor)
-    assert none.grad is None
 
 
 # --- schedules ------------------------------------------------------------------------------------------------------
@@ -318,19 +236,6 @@ def test_needs_closure(make, expected, scheduled):
     assert optimization.needs_closure(optimizer) is expected
 
 
-def test_zero_loss_has_exact_zeros_for_every_trainable_parameter():
-    one, frozen, other = parameters_with(None, None, None)
-    frozen.requires_grad_(False)
-    with torch.no_grad():
-        other.fill_(float("inf"))
-    loss = optimization.zero_loss([one, frozen, other])
-    assert loss == 0
-    loss.backward()
-    assert torch.equal(one.grad, torch.zeros(2))
-    assert torch.equal(other.grad, torch.zeros(2))
-    assert frozen.grad is None
-
-
 def test_clip_by_norm():
     one, none, other = parameters_with([3.0, 0.0], None, [4.0])
     optimizer = torch.optim.SGD([{"params": [one, none]}, {"params": [other]}], lr=0.1)
@@ -358,6 +263,8 @@ def test_clipping_without_gradients(algorithm):
 
 def test_the_outcome_is_a_value():
     outcome = StepOutcome(True, 8.0, 4.0, None, (0,))
-    assert outcome == StepOutcome(skipped=True, scale=8.0, next_scale=4.0, grad_norm=None, optimizers=(0,))
+    assert outcome == StepOutcome(
+        skipped=True, scale=8.0, next_scale=4.0, grad_norm=None, optimizers=(0,), skipped_optimizers=()
+    )
     with pytest.raises(AttributeError):
         outcome.skipped = False

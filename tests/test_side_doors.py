@@ -103,9 +103,9 @@ class Pair(LightningModule):
         return [self.make_optimizer(net.parameters()) for net in self.nets]
 
 
-def train_pair(batches, precision, plan, optimizer, gains):
+def train_pair(batches, precision, plan, optimizer, gains, scaler=None):
     """The same, by hand: one autocast for each forward, one ``update`` a batch."""
-    nets, scaler = [make_net(0), make_net(1)], scaler_of(precision)
+    nets, scaler = [make_net(0), make_net(1)], scaler or scaler_of(precision)
     optimizers = [optimizer(net.parameters()) for net in nets]
     for i, batch in enumerate(batches):
         for turn, which in enumerate(plan(i)):
@@ -161,6 +161,40 @@ def test_an_overflow_in_one_loss_leaves_the_others_update_exact(tmp_path, fused)
     make(expected.parameters()).step()
     assert_equal_nets(module.nets[1], expected)
     assert trainer.scaler.get_scale() == 2.0**8
+
+
+class InOrder(Pair):
+    """Backward passes and steps in any order: ``["b0", "b1", "s1", "s0"]``."""
+
+    def __init__(self, order, optimizer, gains):
+        super().__init__(optimizer=optimizer, gains=gains)
+        self.order = order
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for what, which in self.order:
+            if what == "b":
+                loss = loss_of(self.nets[int(which)], batch) * self.gains.get((batch_idx, int(which)), 1.0)
+                self.manual_backward(loss)
+            else:
+                optimizers[int(which)].step()
+
+
+@pytest.mark.parametrize("order", [("b0", "b1", "s0", "s1"), ("b0", "b1", "s1", "s0"), ("b1", "b0", "s0", "s1")])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam-fused"])
+def test_the_order_of_backward_passes_and_steps_is_the_modules(tmp_path, optimizer, order):
+    """An overflow in one loss leaves the other's updates as they are, whichever comes first."""
+    gains, make, batches = {(2, 0): 1e30, (5, 1): 1e30}, OPTIMIZERS[optimizer], make_batches(8)
+    module, watch = InOrder(order, make, gains), Outcomes()
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=[watch])
+    trainer.fit(module, loader_of(batches))
+    nets, scaler = train_pair(batches, "16-mixed", lambda i: (0, 1), make, gains)
+    for ours, theirs in zip(module.nets, nets, strict=True):
+        assert_equal_nets(ours, theirs)
+    assert trainer.scaler.get_scale() == scaler.get_scale()
+    assert [o.skipped_optimizers for o in watch.outcomes] == [(), (), (0,), (), (), (1,), (), ()]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam", "adam-fused"])

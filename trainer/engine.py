@@ -19,6 +19,9 @@ from trainer.optimization import ScheduleConfig
 
 T = TypeVar("T")
 
+Weight = float | Tensor
+"""How much something counts: a number, or a 0-dim tensor on the device, where reading it would mean waiting."""
+
 
 class Engine(Protocol):
     """Devices and processes.
@@ -75,6 +78,9 @@ class Engine(Protocol):
 
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
+
+    def sum(self, value: Weight) -> Weight:
+        """The sum of ``value`` over the processes. On a GPU it stays there, and nothing waits for it."""
 
     def any_rank(self, decision: bool) -> bool:
         """Whether ``decision`` is true on any process. The same answer on all of them."""

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer import optimization
+from trainer.accumulation import AccumulationWindow, weight_in
 from trainer.data import TrainingBatches
-from trainer.engine import Engine
+from trainer.engine import Engine, Weight
 from trainer.errors import ConfigurationError
 from trainer.hooks import NO_HOOKS, Hook, Hooks
 from trainer.limits import FitLimits
 from trainer.metrics import MetricStore, PublishedMetrics, Recorder
-from trainer.optimization import AccumulationWindow, Schedules, StepOutcome
+from trainer.optimization import Schedules, StepOutcome
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.progress import FitProgress
@@ -66,7 +67,9 @@ class FitLoop:
         self.limits = limits
         self.outcome: StepOutcome | None = None
         self.grad_norm: Tensor | None = None
+        self.unsettled: tuple[int, ...] = ()
         self.has_updated = False
+        self.skipped: list[Optimizer] = []
         self.skips_epoch = False
         self.validates_this_epoch = False
         # what belongs to one run; see prepare
@@ -113,6 +116,8 @@ class FitLoop:
         self.transfer = transfer
         self.optimizers = optimizers
         self.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
+        self.unsettled = ()
+        self.window.reset()
         self.schedules = schedules
         self.clip_gradients = clip_gradients
         self.validate = validate
@@ -142,13 +147,13 @@ class FitLoop:
                 if limits.epoch_is_done():
                     break
             self.end_epoch()
+        self.close_window_early()
         self.hooks.on_train_end()
 
     def start_epoch(self) -> None:
         """Open an epoch: or go on with one, where a checkpoint was written in its middle."""
         progress = self.progress
         self.skips_epoch = False
-        self.window.reset()
         self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
         self.batches.start_epoch(progress.epochs_trained, skip=progress.batches_this_epoch)
         if progress.batches_this_epoch == 0:
@@ -157,7 +162,8 @@ class FitLoop:
     def end_epoch(self) -> None:
         """Close an epoch: its hooks, its metrics, the schedules that wait for them."""
         progress = self.progress
-        if self.window.is_open:
+        self.settle()
+        if not self.window.straddles_epochs:
             self.close_window_early()
         if self.skips_epoch:
             self.schedules.advance("epoch", progress.epoch + 1)  # otherwise the last batch did this
@@ -175,6 +181,7 @@ class FitLoop:
     def run_validation(self) -> None:
         """Validate, and come back as if nothing had happened."""
         assert self.validate is not None
+        self.settle()
         self.published.take(self.metrics.current())
         self.validate()
 
@@ -191,13 +198,12 @@ class FitLoop:
             with self.precision.autocast():  # forward and loss; never the backward
                 output = self.training_step(batch, batch_idx)
             self.hooks.scope.enter(None)
-            loss = output if isinstance(output, Tensor) else loss_in(output, self.engine)
             if window.is_first:
                 self.clear_gradients()
+            loss = self.share_of(output)
             if loss is not None:
-                loss = window.normalize(loss)
                 self.run_backward(self.scaler.scale(loss))
-        if window.is_last and window.backwards:
+        if window.is_last and (loss is not None or window.backwards):
             self.update_weights()
         self.end_batch(outputs_of(loss, output), batch, batch_idx)
 
@@ -215,7 +221,7 @@ class FitLoop:
         if self.skips_epoch:
             progress.is_last_batch = True
         else:
-            self.window.advance(self.batches.num_batches - batch_idx, is_last)
+            self.window.advance(self.batches.num_batches - batch_idx, is_last, self.limits.is_final_epoch())
         return batch
 
     def clear_gradients(self) -> None:
@@ -227,6 +233,13 @@ class FitLoop:
             else:
                 self.zero_grad(optimizer)
 
+    def share_of(self, output: Any) -> Tensor | None:
+        """What the batch adds to the window's mean loss: what to run backward on. None for nothing."""
+        loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
+        if loss is not None:
+            loss = self.window.share(loss, weight)
+        return self.window.close(loss, self.optimizers, self.engine) if self.window.is_last else loss
+
     def run_backward(self, loss: Tensor) -> None:
         """Add the gradients of the scaled loss to those of the window's earlier batches."""
         self.hooks.on_before_backward(loss)
@@ -234,7 +247,6 @@ class FitLoop:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             self.backward(loss)
-        self.window.backwards += 1
         self.hooks.on_after_backward()
 
     def end_batch(self, outputs: dict[str, Any], batch: Any, batch_idx: int) -> None:
@@ -242,8 +254,10 @@ class FitLoop:
         progress, closes_window = self.progress, self.window.is_last
         progress.batches += 1
         progress.closing = closes_window
+        if progress.is_last_batch or self.limits.logging_is_due():
+            self.settle()  # an epoch's metrics and a row for the loggers do not wait for the next update
         if self.schedules:
-            self.advance_schedules(closes_window)
+            self.advance_schedules()
         self.hooks.on_train_batch_end(outputs, batch, batch_idx)
         progress.in_batch = False
         self.metrics.end_batch()
@@ -254,7 +268,7 @@ class FitLoop:
         """What waits until a validation after the batch is over."""
         if self.window.is_last:
             if self.schedules and self.has_updated:
-                self.schedules.advance("step", self.progress.batches_this_epoch, on_plateau=True)
+                self.advance_by_step(on_plateau=True)
             self.progress.windows += 1
             self.progress.closing = False
 
@@ -262,14 +276,13 @@ class FitLoop:
 
     def update_weights(self) -> None:
         """Step every optimizer on the mean gradient of the window."""
+        self.settle()  # the update before this one, as long as the weights are what it left
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)  # gradients are in true units from here on
-            if self.window.is_short:
-                self.window.correct_gradients(optimizer)
             self.expose_gradients(optimizer)
             self.scaler.step(optimizer)  # leaves the weights alone when a gradient is not finite
             self.progress.optimizer_steps += 1
-        self.settle(tuple(range(len(self.optimizers))))
+        self.finish_update(tuple(range(len(self.optimizers))))
 
     def expose_gradients(self, optimizer: Optimizer) -> None:
         """Let the hooks see the true, unclipped gradients; then clip them."""
@@ -278,33 +291,62 @@ class FitLoop:
             norm = self.clip_gradients(optimizer)
             self.grad_norm = norm if norm is not None else self.grad_norm
 
-    def settle(self, stepped: tuple[int, ...]) -> None:
-        """Find out what became of the update, adjust the scale (once, however many optimizers), tell everybody."""
-        # a host-device synchronisation with a fused optimizer on a GPU
+    def finish_update(self, stepped: tuple[int, ...]) -> None:
+        """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
+        self.scaler.update()
+        self.unsettled, self.skipped, self.has_updated = stepped, [], True
+        if self.scaler.is_settled:
+            self.settle()
+
+    def settle(self) -> None:
+        """Find out what became of the last weight update, if nobody has yet, and tell everybody.
+
+        A fused optimizer decides on the device whether it skips. There, this is put off until just before the next
+        update, or until somebody asks: the device is long past the answer, and has a backward pass left to do.
+        """
+        if not self.unsettled:
+            return
+        stepped, self.unsettled = self.unsettled, ()
         skipped, scale, next_scale = self.scaler.settle()
-        outcome = self.outcome = StepOutcome(skipped, scale, next_scale, self.grad_norm, stepped)
-        self.grad_norm = None
-        self.has_updated = not skipped
-        self.progress.skipped_steps += skipped
+        self.skipped = list(skipped)
+        self.schedules.confirm(except_of=self.skipped)
+        skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in skipped))
+        outcome = StepOutcome(bool(skipped), scale, next_scale, self.grad_norm, stepped, skipping)
+        self.outcome, self.grad_norm = outcome, None
+        self.progress.skipped_steps += outcome.skipped
         if not self.hooks.on_after_optimizer_step.is_empty:
             for index in stepped:
                 self.hooks.on_after_optimizer_step(self.optimizers[index], outcome)
 
-    def advance_schedules(self, closes_window: bool) -> None:
-        """Step the schedules that follow this batch. A skipped update is none: they wait for one that happened."""
-        progress = self.progress
-        if closes_window and self.has_updated:
-            self.schedules.advance("step", progress.batches_this_epoch)
-        if progress.is_last_batch:
-            self.schedules.advance("epoch", progress.epoch + 1)
+    def advance_schedules(self) -> None:
+        """Step the schedules that follow this batch."""
+        if self.has_updated:
+            self.advance_by_step()
+        if self.progress.is_last_batch:
+            self.schedules.advance("epoch", self.progress.epoch + 1)
+
+    def advance_by_step(self, on_plateau: bool = False) -> None:
+        """Step the schedules that follow updates. A skipped update is none: they wait for one that happened.
+
+        Where that is not known yet they step, and :meth:`settle` takes it back: so everybody reads the usual rates.
+        """
+        self.schedules.advance(
+            "step",
+            self.progress.batches_this_epoch,
+            on_plateau=on_plateau,
+            except_of=self.skipped,
+            tentatively=bool(self.unsettled),
+        )
 
     def close_window_early(self) -> None:
-        """The epoch ended inside a window (``on_train_batch_start`` returned -1): use what it has.
+        """Use what an open window has (``on_train_batch_start`` returned -1, or the training stops inside of it).
 
         On several processes its gradients have not been averaged, so there they are dropped.
         """
-        if self.window.backwards and self.engine.world_size == 1:
+        if self.window.is_open and self.window.backwards and self.engine.world_size == 1:
+            self.window.close(None, self.optimizers, self.engine)
             self.update_weights()
+            self.settle()
         self.window.reset()
 
 
@@ -312,29 +354,29 @@ def _as_it_is(value: Any, *_: Any) -> Any:
     return value
 
 
-def loss_in(output: Any, engine: Engine) -> Tensor | None:
-    """The loss in what ``training_step`` returned, if that is not the loss itself.
+def loss_in(output: Any) -> tuple[Tensor | None, Weight | None]:
+    """The loss in what ``training_step`` returned, if that is not the loss itself, and the weight beside it.
 
-    None stands for "nothing to learn from this batch". On several processes that becomes a loss of zero, so that
-    the others' gradient synchronisation does not wait for ever.
+    None stands for "nothing to learn from this batch"; so does a weight of 0.
 
     Raises:
-        ConfigurationError: something else than a tensor, a dict with one, or None.
+        ConfigurationError: something else than a tensor, a dict with one, or None; or a weight that is no number.
     """
     if output is None:
-        return optimization.zero_loss(engine.model.parameters()) if engine.world_size > 1 else None
+        return None, None
     if not isinstance(output, Mapping):
         raise ConfigurationError(
             "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step"
             f" will be skipped). Got {type(output).__name__}."
         )
-    loss = output.get("loss")
+    loss, weight = output.get("loss"), weight_in(output)
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
             "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
             f" and hold a tensor. Got the keys {list(output)} and loss={loss!r}."
         )
-    return loss
+    counts_nothing = isinstance(weight, float) and weight == 0.0  # a tensor is not read
+    return (None, None) if counts_nothing else (loss, weight)
 
 
 def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any]:

@@ -50,6 +50,10 @@ class FitLimits:
         trained_all = self.max_epochs != -1 and self._progress.epochs_trained >= self.max_epochs
         return trained_all or self.epoch_is_done()
 
+    def is_final_epoch(self) -> bool:
+        """Whether the current epoch is known to be the last."""
+        return self.max_epochs != -1 and self._progress.epochs_trained + 1 >= self.max_epochs
+
     def epoch_is_done(self) -> bool:
         """Whether to leave the current epoch before its last batch."""
         stepped_all = self.max_steps != -1 and self._progress.optimizer_steps >= self.max_steps

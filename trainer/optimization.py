@@ -1,9 +1,9 @@
-"""Weight updates: their outcome, the windows of batches they average over, and the schedules that follow them."""
+"""Weight updates: their outcome, the schedules that follow them, and what is done to gradients."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +23,8 @@ class StepOutcome(NamedTuple):
         next_scale: the loss scale from the next batch on.
         grad_norm: total norm of the gradients before clipping, unscaled; a 0-dim tensor on the gradients'
             device, inf or nan when skipped; None where nothing measured it.
-        optimizers: the indices (in ``trainer.optimizers``) of those that were stepped.
+        optimizers: the indices (in ``trainer.optimizers``) of those that were to step.
+        skipped_optimizers: the indices of those among them that skipped a step.
     """
 
     skipped: bool
@@ -31,81 +32,7 @@ class StepOutcome(NamedTuple):
     next_scale: float
     grad_norm: Tensor | None
     optimizers: tuple[int, ...]
-
-
-class AccumulationWindow:
-    """The batches that make one weight update.
-
-    A window has ``batches`` batches, or as many as the epoch still has: a short last window is averaged over
-    what it holds. Windows do not straddle epochs.
-
-    Attributes:
-        batches: ``accumulate_grad_batches``, the number of batches in a full window. May be changed at any
-            time; the next window follows it.
-        size: batches in the current window, as far as its start could tell.
-        backwards: backward passes in the current window so far; fewer than its batches where
-            ``training_step`` returned None.
-        is_first, is_last: whether the current batch opens, and closes, the window.
-    """
-
-    def __init__(self, batches: int = 1) -> None:
-        if not isinstance(batches, int) or isinstance(batches, bool) or batches < 1:
-            raise ConfigurationError(
-                f"Got accumulate_grad_batches={batches!r}, expected a whole number of batches, at least 1."
-            )
-        self.batches = batches
-        self.size = batches
-        self.backwards = 0
-        self.is_first = True
-        self.is_last = True
-        self._position = -1
-
-    @property
-    def is_open(self) -> bool:
-        """Whether batches have been accumulated that no weight update has used yet."""
-        return not self.is_last
-
-    def reset(self) -> None:
-        """Forget the current window; the next batch opens a new one."""
-        self._position = -1
-        self.is_last = True
-
-    def advance(self, batches_left: float, is_last_batch: bool) -> None:
-        """Take in one more batch.
-
-        Args:
-            batches_left: batches of the epoch from this one on, itself included; inf where nobody knows.
-            is_last_batch: whether this is the epoch's last batch.
-        """
-        if self.is_last:
-            self._position = 0
-            self.size = int(min(self.batches, batches_left))
-            self.backwards = 0
-            self.is_first = True
-        else:
-            self._position += 1
-            self.is_first = False
-        self.is_last = is_last_batch or self._position + 1 >= self.size
-
-    def normalize(self, loss: Tensor) -> Tensor:
-        """This batch's share of the window's mean loss."""
-        return loss if self.size == 1 else loss / self.size
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the window had fewer backward passes than its losses were divided by."""
-        return self.backwards != self.size
-
-    def correct_gradients(self, optimizer: Optimizer) -> None:
-        """Make the accumulated gradients the mean over the backward passes there were.
-
-        They were divided by ``size``; the window had fewer where ``training_step`` returned None, or where a
-        loader of unknown length ended early. Expects unscaled gradients.
-        """
-        if not self.is_short or self.backwards == 0:
-            return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_mul_(gradients, self.size / self.backwards)
+    skipped_optimizers: tuple[int, ...] = ()
 
 
 class ScheduleConfig(Protocol):
@@ -137,11 +64,20 @@ class Schedules:
         self._configs = configs
         self._step = step
         self._metrics = metrics
+        self._tentative: list[tuple[ScheduleConfig, dict[str, Any], list[tuple[dict[str, Any], dict[str, Any]]]]] = []
 
     def __bool__(self) -> bool:
         return bool(self._configs)
 
-    def advance(self, interval: str, number: int, *, on_plateau: bool = False) -> None:
+    def advance(
+        self,
+        interval: str,
+        number: int,
+        *,
+        on_plateau: bool = False,
+        except_of: Collection[Optimizer] = (),
+        tentatively: bool = False,
+    ) -> None:
         """Step the schedules whose turn it is.
 
         Args:
@@ -150,6 +86,8 @@ class Schedules:
                 steps where f divides it.
             on_plateau: step those that watch a metric, or those that do not. The former come later, when
                 validation has logged it.
+            except_of: optimizers that skipped; their schedules stay.
+            tentatively: nobody knows yet which optimizers skipped: :meth:`confirm` will say.
 
         Raises:
             ConfigurationError: a plateau schedule's metric has not been logged.
@@ -157,12 +95,23 @@ class Schedules:
         for config in self._configs:
             if config.reduce_on_plateau is not on_plateau or config.interval != interval:
                 continue
-            if number % config.frequency:
+            if number % config.frequency or (except_of and _belongs(config, except_of)):
                 continue
-            if not on_plateau:
-                self._step(config.scheduler, None)
-            elif (metric := self._monitored(config)) is not None:
-                self._step(config.scheduler, metric)
+            metric = self._monitored(config) if on_plateau else None
+            if on_plateau and metric is None:
+                continue
+            if tentatively:
+                self._tentative.append((config, config.scheduler.state_dict(), _rates_of(config)))
+            self._step(config.scheduler, metric)
+
+    def confirm(self, except_of: Collection[Optimizer] = ()) -> None:
+        """Take back the tentative steps of the schedules of these optimizers; let the others stand."""
+        for config, state, rates in reversed(self._tentative):
+            if except_of and _belongs(config, except_of):
+                config.scheduler.load_state_dict(state)
+                for group, values in rates:
+                    _restore(group, values)
+        self._tentative.clear()
 
     def _monitored(self, config: ScheduleConfig) -> Any:
         metrics = self._metrics()
@@ -174,6 +123,30 @@ class Schedules:
                 " 'monitor' key of the scheduler's dict, or set 'strict': False to go on without."
             )
         return metric
+
+
+def _belongs(config: ScheduleConfig, optimizers: Collection[Optimizer]) -> bool:
+    """Whether a schedule is that of one of these optimizers; one that does not say whose it is follows any of them."""
+    own = getattr(config.scheduler, "optimizer", None)
+    return own is None or any(own is optimizer for optimizer in optimizers)
+
+
+def _rates_of(config: ScheduleConfig) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each parameter group, what a schedule may change in it: learning rate, momentum, ..."""
+    groups = getattr(getattr(config.scheduler, "optimizer", None), "param_groups", [])
+    return [(group, {key: _copy(value) for key, value in group.items() if key != "params"}) for group in groups]
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _restore(group: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            group[key].copy_(value)  # in place: a compiled optimizer holds on to the tensor
+        else:
+            group[key] = value
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
@@ -197,16 +170,6 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer evaluates the loss itself (LBFGS, SAM): its ``step`` has a closure without default."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def zero_loss(parameters: Iterable[Tensor]) -> Tensor:
-    """A loss that is 0 and has a gradient of exact zeros for every trainable parameter.
-
-    A rank whose ``training_step`` returned None runs its backward over this one, so that the other ranks'
-    gradient synchronisation finds a partner. An empty slice, not ``parameter * 0``: 0 times inf is nan.
-    """
-    trainable = [p for p in parameters if p.requires_grad]
-    return torch.stack([p.reshape(-1)[:0].sum() for p in trainable]).sum()
 
 
 def clip_gradients(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError
-from trainer.fit_loop import FitLoop, loss_in, outputs_of
+from trainer.fit_loop import FitLoop, outputs_of
 from trainer.optimization import needs_closure
 
 Closure = Callable[[], Any]
@@ -52,7 +52,7 @@ class ManualOptimization:
         with loop.precision.autocast():
             output = loop.training_step(batch, batch_idx)
         loop.hooks.scope.enter(None)
-        _settle(loop, self._stepped)
+        _finish_update(loop, self._stepped)
         loop.end_batch(self.outputs_of(output), batch, batch_idx)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
@@ -124,19 +124,16 @@ class ClosureOptimization:
         if loop.skips_epoch:
             return
         outputs: dict[str, Any] = {}
-        earlier = loop.window.backwards
 
         def closure() -> Tensor | None:
-            loop.window.backwards = earlier  # each evaluation is the batch's only one
             loop.hooks.scope.enter("training_step")
             with loop.precision.autocast():
                 output = loop.training_step(batch, batch_idx)
             loop.hooks.scope.enter(None)
-            loss = output if isinstance(output, Tensor) else loss_in(output, loop.engine)
             if loop.window.is_first:
                 loop.clear_gradients()
+            loss = loop.share_of(output)
             if loss is not None:
-                loss = loop.window.normalize(loss)
                 loop.run_backward(loop.scaler.scale(loss))
             outputs.update(outputs_of(loss, output))
             return loss
@@ -147,7 +144,7 @@ class ClosureOptimization:
                     self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, closure)
             else:
                 closure()
-        _settle(loop, self._stepped)
+        _finish_update(loop, self._stepped)
         loop.end_batch(outputs, batch, batch_idx)
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
@@ -175,12 +172,12 @@ def _refuse_impossible_closures(loop: FitLoop) -> None:
 
 def _step(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
     """Evaluate the closure, let the hooks see the gradients, step; with a scaler, unless they overflowed."""
+    loop.settle()  # the last batch's update
 
     def evaluate() -> Any:
         with torch.enable_grad():
             result = closure()
         loop.scaler.unscale_(optimizer)
-        loop.window.correct_gradients(optimizer)
         loop.expose_gradients(optimizer)
         return result
 
@@ -193,10 +190,12 @@ def _step(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) 
     return result
 
 
-def _settle(loop: FitLoop, stepped: list[Optimizer]) -> None:
+def _finish_update(loop: FitLoop, stepped: list[Optimizer]) -> None:
     """One scale adjustment for all the steps of a batch, however many there were of each optimizer."""
     if stepped:
-        loop.settle(tuple(i for i, optimizer in enumerate(loop.optimizers) if any(optimizer is s for s in stepped)))
+        loop.finish_update(
+            tuple(i for i, optimizer in enumerate(loop.optimizers) if any(optimizer is s for s in stepped))
+        )
         stepped.clear()
 
 

@@ -6,7 +6,6 @@ From ``fit`` to a module's ``training_step`` there are four functions: ``Trainer
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,11 +28,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer import arguments, assembly
+from trainer.accumulation import AccumulationWindow, count_windows
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import callbacks as ordering
 from trainer.compat import hparams, loop_state, modules
+from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
@@ -46,7 +47,7 @@ from trainer.fit_loop import Clip, FitLoop
 from trainer.hooks import Hooks
 from trainer.limits import FitLimits
 from trainer.metrics import PublishedMetrics, Recorder, to_scalars
-from trainer.optimization import AccumulationWindow, Schedules, StepOutcome, clip_gradients, needs_closure
+from trainer.optimization import Schedules, StepOutcome, clip_gradients, needs_closure
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
@@ -216,7 +217,7 @@ class Trainer(TrainerBase):
         self.loop = FitLoop(
             **shared,
             scaler=self.scaler,
-            window=AccumulationWindow(self._first_window(accumulate_grad_batches)),
+            window=self._first_window(accumulate_grad_batches),
             progress=self.progress,
             limits=FitLimits(
                 self.progress,
@@ -341,12 +342,22 @@ class Trainer(TrainerBase):
 
     @property
     def step_outcome(self) -> StepOutcome | None:
-        """What became of the last weight update; None before the first."""
+        """What became of the last weight update; None before the first.
+
+        With a fused optimizer on a GPU, asking right after an update waits for the device; see ``settled_outcome``.
+        """
+        self.loop.settle()
+        return self.loop.outcome
+
+    @property
+    def settled_outcome(self) -> StepOutcome | None:
+        """The last outcome that has arrived on the host: that of the last update, or of the one before. Never waits."""
         return self.loop.outcome
 
     @property
     def skipped_steps(self) -> int:
-        """Weight updates skipped so far because a gradient was not finite."""
+        """Weight updates skipped so far because a gradient was not finite. Waits as ``step_outcome`` does."""
+        self.loop.settle()
         return self.progress.skipped_steps
 
     @property
@@ -381,7 +392,7 @@ class Trainer(TrainerBase):
             loop.window.batches if accumulation is None else accumulation.batches_in(epoch)
             for epoch in range(max(loop.limits.max_epochs, 1))
         )
-        steps = sum(math.ceil(batches / size) for size in sizes)
+        steps = count_windows(int(batches), sizes, loop.window.straddles_epochs)
         return steps if loop.limits.max_steps == -1 else min(steps, loop.limits.max_steps)
 
     # --- one run ----------------------------------------------------------------------------------------------
@@ -468,6 +479,8 @@ class Trainer(TrainerBase):
         self.published.clear()
         self.module_log = attach_log(module, self)
         self._session.callback(detach_log, module, self.callbacks)
+        attach_averaging(self.callbacks)
+        self._session.callback(detach_averaging, self.callbacks)
         self.engine.setup(fitting=fitting)
         plugin = self.engine.adapter.plugin
         # after the set-up, which may replace modules (sync_batchnorm)
@@ -592,6 +605,7 @@ class Trainer(TrainerBase):
 
     def _clip_by_hand(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
         """``LightningModule.clip_gradients``: on true gradients, also when nobody has unscaled them yet."""
+        self.loop.settle()
         self.scaler.unscale_(optimizer)
         self.loop.grad_norm = clip_gradients(optimizer, limit, algorithm)
 
@@ -727,6 +741,7 @@ class Trainer(TrainerBase):
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def _dump(self, weights_only: bool) -> dict[str, Any]:
+        self.loop.settle()
         val_progress = self.eval_loops[RunningStage.VALIDATING].progress
         loops = loop_state.loops_of(self.progress, val_progress, self._module.automatic_optimization)
         as_lightning = hparams.as_lightning(loops, self.module, self.datamodule)
@@ -773,9 +788,11 @@ class Trainer(TrainerBase):
 
     # --- construction -----------------------------------------------------------------------------------------
 
-    def _first_window(self, given: int | None) -> int:
+    def _first_window(self, given: int | None) -> AccumulationWindow:
         accumulation = self._first_callback(GradientAccumulation)
-        return (1 if given is None else given) if accumulation is None else accumulation.batches_in(0)
+        if accumulation is None:
+            return AccumulationWindow(1 if given is None else given)
+        return AccumulationWindow(accumulation.batches_in(0), accumulation.straddles_epochs)
 
     def _default_max_epochs(self, limits: arguments.RunLimits) -> int:
         if limits.max_epochs is not None:

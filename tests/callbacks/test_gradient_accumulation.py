@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
@@ -10,6 +11,7 @@ from tests.support import (
     Regression,
     assert_same,
     fit_and_watch,
+    loss_of,
     make_batches,
     make_net,
     make_trainer,
@@ -84,6 +86,50 @@ def test_lightnings_own_scheduler_works_too(tmp_path, size):
     assert_same(trace, train_by_hand(theirs, batches, window=size))
 
 
+class Replay(Regression):
+    """Ends epochs early: ``on_train_batch_start`` returns -1 in batch ``end``."""
+
+    def __init__(self, *args, end=None):
+        super().__init__(*args)
+        self.end = end
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == self.end else None
+
+
+def straddle_by_hand(batches, windows):
+    """Windows over a plain list of batches, whatever epoch they belong to."""
+    net, at = make_net(), 0
+    optimizer = sgd(net.parameters())
+    for size in windows:
+        optimizer.zero_grad()
+        for batch in batches[at : at + size]:
+            (loss_of(net, batch) / size).backward()
+        optimizer.step()
+        at += size
+    assert at == len(batches)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end", "trained", "windows"),
+    [
+        ({"max_epochs": 3}, None, [0, 1, 2, 3, 4] * 3, [4, 4, 4, 3]),
+        ({"max_epochs": 3}, 3, [0, 1, 2] * 3, [4, 4, 1]),
+        ({"max_epochs": -1, "max_steps": 2}, None, [0, 1, 2, 3, 4, 0, 1, 2], [4, 4]),
+    ],
+)
+def test_windows_that_straddle_epochs(tmp_path, arguments, end, trained, windows):
+    ours, batches = make_net(), make_batches(5)
+    callbacks = [GradientAccumulation(4, straddles_epochs=True)]
+    trainer, trace = fit_and_watch(tmp_path, Replay(ours, end=end), batches, callbacks=callbacks, **arguments)
+    assert len(trace.losses) == len(trained)
+    assert trainer.global_step == len(windows)
+    expected = straddle_by_hand([batches[i] for i in trained], windows)
+    for a, b in zip(ours.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # the window left early is corrected afterwards
+
+
 @pytest.mark.parametrize(("epoch", "batches"), [(0, 1), (1, 1), (2, 8), (3, 8), (5, 4), (100, 4)])
 def test_batches_in(epoch, batches):
     assert GradientAccumulation(schedule={5: 4, 2: 8}).batches_in(epoch) == batches
@@ -97,7 +143,10 @@ def test_the_first_window_is_known_from_the_start(tmp_path):
 
 
 @pytest.mark.parametrize(("callback", "steps"), [
-    (GradientAccumulation(4), 9), (GradientAccumulation(schedule={1: 4}), 16), (GradientAccumulation(20), 3)
+    (GradientAccumulation(4), 9), (GradientAccumulation(schedule={1: 4}), 16), (GradientAccumulation(20), 3),
+    (GradientAccumulation(4, straddles_epochs=True), 8), (GradientAccumulation(20, straddles_epochs=True), 2),
+    (GradientAccumulation(25, straddles_epochs=True), 2), (GradientAccumulation(40, straddles_epochs=True), 1),
+    (GradientAccumulation(schedule={0: 3, 1: 4}, straddles_epochs=True), 9),
 ])  # fmt: skip
 def test_estimated_stepping_batches_is_what_a_fit_attempts(tmp_path, callback, steps):
     estimated = []

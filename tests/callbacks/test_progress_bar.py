@@ -76,8 +76,8 @@ class FakeTrainer:
         self.loggers = []
         self.progress_bar_metrics = {"train_loss": torch.tensor(0.25)}
         self.scaler = FakeScaler(scaler)
-        self.step_outcome = None
-        self.skipped_steps = 0
+        self.settled_outcome = None
+        self.progress = SimpleNamespace(skipped_steps=0)
         self.state = SimpleNamespace(fn=TrainerFn.FITTING)
         bar.setup(self, None, "fit")
 
@@ -89,7 +89,7 @@ class FakeTrainer:
     def train_batch(self, batch_idx, outputs=NO_OUTPUT):
         self.clock.now += self.seconds_per_batch
         self.global_step += 1
-        self.step_outcome = SimpleNamespace(skipped=False, scale=65536.0, next_scale=32768.0)
+        self.settled_outcome = SimpleNamespace(skipped=False, scale=65536.0, next_scale=32768.0)
         self.bar.on_train_batch_end(self, None, outputs, None, batch_idx)
 
     def end_epoch(self):
@@ -150,7 +150,7 @@ def frames(bar):
 def test_one_line_per_epoch(clock):
     bar = on_lines(clock)
     trainer = FakeTrainer(bar, clock)
-    trainer.skipped_steps = 1
+    trainer.progress.skipped_steps = 1
     trainer.fit()
     assert written(bar).splitlines() == [
         "epoch 1/3  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 1  50.0 it/s",
@@ -240,7 +240,7 @@ def test_a_log_file_gets_lines_although_color_is_forced(clock, capsys, monkeypat
 def test_live_bar_shows_everything(clock):
     bar = on_terminal(clock)
     trainer = FakeTrainer(bar, clock)
-    trainer.skipped_steps = 2
+    trainer.progress.skipped_steps = 2
     trainer.progress_bar_metrics["lr"] = 1e-5
     bar.on_train_start(trainer, None)
     trainer.train_epoch(last=1)

@@ -322,7 +322,7 @@ class Batch:
     ],
 )
 def test_batch_size(batch, size):
-    assert run_summary._batch_size(batch) == size
+    assert run_summary.batch_size(batch) == size
 
 
 BOTH_TRAINERS = pytest.mark.parametrize(

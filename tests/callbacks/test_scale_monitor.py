@@ -4,12 +4,16 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch import Callback
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
-from tests.support import Regression, fit_and_watch, make_batches, make_net, native_fp16
+from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_net, make_trainer, native_fp16
 from trainer.callbacks import ScaleMonitor
 from trainer.errors import ConfigurationError
 from trainer.optimization import StepOutcome
+from trainer.precision.underflow import Underflow, UnderflowProbe
 
 
 class Steps:
@@ -31,6 +35,7 @@ class Steps:
                 scaler=SimpleNamespace(is_enabled=lambda: self.enabled),
                 optimizers=self.optimizers,
                 skipped_steps=self.skips,
+                loggers=[],
             )
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -151,6 +156,175 @@ def test_in_a_fit(tmp_path):
     assert trainer.skipped_steps == 3
 
 
+def test_a_high_skip_rate():
+    """Not in the beginning, when the scale finds its place."""
+    steps = Steps(ScaleMonitor(window=4, max_skip_rate=0.3))
+    steps(4096.0, 4096.0, 4096.0, 4096.0, skipped=True)
+    steps(4096.0, 4096.0, 4096.0, 4096.0)
+    steps(4096.0, skipped=True)
+    assert steps.said == []
+    steps(4096.0, skipped=True)
+    steps(4096.0, 4096.0, skipped=True)
+    assert steps.said == [
+        "50.0% of the last 4 steps were skipped, above 30.0%: each is a batch without effect. Lower the learning rate,"
+        " clip gradients, raise growth_interval, or use precision='bf16-mixed'."
+    ]
+
+
+# --- underflow ------------------------------------------------------------------------------------------------------
+
+SMALLEST_NORMAL, SMALLEST = 2.0**-14, 2.0**-24
+
+
+class Slopes(LightningModule):
+    """Parameters whose gradients are what they are given as slopes."""
+
+    def __init__(self, **slopes):
+        super().__init__()
+        self.slopes = {name: torch.tensor(values) for name, values in slopes.items()}
+        self.weights = nn.ParameterDict({name: torch.zeros(len(values)) for name, values in slopes.items()})
+
+    def training_step(self, batch, batch_idx):
+        return sum((self.weights[name] * slopes).sum() for name, slopes in self.slopes.items()) * batch[2]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+TINY = SMALLEST_NORMAL * 0.99
+
+
+def look_at(folder, module, monitor, number=4, gains=None, **arguments):
+    precision = native_fp16(init_scale=arguments.pop("init_scale", 1.0))
+    arguments = {"precision": precision, "callbacks": [monitor], "log_every_n_steps": 1} | arguments
+    return fit_and_look(folder, module, make_batches(number, gains=gains), **arguments)
+
+
+def fit_and_look(folder, module, batches, **arguments):
+    trainer = make_trainer(folder, **arguments)
+    trainer.fit(module, loader_of(batches))
+    return trainer
+
+
+def monitor_of(**arguments):
+    return ScaleMonitor(**{"every_n_steps": 1, "alarm": 1e-9, "healthy": (1e-8, 1e9), "max_underflow": 1.0} | arguments)
+
+
+def test_zeros_and_subnormal_elements_are_two_numbers(tmp_path):
+    module, monitor = (
+        Slopes(a=[0.0, 0.0, 0.0, TINY, SMALLEST, 1.0, -TINY, -1.0], b=[1.0, SMALLEST_NORMAL]),
+        monitor_of(),
+    )
+    trainer = look_at(tmp_path, module, monitor)
+    assert monitor.underflow == [
+        Underflow("", 3 / 10, 3 / 7), Underflow("weights.a", 3 / 8, 3 / 5), Underflow("weights.b", 0.0, 0.0)
+    ]  # fmt: skip
+    assert trainer.callback_metrics["amp/underflow"].item() == pytest.approx(3 / 7)
+    assert trainer.callback_metrics["amp/zeros"].item() == pytest.approx(3 / 10)
+    assert trainer.scaler.before_unscale is None
+
+
+def test_the_gradients_are_seen_as_they_are_while_scaled(tmp_path):
+    """With clipping and accumulation on; what the scale lifts out of the subnormal range does not count."""
+    module, monitor = Slopes(a=[TINY / 2, TINY / 512, TINY / 4096, 2.0]), monitor_of()
+    look_at(tmp_path, module, monitor, init_scale=1024.0, accumulate_grad_batches=2, gradient_clip_val=1e-3)
+    assert monitor.underflow[0] == Underflow("", 0.0, 1 / 4)
+
+
+def test_the_worst_layers_go_to_the_loggers_one_by_one(tmp_path):
+    slopes = {"a": [1.0, 1.0], "b": [TINY, 1.0], "c": [TINY, TINY], "d": [TINY, 1.0, 1.0, 0.0]}
+    monitor, logger = monitor_of(every_n_steps=2, worst_layers=2), CSVLogger(tmp_path)
+    look_at(tmp_path, Slopes(**slopes), monitor, 5, logger=logger)
+    lines = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    header = lines[0].split(",")
+    rows = [dict(zip(header, line.split(","), strict=True)) for line in lines[1:]]
+    own = [row for row in rows if row["amp/underflow/weights.c"]]
+    assert [(row["step"], row["amp/underflow/weights.c"], row["amp/underflow/weights.b"]) for row in own] == [
+        ("1", "1.0", "0.5"), ("3", "1.0", "0.5")
+    ]  # fmt: skip
+    assert not any("weights.a" in name or "weights.d" in name for name in header)
+    total = {row["step"]: row["amp/underflow"] for row in rows if row["amp/underflow"]}
+    assert float(total["1"]) == pytest.approx(4 / 9)
+
+
+def test_a_skipped_step_says_nothing_about_small_gradients(tmp_path):
+    module, monitor = Slopes(a=[TINY, 1.0]), monitor_of(every_n_steps=2)
+    look_at(tmp_path, module, monitor, gains={1: float("inf"), 3: float("inf")})
+    assert monitor.underflow == []
+
+
+def test_much_underflow_draws_one_warning_with_number_threshold_and_advice(tmp_path):
+    monitor = monitor_of(max_underflow=0.4, worst_layers=2)
+    with pytest.warns(UserWarning, match="subnormal") as said:
+        look_at(tmp_path, Slopes(a=[1.0, 1.0, TINY], b=[TINY, TINY], c=[0.0, 0.0]), monitor)
+    assert [str(w.message) for w in said] == [
+        "Of the gradient elements that are not zero, 60% are subnormal in float16, above 40%, at a loss scale of 1:"
+        " they have lost precision, and smaller ones have vanished. Worst: weights.b (100%), weights.a (33%). If the"
+        " scale is low, find what keeps it there (OverflowReport) and name it in precision.fp32_modules; else start"
+        " from a higher init_scale, or use precision='bf16-mixed'."
+    ]
+
+
+def test_zeros_draw_none(tmp_path):
+    """A healthy embedding has almost nothing else; sparse gradients leave them out."""
+
+    class Embedded(Slopes):
+        def __init__(self, sparse):
+            super().__init__(a=[1.0])
+            self.embedding = nn.Embedding(100, 2, sparse=sparse)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + self.embedding(torch.tensor([3, 3])).sum()
+
+    for sparse in (False, True):
+        monitor = monitor_of(max_underflow=1e-9)
+        look_at(tmp_path, Embedded(sparse), monitor)
+        assert monitor.underflow[0] == Underflow("", 198 / 201, 0.0)
+
+
+@pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"every_n_steps": 50}])
+def test_looking_costs_nothing_where_nobody_looks(tmp_path, monkeypatch, arguments):
+    monkeypatch.setattr(UnderflowProbe, "start", None)
+    look_at(tmp_path, Slopes(a=[1.0]), monitor_of(**arguments))
+
+
+# --- the norm -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_the_norm_of_steps_that_were_taken(tmp_path, precision):
+    norms = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            norms.append(trainer.callback_metrics["grad_norm"].item())
+
+    arguments = {} if precision == "16-mixed" else {"precision": precision}
+    gains = {0: 2.0, 1: float("inf") if precision == "16-mixed" else 7.0, 2: 3.0}
+    module = Slopes(a=[3.0], b=[4.0])
+    callbacks = [monitor_of(), Look()]
+    trainer = look_at(tmp_path, module, None, 3, gains=gains, **arguments, callbacks=callbacks)
+    assert norms == [10.0, 10.0 if precision == "16-mixed" else 35.0, 15.0]
+    mean = (10 + 15) / 2 if precision == "16-mixed" else 20.0
+    assert trainer.callback_metrics["grad_norm_epoch"].item() == mean
+
+
+def test_a_nan_stays_a_nan_in_the_logs(tmp_path):
+    monitor, module = monitor_of(), Slopes(a=[3.0], b=[4.0])
+    trainer = look_at(tmp_path, module, monitor, 2, gains={0: float("nan")}, precision="32-true")
+    assert trainer.callback_metrics["grad_norm_step"].item() == 5.0
+    assert trainer.callback_metrics["grad_norm_epoch"].isnan()
+
+
+def test_clipping_logs_the_norm_itself(tmp_path, monkeypatch):
+    calls = []
+    measure = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *a, **k: (calls.append(1), measure(*a, **k))[1])
+    trainer = look_at(tmp_path, Slopes(a=[3.0], b=[4.0]), monitor_of(), gradient_clip_val=1.0)
+    assert trainer.callback_metrics["grad_norm_step"].item() == 5.0
+    assert calls == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,6 +333,10 @@ def test_in_a_fit(tmp_path):
         ({"alarm": 2000.0}, r"alarm=2000.0"),
         ({"patience": 0}, r"patience=0.*at least 1"),
         ({"window": 0}, r"window=0.*at least 1"),
+        ({"every_n_steps": -1}, r"every_n_steps=-1.*at least 0"),
+        ({"worst_layers": -1}, r"worst_layers=-1.*at least 0"),
+        ({"max_skip_rate": 0.0}, r"max_skip_rate=0.0.*shares above 0 and up to 1"),
+        ({"max_underflow": 1.5}, r"max_underflow=1.5.*shares"),
     ],
 )
 def test_impossible_arguments(arguments, message):

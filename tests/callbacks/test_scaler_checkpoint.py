@@ -55,7 +55,8 @@ def test_scale_and_tracker_go_into_every_checkpoint_and_come_back(tmp_path):
     trainer, path = fit_and_save(tmp_path, plugin)
     saved = torch.load(path, weights_only=True)[KEY]
     assert saved == {
-        "scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 100, "_growth_tracker": 3
+        "scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 100, "_growth_tracker": 3,
+        "min_scale": 1.0, "max_scale": float("inf"),
     }  # fmt: skip
     assert saved == trainer.scaler.state_dict()
     messages, resumed = resume(tmp_path, native_fp16(init_scale=64.0, growth_interval=5), path, epochs=2)
@@ -73,24 +74,37 @@ def test_lightnings_checkpoints_of_any_age(tmp_path, key):
     assert trainer.scaler._init_growth_tracker == 7
 
 
-def test_16_mixed_to_bf16_to_16_mixed(tmp_path):
-    _, fp16 = fit_and_save(tmp_path, native_fp16(init_scale=256.0))
-    messages, bf16_trainer = resume(tmp_path, "bf16-mixed", fp16, epochs=2)
+@pytest.mark.parametrize("others", [["bf16-mixed"], ["32-true"], ["bf16-mixed", "32-true"], ["64-true", "bf16-mixed"]])
+def test_16_mixed_to_others_and_back(tmp_path, others):
+    """Each says once that it does not need the scaler's state; none of them loses it."""
+    trainer, path = fit_and_save(tmp_path, native_fp16(init_scale=256.0, growth_interval=100))
+    state = trainer.scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (128.0, 3)
+    for epochs, precision in enumerate(others, start=2):
+        messages, other = resume(tmp_path, precision, path, epochs=epochs)
+        assert messages == [
+            f"The checkpoint has a loss-scaler state (scale 128), but precision={precision!r} does not scale the loss."
+            " The state is not used, and kept in the checkpoints for a run that scales it again."
+        ]
+        assert other.global_step == 5 * epochs
+        path = tmp_path / f"{precision}.ckpt"
+        other.save_checkpoint(path)
+    assert torch.load(path, weights_only=True)[KEY] == state
+    messages, back = resume(tmp_path, native_fp16(init_scale=512.0, growth_interval=100), path, epochs=len(others) + 2)
+    assert messages == []
+    assert (back.scaler.get_scale(), back.scaler._get_growth_tracker()) == (128.0, 3 + 5)
+
+
+def test_from_a_run_without_a_scaler(tmp_path):
+    fp32, path = make_trainer(tmp_path), tmp_path / "fp32.ckpt"
+    fp32.fit(Regression(make_net()), loader_of(make_batches(2)))
+    fp32.save_checkpoint(path)
+    messages, resumed = resume(tmp_path, native_fp16(init_scale=512.0), path, epochs=2)
     assert messages == [
-        "The checkpoint has a loss-scaler state (scale 128), but precision='bf16-mixed' does not scale the loss. The"
-        " state is not used."
-    ]
-    assert bf16_trainer.global_step == 10
-    bf16 = tmp_path / "bf16.ckpt"
-    bf16_trainer.save_checkpoint(bf16)
-    assert KEY not in torch.load(bf16, weights_only=True)
-    messages, resumed = resume(tmp_path, native_fp16(init_scale=512.0), bf16, epochs=3)
-    assert len(messages) == 1
-    assert messages[0] == (
         "The checkpoint has no loss-scaler state (it was saved by a run without loss scaling), but"
         " precision='16-mixed' scales the loss. The scale starts anew at 512; a few steps may be skipped until it"
         " has settled."
-    )
+    ]
     assert resumed.scaler.get_scale() == 512.0
 
 

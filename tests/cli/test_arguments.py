@@ -28,6 +28,17 @@ def test_what_a_launcher_appends_for_another_rank_is_read():
     assert arguments.overrides == ["+recipe=a", 'hydra.run.dir="outputs/a b"', "hydra.output_subdir=null"]
 
 
+def test_a_comparison_is_a_sweep_over_the_precisions_where_nothing_is_said_of_them():
+    default = "precision=32-true,16-mixed,bf16-mixed"
+    assert read(["compare", "+recipe=a"]).for_hydra() == ["+recipe=a", default, "command=compare", "--multirun"]
+    assert read(["compare", "precision=16,32"]).overrides == ["precision=16-mixed,32-true"]
+    assert read(["compare", "sweep=lr"]).overrides == ["+sweep=lr"]
+    assert read(["compare", "precision._target_=my.A,my.B"]).overrides == ["precision._target_=my.A,my.B"]
+    assert read(["compare", "precision.init_scale=8"]).overrides == ["precision.init_scale=8", default]
+    once = read(["compare", "+recipe=a", "seed=1"])
+    assert read(once.for_hydra()) == once
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -19,7 +19,10 @@ from trainer.cli.schema import ACCELERATORS, STRATEGIES, TYPES, TrainerSettings
 from trainer.cli.validate import validate
 from trainer.precision.names import NAMES
 
-GROUPS = ("precision", "trainer", "callbacks", "logger", "optimizer", "scheduler", "debug", "sweep", "data", "model")
+GROUPS = (
+    "precision", "trainer", "callbacks", "logger", "optimizer", "scheduler", "compare", "debug", "sweep", "data",
+    "model",
+)  # fmt: skip
 
 
 def shown(capsys, *argv: str):
@@ -163,11 +166,21 @@ def test_a_part_of_the_config_can_be_shown_resolved(project, capsys):
 def test_help_names_every_command_and_every_option(project, capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for word in ("fit", "validate", "test", "predict", "recipes", "line, other, resnet50", "early_stopping", "-m"):
+    for word in (
+        "fit",
+        "validate",
+        "test",
+        "predict",
+        "compare",
+        "recipes",
+        "line, other, resnet50",
+        "early_stopping",
+        "-m",
+    ):
         assert word in out
     assert main([]) == 0
     assert capsys.readouterr().out == out
-    for command in ("fit", "validate", "test", "predict", "recipes"):
+    for command in ("fit", "validate", "test", "predict", "compare", "recipes"):
         assert main([command, "--help"]) == 0
         assert f"usage: python -m trainer {command}" in capsys.readouterr().out
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trainer.cli import main
+from trainer.cli.run import _gpu
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
 
@@ -60,6 +62,34 @@ def test_fit_writes_everything_into_the_runs_folder(project):
         "line_fit.py",
         "outputs",
     ]
+
+
+def test_what_a_comparison_wants_to_know(monkeypatch):
+    settings = ["callbacks.model_checkpoint.monitor=val_loss", "precision=bf16", "seed=3"]
+    assert main(["fit", *LINE, *settings, "logger=none", "hydra.run.dir=plain"]) == 0
+    told = result(Path("plain"))
+    assert (told["trained_in"], told["seed"], told["devices"], told["gpu"]) == ("bf16-mixed", 3, "1 x CPU", None)
+    assert told["monitor"] == {"metric": "val_loss", "mode": "min"}
+    assert "throughput" not in told
+    throughput = "++callbacks.throughput._target_=trainer.callbacks.Throughput"
+    assert main(["fit", *LINE, throughput, "logger=none", "hydra.run.dir=measured"]) == 0
+    told = result(Path("measured"))
+    assert "monitor" not in told
+    assert told["throughput"]["measured_batches"] == 2 + 4
+    assert told["throughput"]["samples_per_second"] > 0
+    assert len(told["throughput"]["batches"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("of_products", "of_convolutions", "tf32"),
+    [("ieee", "tf32", ["convolutions"]), ("tf32", "tf32", ["matrix products", "convolutions"]), ("none", "none", [])],
+)
+def test_what_is_known_of_a_gpu(monkeypatch, of_products, of_convolutions, tf32):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=of_products))
+    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=of_convolutions))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda:6")))
+    assert _gpu(trainer) == {"capability": [8, 6], "tf32": tf32}
 
 
 def test_the_same_seed_and_settings_give_the_same_result():

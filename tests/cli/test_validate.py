@@ -13,6 +13,7 @@ from trainer.cli.arguments import read
 from trainer.cli.validate import validate
 
 FIT = ["fit", "+recipe=line"]
+COMPARE = ["compare", "+recipe=line"]
 
 
 def complaint(argv, capsys) -> str:
@@ -28,7 +29,7 @@ def complaint(argv, capsys) -> str:
     ("argv", "message"),
     [
         (["fitt", "+recipe=line"], "Did you mean 'fit'?"),
-        (["+recipe=line"], "No command given, expected one of fit, validate, test, predict or recipes"),
+        (["+recipe=line"], "No command given, expected one of fit, validate, test, predict, compare or recipes"),
         (["fit", "+recipe=lin"], "Config group 'recipe' has no option 'lin'. Did you mean 'line'?"),
         (["fit", "+recpie=line"], "There is no config group 'recpie'. Did you mean 'recipe'?"),
         (["fit"], "There is no model to fit. Choose a recipe, such as"),
@@ -85,6 +86,22 @@ def complaint(argv, capsys) -> str:
         ([*FIT, "-m", "optimizer.lr=0.1,0.2,x"], "optimizer.lr is x"),
         ([*FIT, "-m", "optimizer=sgd,adam", "optimizer.momentum=0.5"], "no setting 'optimizer.momentum'"),
         ([*FIT, "+sweep=precison"], "Did you mean 'precision'?"),
+        (["comprae", "+recipe=line"], "Did you mean 'compare'?"),
+        (["compare"], "There is no model to compare. Choose a recipe, such as `python -m trainer compare +recipe="),
+        ([*COMPARE, "precision=32,15"], "Config group 'precision' has no option '15'."),
+        ([*COMPARE, "precision=16"], "compare holds several runs against the first, and this is only one."),
+        ([*COMPARE, "+precision=16,32"], "leave out the +"),
+        ([*COMPARE, "seed=null"], "seed is null, expected a number"),
+        ([*COMPARE, "compare.min_spedup=2"], "Did you mean 'compare.min_speedup'?"),
+        ([*COMPARE, "+compare.min_spedup=2"], "no setting 'compare.min_spedup'. Did you mean 'min_speedup'?"),
+        ([*COMPARE, "compare.min_speedup=fast"], "is fast, expected a number of at least 0, auto or null."),
+        ([*COMPARE, "compare.min_memory_saving=-1"], "is -1, expected a number of at least 0, auto or null."),
+        ([*COMPARE, "compare.accuracy_tolerance=x"], "accuracy_tolerance is x, expected a number"),
+        ([*COMPARE, "compare.accuracy_tolerance=-1"], "is -1, expected a number of at least 0, or null."),
+        ([*COMPARE, "compare.mode=up"], "compare.mode is up, expected max, min or null."),
+        ([*COMPARE, "compare.metric=3"], "compare.metric is 3, expected the name of a metric or null."),
+        ([*COMPARE, "compare.strict=1"], "compare.strict is 1, expected true or false"),
+        ([*COMPARE, "--cfg", "job"], "compare runs several trainings and --cfg shows one: write fit for compare"),
     ],
 )
 def test_mistakes_on_the_command_line(project, capsys, argv, message):
@@ -147,6 +164,7 @@ def test_a_typo_help_and_recipes_import_neither_torch_nor_lightning(project):
         (["--help"], 0), (["fit", "--help"], 0), (["--version"], 0), (["recipes"], 0), ([], 0),
         (["fitt"], 2), ([*FIT, "trainer.max_epoch=1"], 2), ([*FIT, "precision=1"], 2),
         ([*FIT, "optimizer.lr=x"], 2), (["fit"], 2), ([*FIT, "--cfg", "job"], 0), ([*FIT, "-m", "precision=32,1"], 2),
+        (["compare", "--help"], 0), (["compare"], 2), (["compare", "+recipe=line", "compare.mode=up"], 2),
     ]  # fmt: skip
     program = (
         "import sys\nfrom trainer.cli import main\n"
@@ -163,5 +181,5 @@ def test_the_exit_status_reaches_the_shell(project):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "trainer: There is no command 'fitt'. Did you mean 'fit'?"
-        " The commands are fit, validate, test, predict, recipes.\n"
+        " The commands are fit, validate, test, predict, compare, recipes.\n"
     )

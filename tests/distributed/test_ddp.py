@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,16 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return run(tmp_path_factory.mktemp("own"), "own")
+def launched(alone: tuple[Path, dict[str, Any]]) -> tuple[str, Path]:
+    return run(alone[0], "own")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("own")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
+        return folder, worker.one_epoch_alone(folder)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +75,8 @@ def assert_close(one: dict[str, Any], other: dict[str, Any], tolerance: float) -
 
 FITS = [
     *(f"{kind} {precision}" for kind in ("automatic", "manual") for precision in TOLERANCES),
-    "fp32_modules", "bf16-true", "plain", "overflow", "checkpoint", "resumed", *worker.none_everywhere(),
+    "fp32_modules", "bf16-true", "plain", "overflow", "weighted 32-true", "weighted 16-mixed", "checkpoint", "resumed",
+    *worker.none_everywhere(),
 ]  # fmt: skip
 
 
@@ -121,26 +131,47 @@ def test_gradients_are_exchanged_once_a_window(ranks: list[dict[str, Any]]) -> N
 
 
 def by_hand(none_at: set[tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """One epoch of 5 batches in windows of 3, SGD with momentum; a rank's None adds nothing to the mean."""
+    """One epoch of 5 batches in windows of 3, SGD with momentum; the mean goes over what there is."""
     module = worker.Regression()
     optimizer = module.configure_optimizers()
     features, targets = worker.samples().tensors
     for window in ((0, 1, 2), (3, 4)):
+        there = [(rank, batch) for batch in window for rank in range(2) if (rank, batch) not in none_at]
+        if not there:
+            continue
         optimizer.zero_grad()
-        for batch in window:
-            for rank in range(2):
-                if (rank, batch) not in none_at:
-                    part = slice(batch * 8 + rank * 4, batch * 8 + rank * 4 + 4)
-                    (module.loss((features[part], targets[part])) / (2 * len(window))).backward()
+        for rank, batch in there:
+            part = slice(batch * 8 + rank * 4, batch * 8 + rank * 4 + 4)
+            (module.loss((features[part], targets[part])) / len(there)).backward()
         optimizer.step()
     return dict(module.state_dict())
 
 
 @pytest.mark.parametrize("name", worker.none_everywhere())
-def test_none_on_one_rank_hangs_nobody_and_counts_as_no_gradient(ranks: list[dict[str, Any]], name: str) -> None:
+def test_none_on_one_rank_hangs_nobody_and_takes_nothing_from_the_others(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     found = ranks[0][name]
     assert_close({"weights": by_hand(worker.none_everywhere()[name])}, found, 1e-6)
-    assert found["global_step"] == 2
+    assert found["global_step"] == (1 if name == "none in a whole window on both" else 2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_weighted_windows_over_ranks_with_unequal_counts_are_one_big_batch(
+    ranks: list[dict[str, Any]], precision: str
+) -> None:
+    """Up to 4 samples a rank and batch, none in one: as if the window's samples had come in one batch."""
+    module = worker.Weighted()
+    optimizer = module.configure_optimizers()
+    samples = worker.samples().tensors
+    for window in ((0, 1, 2), (3, 4)) * 2:
+        chosen = [
+            batch * 8 + rank * 4 + i for batch in window for rank in range(2) for i in range(module.count(rank, batch))
+        ]
+        optimizer.zero_grad()
+        module.loss(tuple(tensor[chosen] for tensor in samples)).backward()
+        optimizer.step()
+    assert_close({"weights": module.state_dict()}, ranks[0][f"weighted {precision}"], TOLERANCES[precision])
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks: list[dict[str, Any]]) -> None:
@@ -191,6 +222,18 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(ranks: list[dict[str, Any]])
     for name, value in ranks[0]["plain"]["weights"].items():
         assert torch.equal(value, ranks[0]["resumed"]["weights"][name])
     assert ranks[0]["resumed"]["global_step"] == 10
+
+
+def test_a_run_of_one_process_is_resumed_on_two(
+    alone: tuple[Path, dict[str, Any]], ranks: list[dict[str, Any]]
+) -> None:
+    """Weights, and the scale with its growth tracker, go on from where they were."""
+    expected = alone[1]
+    assert (expected["scale"], expected["tracker"]) == (512.0, 8)  # 1024, halved in the second batch of ten
+    for rank in ranks:
+        found = rank["from one process"]
+        assert (found["scale"], found["tracker"], found["global_step"]) == (512.0, 8, 10)
+        assert_close(expected, found, TOLERANCES["16-mixed"])
 
 
 def test_nothing_of_ours_warns(launched: tuple[str, Path]) -> None:

@@ -92,6 +92,19 @@ class Regression(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class Weighted(Regression):
+    """The mean over as many of a batch's samples as the rank and the batch say; the weight is their number."""
+
+    @staticmethod
+    def count(rank: int, batch_idx: int) -> int:
+        return (3, 1, 4, 0, 2, 4, 1, 3, 2, 2)[2 * batch_idx + rank]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        count = self.count(self.global_rank, batch_idx)
+        features, target = (tensor[:count] for tensor in batch)
+        return {"loss": self.loss((features, target)), "weight": torch.tensor(count)}
+
+
 class Manual(Regression):
     """Two optimizers by hand, of which each step uses the parameters of one."""
 
@@ -179,7 +192,8 @@ def fit(module: LightningModule, *, world_size: int = WORLD_SIZE, batches: int =
 def none_everywhere() -> dict[str, set[tuple[int, int]]]:
     """None on one rank, at each position of a window of 3 (the epoch's batches 0..4: a full window and one of 2)."""
     cases = {f"none at {i} on rank {rank}": {(rank, i)} for rank in range(2) for i in range(5)}
-    return {**cases, "none in a whole window on one rank": {(1, 0), (1, 1), (1, 2)}, "none on both": {(0, 1), (1, 1)}}
+    return {**cases, "none in a whole window on one rank": {(1, 0), (1, 1), (1, 2)}, "none on both": {(0, 1), (1, 1)},
+            "none in a whole window on both": {(rank, i) for rank in range(2) for i in range(3)}}  # fmt: skip
 
 
 def scenarios(folder: Path) -> dict[str, Any]:
@@ -198,6 +212,9 @@ def scenarios(folder: Path) -> dict[str, Any]:
         found[f"manual {name}"] = fit(Manual(), strategy=strategy, precision=precision_of(name), limit_val_batches=0)
     for name, where in none_everywhere().items():
         found[name] = fit(Regression(none_at=where), accumulate_grad_batches=3, max_epochs=1, limit_val_batches=0)
+    for name in ("32-true", "16-mixed"):
+        arguments = {"accumulate_grad_batches": 3, "precision": precision_of(name), "limit_val_batches": 0}
+        found[f"weighted {name}"] = fit(Weighted(), **arguments)
     found["overflow"] = fit(Regression(inf_at={(1, 2)}), precision=precision_of("16-mixed"))
     saver = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", filename="{epoch}", save_top_k=1)
     arguments = {"callbacks": [saver], "enable_checkpointing": True, "use_distributed_sampler": True}
@@ -209,19 +226,34 @@ def scenarios(folder: Path) -> dict[str, Any]:
     found["resumed"] = fit(Regression(), max_epochs=1, limit_val_batches=0)
     found["resumed"]["trainer"].save_checkpoint(folder / "one_epoch.ckpt")
     found["resumed"] = resume(folder / "one_epoch.ckpt")
+    found["from one process"] = resume(folder / ALONE, precision=precision_of("16-mixed"))
     return found
 
 
-def resume(path: Path) -> dict[str, Any]:
+ALONE = "alone.ckpt"
+
+
+def one_epoch_alone(folder: Path) -> dict[str, Any]:
+    """In this process, with a scale that has fallen: a checkpoint to resume from on several, and the whole run."""
+    arguments = {"world_size": 1, "precision": precision_of("16-mixed"), "limit_val_batches": 0}
+    first = fit(Regression(inf_at={(0, 1)}), max_epochs=1, **arguments)
+    first["trainer"].save_checkpoint(folder / ALONE)
+    return resume(folder / ALONE, world_size=1, precision=precision_of("16-mixed"))
+
+
+def resume(path: Path, world_size: int = WORLD_SIZE, precision: Any = "32-true") -> dict[str, Any]:
     trainer = Trainer(
-        accelerator="cpu", devices=WORLD_SIZE, strategy="ddp", max_epochs=2, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, limit_train_batches=5, limit_val_batches=0,
-        use_distributed_sampler=False,
+        accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto", max_epochs=2, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_train_batches=5,
+        limit_val_batches=0, use_distributed_sampler=False, precision=precision,
     )  # fmt: skip
     module = Regression()
-    train = DataLoader(samples(), batch_size=BATCH // WORLD_SIZE, sampler=Shard(WORLD_SIZE))
+    train = DataLoader(samples(), batch_size=BATCH // world_size, sampler=Shard(world_size))
     trainer.fit(module, train, ckpt_path=path)
-    return {"weights": dict(module.state_dict()), "global_step": trainer.global_step}
+    scale, tracker = trainer.scaler.get_scale(), trainer.scaler.state_dict().get("_growth_tracker", 0)
+    return {
+        "weights": dict(module.state_dict()), "global_step": trainer.global_step, "scale": scale, "tracker": tracker
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ from tests.support import (
     make_trainer,
     train_by_hand,
 )
+from trainer.callbacks import ActivationCheckpointing
 from trainer.errors import PrecisionError
 from trainer.precision import HalfPrecision, MixedPrecision, cpu_fp16
 from trainer.precision.fp32_modules import find_modules, in_float32, plain_name, running_in_float32
@@ -353,6 +354,45 @@ def test_activation_checkpointing(tmp_path, precision, reentrant):
 
 COMPILER_LOOKS = "ignore:The .grad attribute of a Tensor that is not a leaf"
 """What torch.compile's own look at its inputs makes torch say."""
+
+
+@pytest.mark.parametrize("precision", BOTH)
+@pytest.mark.parametrize("recomputed", [["net.4"], ["net"], ["net.0", "net.4"]], ids=str)
+def test_the_callback_that_recomputes(tmp_path, precision, recomputed):
+    """It puts a forward of its own around ours."""
+    batches, module = make_batches(4), Regression()
+    plugin = MixedPrecision(BOTH[precision], fp32_modules=["net.4", "net.1"], cpu_kernels="native")
+    callback = ActivationCheckpointing(recomputed)
+    _, ours = fit_and_watch(tmp_path, module, batches, precision=plugin, callbacks=[callback])
+    assert_same(ours, train_by_hand(ByHand(*make_net(), chosen=(1, 4)), batches, precision=precision))
+    assert all("forward" not in vars(part) for part in module.modules())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module.net(batches[0][0]).dtype is torch.bfloat16
+
+
+def test_a_forward_that_comes_back_after_the_run_does_what_the_class_does():
+    net, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
+    with session(net, "0"):
+        ours = net[0].forward
+        net[0].forward = lambda x: ours(x)
+        assert net(x).dtype is torch.float32
+    net[0].forward = ours
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net(x).dtype is torch.bfloat16
+    with session(net, "0"):
+        assert net(x).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net(x).dtype is torch.bfloat16
+
+
+def test_a_run_inside_of_a_run():
+    net, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
+    with session(net, "0"):
+        with session(net, "0"):
+            assert net(x).dtype is torch.float32
+        assert net(x).dtype is torch.float32
+    assert "forward" not in vars(net[0])
+    assert running_in_float32(net) == set()
 
 
 @pytest.fixture

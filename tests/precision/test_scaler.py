@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.errors import PrecisionError
 from trainer.precision import LossScaler
+from trainer.precision.scaler import _any_of
 
 INF, NAN = float("inf"), float("nan")
 
@@ -35,9 +36,8 @@ def train(scaler, p, optimizer, slope=1.0):
     backward(scaler, p, slope)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    skipped = scaler.read_skipped()
     scaler.update()
-    return skipped
+    return bool(scaler.settle().skipped)
 
 
 # --- same as torch --------------------------------------------------------------------------------------------------
@@ -92,8 +92,9 @@ def test_disabled_is_transparent():
     loss.backward()
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    assert scaler.read_skipped() is False
     scaler.update()
+    assert scaler.is_settled
+    assert scaler.settle() == ((), 1.0, 1.0)
     scaler.forget_steps()
     assert torch.equal(p, torch.zeros(2))
     assert (scaler.current_scale, scaler.get_scale(), scaler.state_dict()) == (1.0, 1.0, {})
@@ -106,7 +107,9 @@ def test_it_is_a_grad_scaler():
     scaler = LossScaler("cpu")
     assert isinstance(scaler, torch.amp.GradScaler)
     assert scaler.is_enabled()
-    assert scaler.state_dict() == torch.amp.GradScaler("cpu").state_dict()
+    assert scaler.state_dict() == torch.amp.GradScaler("cpu").state_dict() | {"min_scale": 1.0, "max_scale": INF}
+    other = torch.amp.GradScaler("cpu")
+    other.load_state_dict(scaler.state_dict())  # and torch's reads ours
 
 
 def test_copies_and_pickles():
@@ -169,12 +172,12 @@ def test_two_optimizers_are_judged_one_by_one_and_the_scale_adjusted_once(fused)
     backward(scaler, q, 0.5)
     scaler.step(one)
     scaler.step(other)
-    assert scaler.read_skipped()
     scaler.update()
+    assert scaler.settle() == ((one,), 8.0, 4.0)
     assert torch.equal(p, torch.ones(2))
     assert torch.equal(q, torch.full((2,), 0.5))
     assert scaler.get_scale() == scaler.current_scale == 4.0
-    assert scaler.skipped is False
+    assert scaler.settle() == ((), 4.0, 4.0)
 
 
 @pytest.mark.parametrize("overflow", [0, 1, 2])
@@ -190,8 +193,8 @@ def test_an_overflow_in_any_of_several_steps_counts_once(fused, overflow):
         scaler.unscale_(optimizer)  # torch raises
         assert p.grad[0] == (INF if step == overflow else 1.0)
         scaler.step(optimizer)
-    assert scaler.read_skipped()
     scaler.update()
+    assert scaler.settle() == ((optimizer,), 8.0, 4.0)
     assert torch.equal(p, torch.full((2,), -2.0))
     assert scaler.get_scale() == scaler.current_scale == 4.0
     assert train(scaler, p, optimizer) is False
@@ -229,28 +232,141 @@ def test_a_batch_in_which_nothing_steps_changes_nothing():
     p.grad = None
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    assert scaler.read_skipped() is False
     scaler.update()
+    assert scaler.settle() == ((), 8.0, 8.0)
     scaler.update()
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 0)
     assert train(scaler, p, optimizer) is False  # and the next batch is an ordinary one
     assert scaler.get_scale() == 16.0
 
 
-def test_a_fused_momentum_is_not_left_uninitialised_and_a_running_one_is_kept():
-    scaler, p, q = LossScaler("cpu", init_scale=8.0), parameter(), parameter()
-    one, other = sgd(p, momentum=0.9, fused=True), sgd(q, momentum=0.9, fused=True)
-    litter = [torch.full((2,), 1e30) for _ in range(5000)]
-    del litter
-    for first, second in ((INF, 1.0), (1.0, INF), (1.0, 1.0)):
-        p.grad = q.grad = None
-        backward(scaler, p, first)
-        backward(scaler, q, second)
-        scaler.step(one)
-        scaler.step(other)
-        scaler.update()
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("steps_at_once", [1, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fused_momentum_is_not_left_uninitialised(monkeypatch, dampening, steps_at_once, late):
+    """After an overflow on the first step all is as if that batch had never been; fresh memory is full of NaN."""
+    fresh = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: fresh(*args, **options).fill_(NAN))
+    assert torch.empty_like(torch.zeros(1)).isnan()
+
+    def run(slopes):
+        scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
+        scaler.readback.arrives_at_once = not late
+        optimizer = sgd(p, momentum=0.9, dampening=dampening, fused=True)
+        for i, slope in enumerate(slopes):
+            p.grad = None
+            backward(scaler, p, slope)
+            scaler.step(optimizer)
+            if i % steps_at_once == 0:
+                scaler.update()
+        return p.detach(), optimizer.state[p]["momentum_buffer"]
+
+    for mine, other in zip(run([INF, INF, 1.0, 0.5]), run([1.0, 0.5]), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_running_momentum_is_kept_by_a_skipped_step():
+    scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
+    optimizer = sgd(p, momentum=0.9, fused=True)
+    for slope in (1.0, INF, 1.0):
+        train(scaler, p, optimizer, slope)
     assert torch.equal(p, torch.tensor([1.0, 1.0]) - 1.0 - 1.9)
-    assert torch.equal(q, torch.tensor([1.0, 1.0]) - 1.0 - 1.9)
+
+
+def test_gradients_that_were_looked_at_but_not_stepped_count_as_in_torch():
+    """The scale falls with them; no step was skipped."""
+    scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
+    optimizer = sgd(p)
+    backward(scaler, p, INF)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    assert scaler.settle() == ((), 8.0, 4.0)
+    assert scaler.get_scale() == 4.0
+
+
+# --- outcomes that arrive late --------------------------------------------------------------------------------------
+
+
+def late_scaler(**settings):
+    """As on a GPU: the host does not know what the device has found."""
+    scaler = LossScaler("cpu", **settings)
+    scaler.readback.arrives_at_once = False
+    return scaler
+
+
+def test_an_update_does_not_ask_what_a_fused_optimizer_did(monkeypatch):
+    scaler, p = late_scaler(init_scale=8.0), parameter()
+    optimizer = sgd(p, fused=True)
+    train(scaler, p, optimizer)
+    backward(scaler, p, INF)
+    with monkeypatch.context() as patched:
+        for name in ("item", "tolist", "__bool__", "__float__"):
+            patched.setattr(torch.Tensor, name, None)  # what reads would raise
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert not scaler.is_settled
+    assert scaler._scale.item() == 4.0  # the device is ahead of the host
+    assert scaler.settle() == ((optimizer,), 8.0, 4.0)
+    assert scaler.is_settled
+
+
+def test_a_plain_optimizer_is_settled_at_once():
+    scaler, p = late_scaler(init_scale=8.0), parameter()
+    optimizer = sgd(p)
+    backward(scaler, p, INF)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.is_settled
+    assert scaler.settle() == ((optimizer,), 8.0, 4.0)
+
+
+@pytest.mark.parametrize("ask", [lambda s: s.current_scale, lambda s: s.update(), lambda s: s.forget_steps()])
+def test_whoever_needs_the_outcome_gets_it(ask):
+    scaler, p = late_scaler(init_scale=8.0), parameter()
+    optimizer = sgd(p, fused=True)
+    backward(scaler, p, INF)
+    scaler.step(optimizer)
+    scaler.update()
+    ask(scaler)
+    assert scaler.current_scale == scaler.get_scale() == 4.0
+
+
+def test_floor_and_ceiling_hold_on_the_device():
+    scaler, p = late_scaler(init_scale=2.0, min_scale=1.5, max_scale=3.0, growth_interval=1), parameter()
+    optimizer, seen = sgd(p, fused=True), []
+    for slope in (INF, INF, 0.0, 0.0, 0.0):
+        p.grad = None
+        backward(scaler, p, slope)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler._scale.item())
+        assert scaler.settle().next_scale == seen[-1]
+    assert seen == [1.5, 1.5, 3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("found", [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
+def test_a_fused_kernel_is_told_one_however_many_devices_found_something(found):
+    """It skips at exactly 1."""
+    assert _any_of([torch.tensor(number) for number in found], torch.device("cpu")).item() == max(found)
+
+
+@pytest.mark.parametrize("kinds", ["dense", "sparse", "two dtypes"])
+def test_gradients_of_any_kind_are_unscaled_as_by_torch(kinds):
+    def gradients():
+        torch.manual_seed(0)
+        p, q = nn.Embedding(5, 3, sparse=kinds == "sparse"), nn.Linear(3, 2)
+        q = q.to(torch.bfloat16) if kinds == "two dtypes" else q
+        return [*p.parameters(), *q.parameters()], q(p(torch.tensor([1, 3, 3])).to(q.weight.dtype)).float().sum()
+
+    found = []
+    for scaler in (LossScaler("cpu", init_scale=1000.5), torch.amp.GradScaler("cpu", init_scale=1000.5)):
+        parameters, loss = gradients()
+        scaler.scale(loss).backward()
+        scaler.unscale_(torch.optim.SGD(parameters, lr=0.1))
+        found.append([p.grad.to_dense() for p in parameters])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_steps_of_an_interrupted_run_are_forgotten():
@@ -261,7 +377,7 @@ def test_steps_of_an_interrupted_run_are_forgotten():
     scaler.step(optimizer)
     scaler.unscale_(optimizer)
     scaler.forget_steps()
-    assert scaler.skipped is False
+    assert scaler.settle() == ((), 8.0, 8.0)
     assert scaler.get_scale() == 8.0
     assert train(scaler, p, optimizer) is False
     assert torch.equal(p, torch.zeros(2))

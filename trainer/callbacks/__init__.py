@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
+    from trainer.callbacks.activation_checkpointing import ActivationCheckpointing
     from trainer.callbacks.alignment_advisor import AlignmentAdvisor
     from trainer.callbacks.curves import Curves
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
     from trainer.callbacks.run_summary import RunSummary
     from trainer.callbacks.scale_monitor import ScaleMonitor
     from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+    from trainer.callbacks.throughput import Throughput
 
 __all__ = [
+    "ActivationCheckpointing",
     "AlignmentAdvisor",
     "Curves",
     "GradientAccumulation",
@@ -25,9 +28,11 @@ __all__ = [
     "RunSummary",
     "ScaleMonitor",
     "ScalerCheckpoint",
+    "Throughput",
 ]
 
 _HOMES = {
+    "ActivationCheckpointing": "trainer.callbacks.activation_checkpointing",
     "AlignmentAdvisor": "trainer.callbacks.alignment_advisor",
     "Curves": "trainer.callbacks.curves",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
@@ -36,6 +41,7 @@ _HOMES = {
     "RunSummary": "trainer.callbacks.run_summary",
     "ScaleMonitor": "trainer.callbacks.scale_monitor",
     "ScalerCheckpoint": "trainer.callbacks.scaler_checkpoint",
+    "Throughput": "trainer.callbacks.throughput",
 }
 
 

@@ -1,12 +1,12 @@
-"""A picture of the run: ``curves.png``."""
+"""A picture of the run: ``curves.png``, and the numbers in it: ``curves.json``."""
 
+import json
 import logging
-import math
 import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from itertools import cycle, pairwise
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +15,23 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from trainer.callbacks.plotting import INK, PALETTE, fit_loss_axis, label_ends, smooth, style, without_spikes
+
 if TYPE_CHECKING:  # takes a second to import, and is needed at the end of a fit only
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 
-_INK, _FAINT = "#333333", "#bbbbbb"
-_TRAIN, _VAL, _SKIPPED = "#0072b2", "#d55e00", "#cc3311"
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-_OTHERS = ("#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_TRAIN, _VAL, *_OTHERS = PALETTE
+_SKIPPED = "#cc3311"
 
 
 class Curves(Callback):
     """Draws loss, accuracy and loss scale over the optimizer steps into ``curves.png`` when a fit has ended.
+
+    The points go to ``curves.json`` beside it, in the form of `state_dict`: to draw them otherwise, or together with
+    those of other runs.
 
     It needs no logger: the points are its own, at most `max_points` of each curve (then every second one is
     dropped), and they are saved in checkpoints, so that the picture of a resumed run is whole. What is drawn:
@@ -41,7 +44,7 @@ class Curves(Callback):
     reading is done once an epoch. Only rank zero draws, its own losses.
 
     Args:
-        dirpath: Folder of ``curves.png``. Default: ``trainer.default_root_dir``.
+        dirpath: Folder of ``curves.png`` and ``curves.json``. Default: ``trainer.default_root_dir``.
         max_points: The most points kept of each curve.
 
     Attributes:
@@ -183,12 +186,12 @@ class Curves(Callback):
 
         figure = Figure(figsize=(9, 0.8 + 2.3 * len(panels)), dpi=150, facecolor="white", layout="constrained")
         if title:
-            figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=_INK)
+            figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=INK)
         column = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
         for axes, (name, draw_panel, _) in zip(column, panels, strict=True):
-            _style(axes, name)
+            style(axes, name)
             draw_panel(axes)
-        column[-1].set_xlabel("optimizer step", color=_INK)
+        column[-1].set_xlabel("optimizer step", color=INK)
         return figure
 
     def _save(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -197,6 +200,7 @@ class Curves(Callback):
         if figure is not None:
             folder = Path(self._dirpath or trainer.default_root_dir).absolute()
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / "curves.json").write_text(json.dumps(self.state_dict()) + "\n", encoding="utf-8")
             figure.savefig(folder / "curves.png")
             self.path = folder / "curves.png"
 
@@ -230,45 +234,39 @@ class Curves(Callback):
     def _draw_loss(self, axes: "Axes") -> None:
         steps, losses = self.losses.steps, self.losses.read()
         labels = []
-        shown = [loss for loss in losses if math.isfinite(loss)]
+        shown = without_spikes(losses)
         if shown:
-            smooth = _smooth(losses)
+            smoothed = smooth(losses)
             axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
-            axes.plot(steps, smooth, color=_TRAIN, linewidth=1.8)
-            labels.append((smooth[-1], "train", _TRAIN))
-            # A spike in a single batch must not flatten the rest.
-            shown = sorted(shown)[: math.ceil(0.995 * len(shown))]
-            shown += [loss for loss in smooth if math.isfinite(loss)]
+            axes.plot(steps, smoothed, color=_TRAIN, linewidth=1.8)
+            labels.append((smoothed[-1], "train", _TRAIN))
+            shown += smoothed
         for (name, series), color in zip(self._named("val", "loss"), cycle((_VAL, *_OTHERS)), strict=False):
             values = series.read()
             axes.plot(series.steps, values, color=color, linewidth=1.8, marker="o", markersize=3.5)
             labels.append((values[-1], name, color))
-            shown += [value for value in values if math.isfinite(value)]
-        if shown and min(shown) > 0 and max(shown) > 100 * min(shown):
-            axes.set_yscale("log")
-        elif shown:
-            margin = 0.05 * (max(shown) - min(shown)) or 0.5
-            axes.set_ylim(min(shown) - margin, max(shown) + margin)
-        _label(axes, labels)
+            shown += values
+        fit_loss_axis(axes, shown)
+        label_ends(axes, labels)
 
     def _draw_scores(self, axes: "Axes") -> None:
         labels = []
         colors = {"train": [_TRAIN, *_OTHERS[::-1]], "val": [_VAL, *_OTHERS]}
         for stage, name, series in self._scores():
-            color = colors[stage].pop(0) if colors[stage] else _INK
+            color = colors[stage].pop(0) if colors[stage] else INK
             values = series.read()
             axes.plot(series.steps, values, color=color, linewidth=1.8, marker="o", markersize=3.5)
             labels.append((values[-1], f"{name} {values[-1]:.3f}", color))
-        _label(axes, labels)
+        label_ends(axes, labels)
 
     def _draw_scale(self, axes: "Axes") -> None:
         steps, scales = list(self.scales.steps), self.scales.read()
         last = max(series.steps[-1] for series in self._all() if len(series))
-        axes.plot([*steps, last], [*scales, scales[-1]], color=_INK, linewidth=1.8, drawstyle="steps-post")
+        axes.plot([*steps, last], [*scales, scales[-1]], color=INK, linewidth=1.8, drawstyle="steps-post")
         axes.set_yscale("log", base=2)
         axes.set_ylim(min(scales) / 2, max(scales) * 2)
         axes.minorticks_off()
-        labels = [(scales[-1], f"{scales[-1]:,.10g}", _INK)]
+        labels = [(scales[-1], f"{scales[-1]:,.10g}", INK)]
         if len(self.skipped):
             axes.plot(
                 self.skipped.steps,
@@ -279,7 +277,7 @@ class Curves(Callback):
                 markeredgewidth=1.6,
             )
             labels.append((self.skipped.read()[-1], "x skipped", _SKIPPED))
-        _label(axes, labels)
+        label_ends(axes, labels)
 
 
 class Series:
@@ -360,56 +358,3 @@ def training_loss(trainer: "pl.Trainer", outputs: Any, batch_idx: int) -> Tensor
     if window == 1:
         return loss
     return loss * min(window, trainer.num_training_batches - batch_idx // window * window)
-
-
-def _smooth(values: list[float]) -> list[float]:
-    """Centred moving average over about a fortieth of the points, stepping over those that are not finite."""
-    import numpy as np
-
-    points = np.asarray(values)
-    finite = np.isfinite(points)
-    window = np.ones(2 * (len(values) // 80) + 1)
-    counts = np.convolve(finite, window, mode="same")
-    sums = np.convolve(np.where(finite, points, 0.0), window, mode="same")
-    smooth: list[float] = np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0).tolist()
-    return smooth
-
-
-def _style(axes: "Axes", title: str) -> None:
-    axes.set_title(title, loc="left", size=10, color=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_FAINT)
-    axes.tick_params(colors=_INK, labelsize=9, length=3, color=_FAINT)
-    axes.grid(axis="y", color="#eeeeee", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.margins(x=0.01)
-
-
-def _label(axes: "Axes", labels: list[tuple[float, str, str]]) -> None:
-    """Writes each curve's name at its end, in its colour, and keeps the names apart.
-
-    Args:
-        axes: Where the curves are, with their final scale.
-        labels: For each curve its last y-value, its name and its colour.
-    """
-    to_axes = axes.transData + axes.transAxes.inverted()
-    axes.autoscale_view()
-    ends = [(float(to_axes.transform((0, y))[1]), name, color) for y, name, color in labels if math.isfinite(y)]
-    ends.sort()
-    heights = [end[0] for end in ends]
-    for _ in range(50):  # push neighbours apart
-        for lower, upper in pairwise(range(len(heights))):
-            overlap = max(0.0, 0.1 - (heights[upper] - heights[lower]))
-            heights[lower] -= overlap / 2
-            heights[upper] += overlap / 2
-    for height, (_, name, color) in zip(heights, ends, strict=True):
-        axes.annotate(
-            name,
-            xy=(1, height),
-            xycoords="axes fraction",
-            xytext=(6, 0),
-            textcoords="offset points",
-            verticalalignment="center",
-            fontsize=9,
-            color=color,
-        )

@@ -21,12 +21,19 @@ class GradientAccumulation(Callback):
         batches: batches in a window.
         schedule: instead of ``batches``: the number from each of some epochs on, ``{0: 8, 10: 4}``. Before the
             first epoch named, 1.
+        straddles_epochs: whether a window that is open at the end of an epoch goes on in the next one. By default it is
+            closed there. The last epoch closes it in any case.
 
     Raises:
         ConfigurationError: both or neither given, or a number below 1.
     """
 
-    def __init__(self, batches: int | None = None, schedule: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        batches: int | None = None,
+        schedule: Mapping[int, int] | None = None,
+        straddles_epochs: bool = False,
+    ) -> None:
         if (batches is None) == (schedule is None):
             raise ConfigurationError(
                 f"Got batches={batches!r} and schedule={schedule!r}, expected exactly one of them."
@@ -38,6 +45,7 @@ class GradientAccumulation(Callback):
                     f"Got {number!r} batches from epoch {epoch!r} on, expected a whole number of at least 1 from an"
                     " epoch of at least 0."
                 )
+        self.straddles_epochs = straddles_epochs
         self.schedule: dict[int, int] = {epoch: int(steps[epoch] or 1) for epoch in sorted(steps)}
 
     def batches_in(self, epoch: int) -> int:
@@ -49,5 +57,5 @@ class GradientAccumulation(Callback):
         return number
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Windows do not straddle epochs, so this is where their size may change."""
+        """Set the number for the windows that open in this epoch."""
         trainer.accumulate_grad_batches = self.batches_in(trainer.current_epoch)

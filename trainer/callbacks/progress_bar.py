@@ -37,7 +37,7 @@ class ProgressBar(LightningProgressBar):
 
     A batch on which no refresh is due costs one look at the clock. Metrics are read when a refresh is due and
     not before, because on a GPU each read waits for the device; the scale comes from
-    ``trainer.step_outcome``, which is on the host already. There is no background thread.
+    ``trainer.settled_outcome``, which is on the host already. There is no background thread.
 
     Without a metric whose name contains "loss", the loss that ``training_step`` returned is shown. Override
     ``get_metrics`` to show other things.
@@ -324,9 +324,9 @@ class ProgressBar(LightningProgressBar):
             metrics = {"loss": self._loss.item(), **metrics}
         items = [(name, _format(value)) for name, value in metrics.items()]
         scaler = trainer.scaler
-        outcome = getattr(trainer, "step_outcome", None)  # which `lightning.Trainer` does not have
+        outcome = getattr(trainer, "settled_outcome", None)  # which `lightning.Trainer` does not have
         if scaler is not None and scaler.is_enabled() and outcome is not None:
-            skipped = getattr(trainer, "skipped_steps", 0)
+            skipped = trainer.progress.skipped_steps  # type: ignore[attr-defined]  # those that are known; no waiting
             items += [("scale", f"{outcome.next_scale:.10g}"), ("skipped", str(skipped))]
         self._display.items = items
 

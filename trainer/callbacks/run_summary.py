@@ -101,9 +101,9 @@ class RunSummary(Callback):
         """Counts the batch."""
         self._batches += 1
         if self._first_size is None:
-            self._first_size = self._last_size = _batch_size(batch)
+            self._first_size = self._last_size = batch_size(batch)
         elif batch_idx + 1 == self._num_batches:
-            self._last_size = _batch_size(batch)
+            self._last_size = batch_size(batch)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Adds the epoch to the samples."""
@@ -180,7 +180,7 @@ class RunSummary(Callback):
             "status": status,
             "error": error,
             "precision": str(trainer.precision),
-            "devices": _devices(trainer),
+            "devices": devices_of(trainer),
             "epochs": trainer.current_epoch,
             "steps": trainer.global_step,
             "skipped_steps": getattr(trainer, "skipped_steps", None),
@@ -203,7 +203,7 @@ class RunSummary(Callback):
             warnings.warn(f"The run's summary could not be written to {path}: {problem}", stacklevel=2)
 
 
-def _batch_size(batch: object) -> int:
+def batch_size(batch: object) -> int:
     """The length of the first tensor in a batch, 1 for a 0-dim one; 0 without any tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
@@ -214,10 +214,11 @@ def _batch_size(batch: object) -> int:
         parts = batch
     elif is_dataclass(batch):
         parts = (getattr(batch, field.name) for field in fields(batch))
-    return next((size for size in map(_batch_size, parts) if size), 0)
+    return next((size for size in map(batch_size, parts) if size), 0)
 
 
-def _devices(trainer: "pl.Trainer") -> str:
+def devices_of(trainer: "pl.Trainer") -> str:
+    """Number and kind of a trainer's devices, such as "2 x NVIDIA A100"."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     return f"{trainer.world_size} x {name}"

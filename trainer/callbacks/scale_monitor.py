@@ -1,34 +1,63 @@
-"""How the loss scale is doing."""
+"""How the loss scale is doing, and the gradients that it is there for."""
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
+from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError
 from trainer.optimization import StepOutcome
+from trainer.precision.underflow import Underflow, UnderflowProbe
 
 
 class ScaleMonitor(Callback):
-    """Logs the loss scale, the skipped steps and their rate; warns once where the scale says that something is wrong.
+    """Logs the loss scale, skipped steps and underflow; warns where one of them says that something is wrong.
 
-    Logged with each step, where the loss is scaled: ``amp/scale``, the scale the step was computed with;
-    ``amp/skipped_steps``, so far; ``amp/skip_rate``, over the last ``window`` steps.
+    Logged with each step, where the loss is scaled:
+
+    - ``amp/scale``: the scale that the step was computed with.
+    - ``amp/skipped_steps``: so far.
+    - ``amp/skip_rate``: over the last ``window`` steps.
+
+    Logged every ``every_n_steps``, of the gradients as they are before ``unscale_``:
+
+    - ``amp/underflow``: of the gradient elements that are not zero, the share that is subnormal in float16: below
+      2**-14. Those have lost precision, and smaller ones have become zero. Of the ``worst_layers`` with the most of
+      it, also one by one: ``amp/underflow/NAME`` and, beside it, ``amp/zeros/NAME``.
+    - ``amp/zeros``: the share of gradient elements that are exactly zero. It is normal for an embedding to have 99% of
+      them, so this draws no warning.
+    - ``grad_norm``: the norm of all true gradients, of steps that were taken; in every precision, and only where no
+      GradientClipping logs it.
+
+    Nothing here makes the host wait for a GPU. A value is logged as it is: a NaN stays a NaN.
+
+    Each warning is given once, with the number, its threshold and what to do.
 
     Args:
         healthy: scale from and to which nothing is amiss. A scale outside of it for ``patience`` steps in a row
-            draws one warning.
+            draws a warning.
         patience: optimizer steps.
-        alarm: a scale below this draws one warning at once: overflows are frequent.
+        alarm: a scale below this draws a warning at once: overflows are frequent.
         window: optimizer steps that the skip rate looks back on.
+        max_skip_rate: a higher skip rate draws a warning; the first ``window`` steps, in which the scale finds its
+            place, are not counted. By itself a scale that is regularly tried higher costs 1 step in 2000.
+        every_n_steps: weight updates between two looks at the gradients; 0 for none.
+        max_underflow: a higher share of subnormal elements draws a warning.
+        worst_layers: parameters whose underflow is logged one by one.
+
+    Attributes:
+        underflow: what the last look found: all together, then each parameter, the worst first.
 
     Raises:
-        ConfigurationError: bounds out of order, or a number of steps below 1.
+        ConfigurationError: bounds out of order, a share that is none, or a number of steps below 1.
     """
 
     def __init__(
@@ -37,6 +66,10 @@ class ScaleMonitor(Callback):
         patience: int = 1_000,
         alarm: float = 100.0,
         window: int = 100,
+        max_skip_rate: float = 0.05,
+        every_n_steps: int = 50,
+        max_underflow: float = 0.3,
+        worst_layers: int = 3,
     ) -> None:
         low, high = healthy
         if not 0 < alarm <= low < high:
@@ -47,26 +80,78 @@ class ScaleMonitor(Callback):
             raise ConfigurationError(
                 f"Got patience={patience!r} and window={window!r}, expected numbers of steps, at least 1."
             )
+        if every_n_steps < 0 or worst_layers < 0:
+            raise ConfigurationError(
+                f"Got every_n_steps={every_n_steps!r} and worst_layers={worst_layers!r}, expected whole numbers, at"
+                " least 0."
+            )
+        if not (0 < max_skip_rate <= 1 and 0 < max_underflow <= 1):
+            raise ConfigurationError(
+                f"Got max_skip_rate={max_skip_rate!r} and max_underflow={max_underflow!r}, expected shares above 0 and"
+                " up to 1."
+            )
         self.healthy = (float(low), float(high))
         self.patience = patience
         self.alarm = alarm
         self.window = window
+        self.max_skip_rate = max_skip_rate
+        self.every_n_steps = every_n_steps
+        self.max_underflow = max_underflow
+        self.worst_layers = worst_layers
+        self.underflow: list[Underflow] = []
+        self._steps = 0
         self._recent: deque[bool] = deque(maxlen=window)
         self._recent_skips = 0
         self._steps_outside = 0
         self._warned: set[str] = set()
+        self._names: dict[int, str] = {}
+        self._probe: UnderflowProbe | None = None
+        self._probed_at = 0
+        self._norms: list[Tensor] = []
+        self._logs_norm = True
 
     @property
     def skip_rate(self) -> float:
         """The share of skipped steps among the last ``window``; 0 before the first."""
         return self._recent_skips / len(self._recent) if self._recent else 0.0
 
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Ask to see the gradients before they are unscaled."""
+        self._logs_norm = not any(getattr(callback, "log_norm", False) for callback in trainer.callbacks)
+        self._norms = []
+        if self.every_n_steps and trainer.scaler.is_enabled():
+            self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+            self._probe = UnderflowProbe(pl_module.device.type)
+            trainer.scaler.before_unscale = partial(self._look, trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Let go of them."""
+        trainer.scaler.before_unscale = None
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of them."""
+        trainer.scaler.before_unscale = None
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Measure the norm of the true gradients, where nobody else does."""
+        if self._logs_norm and self._is_due(trainer):
+            gradients = [parameter.grad for _, parameter in _with_gradient(optimizer)]
+            if gradients:
+                self._norms.append(torch.nn.utils.get_total_norm(gradients))
+
     def on_after_optimizer_step(
         self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Look at one step."""
-        if not trainer.scaler.is_enabled() or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
+        if optimizer is not trainer.optimizers[outcome.optimizers[0]]:
             return
+        if self._norms and not outcome.skipped:
+            norm = self._norms[0] if len(self._norms) == 1 else torch.stack(self._norms).norm()
+            pl_module.log("grad_norm", norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True)
+        self._norms = []
+        if not trainer.scaler.is_enabled():
+            return
+        self._steps += 1
         if len(self._recent) == self.window:
             self._recent_skips -= self._recent[0]
         self._recent.append(outcome.skipped)
@@ -75,6 +160,39 @@ class ScaleMonitor(Callback):
         pl_module.log("amp/skipped_steps", float(trainer.skipped_steps))
         pl_module.log("amp/skip_rate", self.skip_rate)
         self._judge(outcome.next_scale)
+        if self._probe is not None and self._probe.has_started:
+            self._report(trainer, pl_module, self._probe.finish(), outcome)
+
+    def _is_due(self, trainer: Any) -> bool:
+        """Whether this is an update whose gradients are looked at: with the default, one that the loggers get."""
+        return bool(self.every_n_steps) and (trainer.progress.windows + 1) % self.every_n_steps == 0
+
+    def _look(self, trainer: Any, optimizer: Optimizer) -> None:
+        if self._probe is not None and self._is_due(trainer):
+            self._probed_at = trainer.progress.windows
+            self._probe.start((self._names.get(i, "?"), p.grad) for i, p in _with_gradient(optimizer))
+
+    def _report(self, trainer: Any, pl_module: LightningModule, found: list[Underflow], outcome: StepOutcome) -> None:
+        if outcome.skipped:  # infinities and what they became say nothing about small gradients
+            return
+        self.underflow = found
+        total, *layers = found
+        pl_module.log("amp/underflow", total.subnormal)
+        pl_module.log("amp/zeros", total.zeros)
+        rows = {f"amp/underflow/{one.name}": one.subnormal for one in layers[: self.worst_layers]}
+        rows |= {f"amp/zeros/{one.name}": one.zeros for one in layers[: self.worst_layers]}
+        for logger in trainer.loggers:  # not self.log, which would repeat a layer's value when others are worse
+            logger.log_metrics(rows, step=self._probed_at)
+        if total.subnormal > self.max_underflow:
+            worst = ", ".join(f"{one.name} ({one.subnormal:.0%})" for one in layers[: max(self.worst_layers, 1)])
+            self._warn(
+                "underflow",
+                f"Of the gradient elements that are not zero, {total.subnormal:.0%} are subnormal in float16, above"
+                f" {self.max_underflow:.0%}, at a loss scale of {outcome.scale:g}: they have lost precision, and"
+                f" smaller ones have vanished. Worst: {worst}. If the scale is low, find what keeps it there"
+                " (OverflowReport) and name it in precision.fp32_modules; else start from a higher init_scale, or use"
+                " precision='bf16-mixed'.",
+            )
 
     def _judge(self, scale: float) -> None:
         low, high = self.healthy
@@ -99,10 +217,23 @@ class ScaleMonitor(Callback):
                 " gradients are very small. Check that the loss is not averaged twice; set max_scale to cap it.",
             )
 
+        if self._steps > 2 * self.window and self.skip_rate > self.max_skip_rate:
+            self._warn(
+                "skips",
+                f"{self.skip_rate:.1%} of the last {self.window} steps were skipped, above {self.max_skip_rate:.1%}:"
+                " each is a batch without effect. Lower the learning rate, clip gradients, raise growth_interval, or"
+                " use precision='bf16-mixed'.",
+            )
+
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             _say(message)
+
+
+def _with_gradient(optimizer: Optimizer) -> list[tuple[int, Any]]:
+    """The identity and the parameter, of each that has a gradient."""
+    return [(id(p), p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 @rank_zero_only

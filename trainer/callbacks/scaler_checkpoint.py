@@ -19,12 +19,16 @@ class ScalerCheckpoint(Callback):
 
     On by default; where the loss is not scaled there is nothing to save. The settings (factors, interval, floor and
     ceiling) are saved for the record; on restore the current ones win. One message says so when a checkpoint has no
-    scaler state, or has one that this run's precision does not need.
+    scaler state, or has one that this run's precision does not need. Such a state is passed on to this run's
+    checkpoints, for a run that goes back to scaling.
     """
+
+    def __init__(self) -> None:
+        self._unused: dict[str, Any] = {}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the scaler's state. Between updates there is always one to save, and never half of one."""
-        state = trainer.scaler.state_dict()
+        state = trainer.scaler.state_dict() or self._unused
         if state:
             checkpoint[KEY] = state
 
@@ -32,6 +36,7 @@ class ScalerCheckpoint(Callback):
         """Restore it, or say why not."""
         state = checkpoint.get(KEY) or checkpoint.get(OLD_KEY)
         enabled = trainer.scaler.is_enabled()
+        self._unused = dict(state) if state and not enabled else {}
         if state and enabled:
             trainer.scaler.load_state_dict(state)
         elif enabled and trainer.training:
@@ -43,7 +48,8 @@ class ScalerCheckpoint(Callback):
         elif state and trainer.training:
             _say(
                 f"The checkpoint has a loss-scaler state (scale {state['scale']:g}), but"
-                f" precision={trainer.precision!r} does not scale the loss. The state is not used."
+                f" precision={trainer.precision!r} does not scale the loss. The state is not used, and kept in the"
+                " checkpoints for a run that scales it again."
             )
 
 

@@ -2,7 +2,8 @@
 
 In the order in which a command passes through them: ``arguments`` takes the line apart, ``validate`` checks
 it against the configs that ``compose`` finds, ``run`` builds the objects (``build``) and trains; ``sweep``
-does that for each of many jobs. Nothing before ``run`` imports torch.
+does that for each of many jobs, and ``compare`` holds what they leave against each other. Only ``run`` imports
+torch.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 
 from trainer.cli.arguments import RUNS, Arguments, UsageError, read
@@ -82,16 +83,25 @@ def _hydra(arguments: Arguments) -> int:
     from trainer.cli.validate import validate
     from trainer.cli.workdir import claim, sweeps
 
-    folder, started = None, time.time() - 1.0  # file systems are not that exact
+    report: Callable[[], int] = int  # of a sweep; how many jobs failed
+    started = time.time() - 1.0  # file systems are not that exact
     if "--experimental-rerun" not in arguments.flags and "--hydra-help" not in arguments.flags:
         config = validate(arguments)
         if not arguments.shows:
-            claimed = claim(arguments, config)
-            folder = claimed if sweeps(arguments, config) else None
+            given = list(arguments.overrides)
+            folder = claim(arguments, config)
+            if arguments.command == "compare":
+                from trainer.cli import compare
+
+                report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
+            elif sweeps(arguments, config):
+                from trainer.cli import sweep
+
+                report = partial(sweep.report, folder, since=started)
     try:
         status = _call_hydra(arguments)
     finally:
-        failed = _report(folder, started)
+        failed = report()
     return status or (FAILED if failed else OK)
 
 
@@ -118,15 +128,6 @@ def _call_hydra(arguments: Arguments) -> int:
         traceback.print_exception(error.with_traceback(own or error.__traceback__))
         return FAILED
     return OK
-
-
-def _report(folder: Path | None, started: float) -> int:
-    """Print the table of the sweep in ``folder``, if there was one; the number of jobs that failed."""
-    if folder is None:
-        return 0
-    from trainer.cli.sweep import report
-
-    return report(folder, since=started)
 
 
 @contextmanager

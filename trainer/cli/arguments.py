@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.precision.names import ALIASES
 
-RUNS = ("fit", "validate", "test", "predict")
-"""Subcommands that run something, by the name of the Trainer's method."""
+RUNS = ("fit", "validate", "test", "predict", "compare")
+"""Subcommands that run something. All but ``compare``, a sweep of ``fit``, are methods of the Trainer."""
 
 COMMANDS = (*RUNS, "recipes")
 
 GROUPS_TO_ADD = ("recipe", "debug", "sweep")
 """Not in the default config: Hydra wants a ``+`` in front. It may be left out here."""
+
+COMPARED = ("32-true", "16-mixed", "bf16-mixed")
+"""The precisions that ``compare`` compares where none are given."""
 
 # Hydra's flags: every spelling, the long one, and how many values follow ("?": one, if it is one of those
 # listed).
@@ -97,9 +100,24 @@ def read(argv: Sequence[str]) -> Arguments:
             _read_override(word, arguments)
         else:
             _read_command(word, arguments)
+    if arguments.command == "compare":
+        _complete_comparison(arguments)
     if arguments.multirun and arguments.shows:
         raise UsageError(f"--multirun runs and {' '.join(set(arguments.flags) & _SHOW)} shows: leave one of them out.")
     return arguments
+
+
+def _complete_comparison(arguments: Arguments) -> None:
+    """A comparison is a sweep, over the precisions where nothing is said of them."""
+    if arguments.shows:
+        raise UsageError(
+            f"compare runs several trainings and {' '.join(set(arguments.flags) & _SHOW)} shows one: write fit for"
+            " compare, and one value for each setting."
+        )
+    arguments.flags["--multirun"] = ""
+    chosen = ("precision", "precision._target_", "sweep", "hydra.sweeper.params.precision")
+    if not any(override.partition("=")[0].lstrip("+") in chosen for override in arguments.overrides):
+        arguments.overrides.append(f"precision={','.join(COMPARED)}")
 
 
 def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:

@@ -13,6 +13,7 @@ _SUMMARY = {
     "validate": "compute the validation metrics of a model",
     "test": "compute the test metrics of a model",
     "predict": "run a model over data and save what it says",
+    "compare": "train in several precisions, and say what each of them gains and costs",
     "recipes": "list the recipes, with a line on each",
 }
 
@@ -27,6 +28,13 @@ Computes the metrics of a recipe's model on its test data. The weights come from
     "predict": """\
 Runs a recipe's model over its prediction data and writes predictions.pt, which torch.load reads,
 into the run's folder. The weights come from ckpt_path.""",
+    "compare": """\
+Trains the model of a recipe once in each precision, with the same seed and the same batches, every run
+in a process of its own and one after the other. Then it compares them with the first: loss, metric, time,
+samples per second, peak memory and skipped steps, the loss curves in one picture, and a verdict on each.
+The report, compare.md, and compare.png and compare.json go to multirun/RECIPE/DATE_TIME, each run to a
+folder in there. The exit status is 0 when all runs completed. Where no precision is given, 32, 16-mixed and
+bf16-mixed are compared.""",
     "recipes": """\
 Lists the recipes that come with the package and those in ./conf/recipe, with a line on each.""",
 }
@@ -43,6 +51,25 @@ _TRAIN = """\
   Go on where a run stopped:
     python -m trainer fit +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt"""
 
+_COMPARE = """\
+    python -m trainer compare +recipe=resnet50 precision=32,16-mixed,bf16-mixed
+  A first impression, in two epochs:
+    python -m trainer compare +recipe=resnet50 trainer.max_epochs=2
+  What is asked of each run: at most 0.5 points less accuracy, on a GPU at least 1.5x the speed; status 1 if not:
+    python -m trainer compare +recipe=resnet50 compare.accuracy_tolerance=0.5 compare.strict=true
+  Not precisions but something else, in one precision:
+    python -m trainer compare +recipe=resnet50 precision=16-mixed +optimizer.fused=false,true"""
+
+_COMPARE_SETTINGS = """\
+Settings of the comparison (conf/compare/default.yaml has them with their defaults):
+  compare.metric=val_acc          the metric to compare; by default the one that checkpoints are chosen by,
+                                  else an accuracy, else a loss
+  compare.mode=max                which way it is better, max or min, if its name does not tell
+  compare.accuracy_tolerance=1.0  how much worse it may be: points of a metric in [0, 1], percent of any other
+  compare.min_speedup=1.5         samples per second over the first's; auto asks for 1.5 on a GPU only
+  compare.min_memory_saving=0.3   share of the first's peak memory; auto asks for 0.3 on a GPU only
+  compare.strict=true             exit status 1 also when a run does not keep to these"""
+
 _USE = """\
     python -m trainer {command} +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt"""
 
@@ -56,6 +83,7 @@ _GROUPS = {
     "trainer": "the devices",
     "callbacks": "",
     "logger": "",
+    "compare": "what compare asks of the runs",
     "debug": "settings to look for mistakes with",
     "sweep": "ready-made sweeps",
 }
@@ -98,8 +126,9 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
         ]
     else:
         top = [f"usage: python -m trainer {command} [SETTING=VALUE ...] [FLAGS]", _ABOUT[command]]
-    example = _TRAIN if command in (None, "fit") else _USE.format(command=command)
-    return "\n\n".join([*top, f"Examples:\n{example}", _groups(config_dir), _SETTINGS, _FLAGS])
+    example = {None: _TRAIN, "fit": _TRAIN, "compare": _COMPARE}.get(command) or _USE.format(command=command)
+    own = [_COMPARE_SETTINGS] if command == "compare" else []
+    return "\n\n".join([*top, f"Examples:\n{example}", *own, _groups(config_dir), _SETTINGS, _FLAGS])
 
 
 def versions() -> str:

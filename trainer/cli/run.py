@@ -24,9 +24,10 @@ log = logging.getLogger(__name__)
 def task(config: DictConfig) -> dict[str, float]:
     """What Hydra calls: the run itself or, in a sweep, the start of one."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
+        from trainer.cli.compare import as_fit
         from trainer.cli.sweep import run_job
 
-        return run_job()
+        return run_job(as_fit) if config.command == "compare" else run_job()
     return run(config)
 
 
@@ -45,6 +46,7 @@ def run(config: DictConfig) -> dict[str, float]:
         "command": config.command,
         "recipe": hydra.runtime.choices.get("recipe"),
         "precision": hydra.runtime.choices.get("precision"),
+        "seed": config.seed,
         "overrides": OmegaConf.to_container(hydra.overrides.task, resolve=False),
         "run_dir": str(folder),
         "status": "failed",
@@ -128,16 +130,57 @@ def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, tra
 
 
 def _facts(trainer: Any) -> dict[str, Any]:
-    """What the table of a sweep shows of a run, as far as it came."""
+    """What the table of a sweep, and a comparison, show of a run, as far as it came."""
     scaler = getattr(trainer, "scaler", None)
     metrics = getattr(trainer, "callback_metrics", {})
-    return {
+    facts = {
         "epochs": getattr(trainer, "current_epoch", None),
         "steps": getattr(trainer, "global_step", None),
         "skipped_steps": getattr(trainer, "skipped_steps", None),
         "scale": scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
         "metrics": {name: float(value) for name, value in metrics.items()},
         "peak_memory": _peak_memory(),
+    }
+    return facts if trainer is None else facts | _measured(trainer)
+
+
+def _measured(trainer: Any) -> dict[str, Any]:
+    """The device, and what callbacks know: which metric matters, and how fast it went."""
+    from trainer.callbacks.run_summary import devices_of
+    from trainer.callbacks.throughput import Throughput
+
+    facts: dict[str, Any] = {"trained_in": str(trainer.precision), "devices": devices_of(trainer), "gpu": _gpu(trainer)}
+    for callback in (trainer.checkpoint_callback, trainer.early_stopping_callback):
+        if getattr(callback, "monitor", None):
+            facts["monitor"] = {"metric": callback.monitor, "mode": callback.mode}
+            break
+    for callback in trainer.callbacks:
+        if isinstance(callback, Throughput):
+            facts["throughput"] = {
+                "samples_per_second": callback.samples_per_second,
+                "train_seconds": callback.train_seconds,
+                "measured_batches": callback.measured_batches,
+                "waiting": callback.waiting,
+                "batches": callback.batches,
+            }
+    return facts
+
+
+def _gpu(trainer: Any) -> dict[str, Any] | None:
+    """Whether the GPU has Tensor Cores, and where float32 uses them; None on another device."""
+    import torch
+
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return None
+    # Not allow_tf32, whose reading raises where a user has set fp32_precision.
+    float32 = {
+        "matrix products": torch.backends.cuda.matmul.fp32_precision,
+        "convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # made at run time
+    }
+    return {
+        "capability": list(torch.cuda.get_device_capability(device)),
+        "tf32": [operation for operation, precision in float32.items() if precision == "tf32"],
     }
 
 

@@ -12,9 +12,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -23,6 +23,9 @@ from trainer.cli.arguments import read
 from trainer.cli.processes import clean_environment
 from trainer.cli.results import RESULT, write_result
 from trainer.cli.workdir import quoted
+
+if TYPE_CHECKING:  # takes a moment to import
+    from rich.console import Console
 
 # Hydra's settings for the sweep, which are none of a job's business.
 _SWEEP_ONLY = (
@@ -35,8 +38,11 @@ _SWEEP_ONLY = (
 )
 
 
-def run_job() -> dict[str, float]:
+def run_job(own: Callable[[list[str]], list[str]] = list) -> dict[str, float]:
     """Run the job that Hydra has composed, in a process of its own, and wait for it. Its failure is not ours.
+
+    Args:
+        own: makes the overrides that the process is started with from those of the job.
 
     Returns:
         The job's metrics; none if it failed.
@@ -61,7 +67,7 @@ def run_job() -> dict[str, float]:
     (folder / RESULT).unlink(missing_ok=True)
     print(f"\nJob {hydra.job.num}: {' '.join(shown(overrides))}", flush=True)
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *overrides, *ours, *placement, *places],
+        [sys.executable, "-m", "trainer", *own(overrides), *ours, *placement, *places],
         cwd=hydra.runtime.cwd,
         env=clean_environment(os.environ),
     )
@@ -101,6 +107,13 @@ def shown(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if not override.startswith("command=")]
 
 
+def read_results(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
+    """What the jobs of the sweep in ``folder`` left, in their order, but for those that ended before ``since``."""
+    files = [file for file in folder.rglob(RESULT) if file.stat().st_mtime >= since]
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return sorted((result for result in results if "job" in result), key=lambda result: result["job"])
+
+
 def report(folder: Path, since: float = 0.0) -> int:
     """Print the table of the sweep in ``folder``; write it to ``summary.md`` and the numbers to
     ``summary.json``.
@@ -112,15 +125,12 @@ def report(folder: Path, since: float = 0.0) -> int:
     Returns:
         How many jobs did not complete.
     """
-    files = [file for file in folder.rglob(RESULT) if file.stat().st_mtime >= since]
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    results = sorted((result for result in results if "job" in result), key=lambda result: result["job"])
+    results = read_results(folder, since)
     if not results:
         return 0
     (folder / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     header, rows = _rows(results, folder)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
-    (folder / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(markdown_table(header, rows) + "\n", encoding="utf-8")
     _print(header, rows, results, folder)
     return sum(result["status"] != "completed" for result in results)
 
@@ -174,22 +184,43 @@ def _number(value: float | None) -> str:
 
 
 def _print(header: list[str], rows: list[list[str]], results: list[dict[str, Any]], folder: Path) -> None:
+    jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
+    narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
+    console = print_table(f"Sweep of {jobs}", header, narrow, left=("overrides", "status", "run dir"))
+    for result in results:
+        if "error" in result:
+            console.print(f"Job {result['job']} {result['status']}: {result['error']}", markup=False, highlight=False)
+    console.print(f"Everything is in {folder}", soft_wrap=True, markup=False, highlight=False)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
+
+
+def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> Console:
+    """Print a table; rows in which something failed or was interrupted are red.
+
+    Args:
+        title: above the table.
+        header: the columns' names.
+        rows: their cells.
+        left: names of the columns that are aligned to the left.
+
+    Returns:
+        The console it went to, for more.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
-    table = Table(title=f"Sweep of {jobs}", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     for name in header:
-        left = name in ("overrides", "status", "run dir")
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
+        table.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
     for cells in rows:
-        style = None if "completed" in cells else "red"
-        table.add_row(*(Text(cell.replace(" ", "\n") if cell is cells[1] else cell) for cell in cells), style=style)
+        style = "red" if "failed" in cells or "interrupted" in cells else None
+        table.add_row(*map(Text, cells), style=style)
     console.print(table)
-    for result in results:
-        if "error" in result:
-            console.print(f"Job {result['job']} {result['status']}: {result['error']}", markup=False, highlight=False)
-    console.print(f"Everything is in {folder}", soft_wrap=True, markup=False, highlight=False)
+    return console

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.cli import compare
 from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
 from trainer.cli.build import check_targets
 from trainer.cli.compose import Composer, resolve
@@ -57,6 +59,8 @@ def validate(arguments: Arguments) -> DictConfig:
 
     first = [values[0] for values in _values(overrides)]
     config = composer.compose(first)
+    if arguments.command == "compare":
+        compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     _check_whole(config, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
     return config
 

@@ -29,9 +29,10 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     """
     sweeping = sweeps(arguments, config)
     if sweeping and under_torchrun():
+        words = "compare" if arguments.command == "compare" else "fit -m"
         raise UsageError(
             "A sweep starts its processes itself: run it without torchrun, as in"
-            " `python -m trainer fit -m ... trainer=ddp trainer.devices=2`."
+            f" `python -m trainer {words} ... trainer=ddp trainer.devices=2`."
         )
     key = "hydra.sweep.dir" if sweeping else "hydra.run.dir"
     HydraConfig.instance().set_config(config)  # for folders named with ${hydra:...}

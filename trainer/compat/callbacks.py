@@ -9,6 +9,8 @@ from lightning.fabric.utilities.registry import _load_external_callbacks
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder
 
+from trainer.compat.averaging import follows_outcomes
+
 _BASES = (Callback, LightningModule, LightningDataModule)
 
 
@@ -16,6 +18,8 @@ def overrides(owner: Any, name: str) -> bool:
     """Whether ``owner``'s method ``name`` is its own, not the empty one of Lightning's base class."""
     if name in vars(owner):
         return True
+    if name == "on_train_batch_end" and follows_outcomes(owner):
+        return False
     method = getattr(type(owner), name, None)
     base = next((getattr(base, name, None) for base in _BASES if isinstance(owner, base)), None)
     return method is not base

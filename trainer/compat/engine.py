@@ -21,7 +21,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
+from trainer.engine import Weight
 from trainer.errors import PrecisionError, UnsupportedError
 from trainer.optimization import ScheduleConfig
 from trainer.precision.base import Precision
@@ -63,6 +65,7 @@ class LightningEngine:
             )
         self.adapter = PrecisionAdapter(precision)
         self.strategy.precision_plugin = self.adapter
+        vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -144,6 +147,13 @@ class LightningEngine:
         """``tensor`` reduced over the processes."""
         reduced: Tensor = self.strategy.reduce(tensor, group=group, reduce_op=op)
         return reduced
+
+    def sum(self, value: Weight) -> Weight:
+        """The sum over the processes; without the barrier of the strategy's ``reduce``, at which the host waits."""
+        total = value if isinstance(value, Tensor) else torch.full((), value, device=self.device)
+        total = total.to(self.device, torch.float32, copy=True)
+        torch.distributed.all_reduce(total)
+        return total.item() if total.is_cpu else total
 
     def any_rank(self, decision: bool) -> bool:
         """Whether ``decision`` is true on any process."""

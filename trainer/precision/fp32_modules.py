@@ -11,9 +11,12 @@ Four ways were compared; tests/precision/test_fp32_modules.py keeps what decided
 - ``module.forward = partial(around, module.forward)``. Noticed by torch.compile, whether the model, a part of it or
   the module itself was compiled, before or after; but it guards each partial by identity, so that blocks that share a
   graph otherwise are compiled one by one, and from the ninth on not at all.
-- ``module.forward = MethodType(around, module)``, which stands: noticed too, and one graph for all blocks. And a copy
+- ``module.forward = MethodType(forward, module)``, which stands: noticed too, and one graph for all blocks. And a copy
   of the module, such as weight averaging makes, gets a method of its own, where a closure would run the original's
   weights.
+
+What it has to know is an attribute of the module. Without it the method does what the class's does: somebody who had
+put a forward of his own around it may put it back when the run is over.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -34,6 +37,8 @@ from trainer.precision.dtypes import DefaultDtype, cast, widen
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Parts of a module's name that come from ``torch.compile`` and from torch's activation checkpointing wrapper."""
 _SHOWN = 12  # names in an error message
+_HOW = "_in_float32"
+"""The attribute of a chosen module while a run lasts: whose autocast is off, and the dtype of what comes out."""
 
 
 def check_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
@@ -111,16 +116,18 @@ def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dt
             stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
         for module in modules:
-            how = (device_type, None if module in inner else back_to)
-            earlier = vars(module).get("forward")  # one of its own, such as Lightning gives to a compiled module
-            module.forward = MethodType(_around(*how), module) if earlier is None else partial(_run, earlier, (), *how)
-            stack.callback(_restore, module, module.forward, earlier)
+            earlier: Any = vars(module).get("forward")  # one of its own, as compiled LightningModules have
+            earlier_how = vars(module).get(_HOW)
+            plain = earlier is None or getattr(earlier, "__func__", None) is forward
+            setattr(module, _HOW, (device_type, None if module in inner else back_to))
+            module.forward = MethodType(forward, module) if plain else partial(_run, module, earlier, ())
+            stack.callback(_restore, module, module.forward, earlier, earlier_how)
         yield
 
 
 def running_in_float32(root: nn.Module) -> set[nn.Module]:
     """The modules of ``root`` that run in float32 because a run's ``fp32_modules`` says so, their parts included."""
-    chosen = [module for module in root.modules() if _is_ours(vars(module).get("forward"))]
+    chosen = [module for module in root.modules() if _HOW in vars(module)]
     return {part for module in chosen for part in module.modules()}
 
 
@@ -129,36 +136,32 @@ def plain_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
-@cache
-def _around(device_type: str, back_to: torch.dtype | None) -> Callable[..., Any]:
-    """The ``forward`` in float32: one function for all modules, or torch.compile would compile each by itself."""
-
-    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return _run(type(self).forward, (self,), device_type, back_to, *args, **kwargs)
-
-    return forward
+def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """The ``forward`` of a chosen module. One function for all of them, and of this name for the sake of pickle."""
+    return _run(self, type(self).forward, (self,), *args, **kwargs)
 
 
-def _run(
-    own: Callable[..., Any], first: tuple[Any, ...], device_type: str, back_to: torch.dtype | None, /,
-    *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
+def _run(module: nn.Module, own: Callable[..., Any], first: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
+    how: tuple[str, torch.dtype | None] | None = getattr(module, _HOW, None)
+    if how is None:  # the run is over
+        return own(*first, *args, **kwargs)
+    device_type, back_to = how
     with torch.autocast(device_type, enabled=False), DefaultDtype(torch.float32):
         output = own(*first, *map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
     return output if back_to is None else cast(output, back_to)
 
 
-def _is_ours(forward: Any) -> bool:
-    return getattr(getattr(forward, "func", forward), "__module__", None) == __name__
+def _restore(module: nn.Module, ours: Any, earlier: Any, earlier_how: Any) -> None:
+    _put_back(module, _HOW, earlier_how)
+    if vars(module).get("forward") is ours:  # nobody has put another around it meanwhile
+        _put_back(module, "forward", earlier)
 
 
-def _restore(module: nn.Module, ours: Any, earlier: Any) -> None:
-    if vars(module).get("forward") is not ours:
-        return  # somebody has put another in its place meanwhile
-    if earlier is None:
-        del module.forward
+def _put_back(module: nn.Module, name: str, value: Any) -> None:
+    if value is None:
+        delattr(module, name)
     else:
-        module.forward = earlier
+        setattr(module, name, value)
 
 
 def _called(name: str, named: dict[str, nn.Module]) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.errors import PrecisionError
 from trainer.precision.base import Precision
+from trainer.precision.cast_cache import with_trusted_cache
 from trainer.precision.devices import float16_kernels, warn_of_emulation
 from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
 from trainer.precision.scaler import LossScaler
@@ -120,7 +121,7 @@ class MixedPrecision(Precision):
             PrecisionError: a pattern of ``fp32_modules`` that matches no module.
         """
         in_full = find_modules(module, self.fp32_modules)
-        self._autocast = torch.autocast(device.type, dtype=self.dtype)
+        self._autocast = with_trusted_cache(torch.autocast(device.type, dtype=self.dtype))
         try:
             with float16_kernels(self.cpu_kernels, self.dtype, module, device), in_float32(in_full, device.type):
                 yield

@@ -1,7 +1,8 @@
 """The loss scaler: torch's ``GradScaler`` plus the four things a Trainer needs of it.
 
-1. What happened is known: :attr:`LossScaler.skipped` says, between ``step`` and ``update``, whether any optimizer
-   skipped. torch's ``step`` returns None either way.
+1. What happened is known: after ``update``, :meth:`LossScaler.settle` says which optimizers skipped. torch's ``step``
+   returns None either way. With a fused optimizer the answer is made on the device; ``update`` sends it to the host
+   without waiting, and ``settle`` may be called much later.
 2. Optimizers that have no gradients (frozen, idle this batch) are left alone; torch raises.
 3. An optimizer may step several times before one ``update`` (an n-critic GAN); torch raises. The overflows of all
    the steps count in the one update.
@@ -10,15 +11,33 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Callable
+from ctypes import c_float
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from trainer.errors import PrecisionError
+from trainer.precision.readback import Readback
 
-_UNSCALED = (False, 1.0, 1.0)
+
+class Settled(NamedTuple):
+    """What became of one ``update`` and the steps before it.
+
+    Attributes:
+        skipped: the optimizers that skipped a step, each once.
+        scale: the scale that the steps were computed with.
+        next_scale: the scale from then on.
+    """
+
+    skipped: tuple[Optimizer, ...]
+    scale: float
+    next_scale: float
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -33,6 +52,9 @@ class LossScaler(torch.amp.GradScaler):
         growth_interval: steps without overflow before the scale grows; at least 1.
         min_scale: floor of the scale.
         max_scale: ceiling of the scale; None for none.
+
+    Attributes:
+        before_unscale: called with an optimizer whose gradients are complete and still scaled; None for nothing.
 
     Raises:
         PrecisionError: a factor out of range, or an enabled scaler for CUDA on a machine without it
@@ -73,16 +95,20 @@ class LossScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.min_scale = min_scale
         self.max_scale = ceiling
-        self.skipped = False
-        """Whether an optimizer has skipped a step since the last ``update``. On the host."""
+        self.readback = Readback(device)
+        self.before_unscale: Callable[[Optimizer], None] | None = None
         self._host_scale = float(init_scale) if enabled else 1.0
         self._host_tracker = 0
-        self._fused_steps: list[_FusedStep] = []
-        self._earlier_found_inf: list[torch.Tensor] = []
+        self._checks: list[_Check] = []
+        self._unsettled: list[_Check] = []
+        self._wants_scaler: dict[type, bool] = {}
+        self._inverse = (0.0, torch.zeros(()))
 
     @property
     def current_scale(self) -> float:
-        """The scale in force (1 when disabled), from the host's own account of it: no synchronisation."""
+        """The scale in force (1 when disabled), from the host's own account of it."""
+        if self._unsettled:
+            self.settle()
         return self._host_scale
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -90,10 +116,16 @@ class LossScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            self._begin_another_step(state)
+        if state["stage"] is OptState.STEPPED:  # another step before one update; what was found stays in _checks
+            state["stage"] = OptState.READY
         if state["stage"] is OptState.READY and self._scale is not None:
-            super().unscale_(optimizer)
+            if self.before_unscale is not None:
+                self.before_unscale(optimizer)
+            found_inf = torch.zeros((), device=self._scale.device)
+            found = self._unscale_grads_(optimizer, self._inverse_scale(self._scale), found_inf, False)
+            state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
+            if found:
+                self._checks.append(_Check(optimizer, list(found.values())))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """``optimizer.step()``, unless one of its gradients is not finite, or it has none at all."""
@@ -101,70 +133,85 @@ class LossScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
         self.unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
-        found_inf = state["found_inf_per_device"]
-        if not found_inf:
+        if not state["found_inf_per_device"]:
             self._expect_no_gradients(optimizer)
             del self._per_optimizer_states[id(optimizer)]  # it may have some the next time
             return None
+        state["stage"] = OptState.STEPPED
+        check = next(check for check in reversed(self._checks) if check.optimizer is optimizer)
+        check.stepped = True
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # the kernel decides, on the device
-            self._fused_steps.append(_FusedStep(optimizer, list(found_inf.values()), len(optimizer.state)))
-        return super().step(optimizer, *args, **kwargs)
+            return self._step_fused(optimizer, check, args, kwargs)
+        if check.read():  # a host-device synchronisation on a GPU: the host decides whether to step
+            return None
+        return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adjust the scale, once, for all the steps since the last ``update``; nothing if there were none."""
-        if not self._enabled:
-            return
-        if self._earlier_found_inf:
-            # torch combines whatever stands in these states; the keys do not matter to it
-            earlier = dict(enumerate(self._earlier_found_inf))
-            self._per_optimizer_states[-1] = {"stage": OptState.STEPPED, "found_inf_per_device": earlier}
-            self._earlier_found_inf = []
-        if not any(state["found_inf_per_device"] for state in self._per_optimizer_states.values()):
-            self._per_optimizer_states.clear()
-            if new_scale is not None:
-                self._set_scale(float(new_scale))
-            return
-        self.read_skipped()  # before torch adds the answers up in place
-        super().update(new_scale)
-        self._follow_update(new_scale)
+        """Adjust the scale, once, for all the steps since the last ``update``; nothing if there were none.
 
-    def settle(self) -> tuple[bool, float, float]:
-        """End a weight update: find out whether it was skipped, and adjust the scale.
-
-        Returns:
-            Whether a step was skipped, the scale it was computed with, and the scale from now on.
+        This happens on the device. What the host does not know yet is sent on its way; see :meth:`settle`.
         """
         if not self._enabled:
-            return _UNSCALED
-        skipped, scale = self.read_skipped(), self._host_scale
-        self.update()
-        return skipped, scale, self._host_scale
+            return
+        self.settle()  # the update before, if nobody has asked for it
+        checks, self._checks = self._checks, []
+        self._per_optimizer_states.clear()
+        if new_scale is not None:
+            self._set_scale(float(new_scale))
+            return
+        if not checks:
+            return
+        unread = [number for check in checks if check.overflowed is None for number in check.found_inf]
+        if unread:
+            self.readback.start(unread)
+        scale, tracker = self._check_scale_growth_tracker("update")
+        found_inf = _any_of([number for check in checks for number in check.found_inf], scale.device)
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        torch._amp_update_scale_(scale, tracker, found_inf, *factors)
+        fallen, grown = self._host_scale * self._backoff_factor, self._host_scale * self._growth_factor
+        if fallen < self.min_scale or grown > self.max_scale:
+            scale.clamp_(self.min_scale, self.max_scale)
+        self._unsettled = checks
 
-    def read_skipped(self) -> bool:
-        """Whether any step since the last ``update`` was skipped.
+    @property
+    def is_settled(self) -> bool:
+        """Whether :meth:`settle` would not wait for the device."""
+        return self.readback.arrives_at_once or all(check.overflowed is not None for check in self._unsettled)
 
-        A plain optimizer's answer is on the host already: torch reads it to decide. A fused one's is on the
-        device: reading it here is a host-device synchronisation.
+    def settle(self) -> Settled:
+        """What became of the last ``update``.
+
+        A plain optimizer's answer is on the host already: it was read to decide. A fused one's was sent by
+        ``update``; if the device has not got that far, this waits for it.
         """
-        for step in self._fused_steps:
-            if any(found_inf.item() for found_inf in step.found_inf):
-                self.skipped = True
-                step.forget_new_momentum()
-        self._fused_steps.clear()
-        return self.skipped
+        checks, self._unsettled = self._unsettled, []
+        scale = self._host_scale
+        if not checks:
+            return Settled((), scale, scale)
+        unread = [check for check in checks if check.overflowed is None]
+        if unread:
+            numbers = iter(self.readback.wait())
+            for check in unread:
+                check.overflowed = sum(next(numbers) for _ in check.found_inf) > 0
+        self._follow(any(check.overflowed for check in checks))
+        skipped = {id(check.optimizer): check.optimizer for check in checks if check.stepped and check.overflowed}
+        return Settled(tuple(skipped.values()), scale, self._host_scale)
 
     def forget_steps(self) -> None:
         """Forget what an interrupted run left between ``unscale_`` and ``update``. Scale and tracker stay."""
         if not self._enabled:
             return
+        self.settle()
         self._per_optimizer_states.clear()
-        self._fused_steps.clear()
-        self._earlier_found_inf = []
-        self.skipped = False
+        self._checks = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with ``min_scale`` and ``max_scale``; {} when disabled."""
+        state = super().state_dict()
+        return {**state, "min_scale": self.min_scale, "max_scale": self.max_scale} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore scale and growth tracker. The settings (factors, interval) stay those of this scaler.
+        """Restore scale and growth tracker. The settings (factors, interval, limits) stay those of this scaler.
 
         A tracker at or past the interval would never trigger growth again (the kernel tests for equality),
         so it is restored to one below at most. An empty state, that of a disabled scaler, is refused.
@@ -180,24 +227,59 @@ class LossScaler(torch.amp.GradScaler):
                 " It was saved by a run without loss scaling."
             )
         tracker = min(int(state_dict["_growth_tracker"]), self._growth_interval - 1)
-        scale = min(max(float(state_dict["scale"]), self.min_scale), self.max_scale)
+        scale = self._within_limits(float(state_dict["scale"]))
         settings = {
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
         }
+        self.forget_steps()
         super().load_state_dict({"scale": scale, "_growth_tracker": tracker, **settings})
         self._host_scale, self._host_tracker = scale, tracker
 
-    def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    def _inverse_scale(self, scale: Tensor) -> Tensor:
+        """1 / scale, in double precision and rounded, as torch computes it; kept as long as the scale is the same."""
+        if self._unsettled:  # the host does not know whether it is
+            return scale.double().reciprocal().float()
+        if self._inverse[0] != self._host_scale or self._inverse[1].device != scale.device:
+            self._inverse = self._host_scale, scale.double().reciprocal().float()
+        return self._inverse[1]
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """torch's, with a short way for the usual gradients: dense, float32, on the scale's device."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        kinds = {(g.dtype, g.device, g.layout) for g in gradients}
+        if kinds != {(torch.float32, found_inf.device, torch.strided)}:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+        return {found_inf.device: found_inf}
+
+    def _step_fused(
+        self, optimizer: Optimizer, check: _Check, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float | None:
-        # torch's one read of found_inf for a plain optimizer (a host-device synchronisation on a GPU); it
-        # serves us too.
-        if any(found_inf.item() for found_inf in optimizer_state["found_inf_per_device"].values()):
-            self.skipped = True
-            return None
-        return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+        """Step an optimizer whose kernel reads ``found_inf`` itself, on the device."""
+        fused: Any = optimizer
+        kind = type(optimizer)
+        if kind not in self._wants_scaler:  # torch's deprecated way; it asks for the signature each step
+            self._wants_scaler[kind] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        if self._wants_scaler[kind]:
+            return fused.step(*args, **kwargs, grad_scaler=self)  # type: ignore[no-any-return]
+        states_before = len(optimizer.state)
+        fused.grad_scale = None  # the gradients are unscaled
+        fused.found_inf = _any_of(check.found_inf, check.found_inf[0].device)
+        try:
+            result: float | None = optimizer.step(*args, **kwargs)
+        finally:
+            del fused.grad_scale, fused.found_inf
+        if isinstance(optimizer, SGD) and len(optimizer.state) > states_before and check.read():
+            # A fused SGD allocates its momentum uninitialised, for its kernel to fill; a kernel that skips does not,
+            # and the next step would use whatever lay in memory. What is new stands last: dicts keep their order.
+            # A host-device synchronisation, until a first step has gone through.
+            for parameter in list(optimizer.state)[states_before:]:
+                del optimizer.state[parameter]
+        return result
 
     def _expect_no_gradients(self, optimizer: Optimizer) -> None:
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -206,59 +288,60 @@ class LossScaler(torch.amp.GradScaler):
                 " In manual optimization, call self.manual_backward(loss) in the place of loss.backward()."
             )
 
-    def _begin_another_step(self, state: dict[str, Any]) -> None:
-        self._earlier_found_inf += state["found_inf_per_device"].values()
-        state["found_inf_per_device"] = {}
-        state["stage"] = OptState.READY
+    def _follow(self, overflowed: bool) -> None:
+        """Keep the host's account of scale and tracker, by the rule that torch's kernel applies on the device.
 
-    def _follow_update(self, new_scale: float | torch.Tensor | None) -> None:
-        """Keep the host's account of scale and tracker, by the rule that torch's kernel applies on the device."""
-        if new_scale is not None:
-            self._set_scale(float(new_scale))
-        elif self.skipped:
-            self._replace_scale(self._host_scale * self._backoff_factor)
-            self._host_tracker = 0
+        The kernel multiplies in double precision, rounds to float32, and does not grow past its largest number.
+        """
+        scale = self._host_scale
+        if overflowed:
+            scale, self._host_tracker = c_float(scale * self._backoff_factor).value, 0
         else:
             self._host_tracker += 1
             if self._host_tracker == self._growth_interval:
-                self._replace_scale(self._host_scale * self._growth_factor)
-                self._host_tracker = 0
-        self.skipped = False
+                grown = c_float(scale * self._growth_factor).value
+                scale, self._host_tracker = grown if math.isfinite(grown) else scale, 0
+        self._host_scale = self._within_limits(scale)
 
-    def _replace_scale(self, scale: float) -> None:
-        """After torch has multiplied: keep to floor and ceiling."""
-        assert self._scale is not None
-        if scale < self.min_scale or scale > self.max_scale:
-            self._set_scale(scale)
-        else:
-            # Read, not computed: torch multiplies in float32 and does not grow past its largest number.
-            # A host-device synchronisation, but only on an overflow or once every growth_interval steps.
-            self._host_scale = self._scale.item()
+    def _within_limits(self, scale: float) -> float:
+        return min(max(scale, c_float(self.min_scale).value), c_float(self.max_scale).value)
 
     def _set_scale(self, scale: float) -> None:
-        self._host_scale = min(max(scale, self.min_scale), self.max_scale)
+        self._host_scale = self._within_limits(scale)
         if self._scale is None:
             self._init_scale = self._host_scale  # torch makes the tensor with the first loss
         else:
             self._scale.fill_(self._host_scale)
 
 
-class _FusedStep(NamedTuple):
-    """A step whose kernel decides by itself whether to skip."""
+class _Check:
+    """A look at one optimizer's gradients, for one step: is there an infinity or a NaN among them?
 
-    optimizer: Optimizer
-    found_inf: list[torch.Tensor]
-    states_before: int
+    Attributes:
+        found_inf: on the device, a tensor for each device that has gradients; above 0 where something was found.
+        overflowed: the answer, once it is on the host.
+        stepped: whether the step was attempted.
+    """
 
-    def forget_new_momentum(self) -> None:
-        """Drop the momentum that a skipped SGD step has started.
+    __slots__ = ("found_inf", "optimizer", "overflowed", "stepped")
 
-        A fused SGD allocates it uninitialised, for its kernel to fill; a kernel that skips does not, and the next
-        step would use whatever lay in memory. What is new stands last: a dict keeps the order of insertion.
-        """
-        if isinstance(self.optimizer, torch.optim.SGD):
-            for parameter in list(self.optimizer.state)[self.states_before :]:
-                del self.optimizer.state[parameter]
+    def __init__(self, optimizer: Optimizer, found_inf: list[Tensor]) -> None:
+        self.optimizer = optimizer
+        self.found_inf = found_inf
+        self.overflowed: bool | None = None
+        self.stepped = False
+
+    def read(self) -> bool:
+        """The answer. A host-device synchronisation on a GPU."""
+        self.overflowed = any(number.item() for number in self.found_inf)
+        return self.overflowed
+
+
+def _any_of(found_inf: list[Tensor], device: torch.device) -> Tensor:
+    """1 if any of them is above 0, else 0. torch's fused kernels skip at exactly 1, so it is no sum."""
+    if len(found_inf) == 1:
+        return found_inf[0]
+    return torch.stack([number.to(device, non_blocking=True).reshape(()) for number in found_inf]).amax()
 
 
 def _expect(holds: bool, name: str, given: object, expected: str) -> None:

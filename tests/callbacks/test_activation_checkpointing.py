@@ -1,0 +1,309 @@
+"""ActivationCheckpointing: not one bit changes, whatever the precision, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+
+from tests.support import Regression, assert_same, fit_and_watch, loader_of, make_batches, make_trainer
+from trainer.callbacks import ActivationCheckpointing
+from trainer.errors import ConfigurationError
+from trainer.precision import MixedPrecision
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "16-mixed-fast")
+
+
+def precision_of(name: str) -> Any:
+    if not name.startswith("16"):
+        return name
+    return MixedPrecision("float16", init_scale=2.0**9, cpu_kernels="fast" if name.endswith("fast") else "native")
+
+
+class Block(nn.Module):
+    """Everything that a second forward could get wrong: dropout, running statistics, power iterations."""
+
+    def __init__(self, spectral: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        if spectral:
+            spectral_norm(self.inner)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.4)
+        self.forwards = 0
+
+    def forward(self, x: Tensor, *, slope: float = 1.0) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.forwards += 1
+        return x + self.drop(F.relu(self.norm(self.inner(x)) * slope))
+
+
+class Net(nn.Module):
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(**how) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, slope=1.5)
+        return self.head(x)
+
+
+def make(**how: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**how)
+
+
+def fit(folder: Any, module: Any, *callbacks: Any, batches: int = 6, seed: int = 5, **arguments: Any) -> Any:
+    torch.manual_seed(seed)
+    arguments["precision"] = precision_of(arguments.get("precision", "32-true"))
+    return fit_and_watch(folder, module, make_batches(batches), callbacks=list(callbacks), **arguments)
+
+
+def assert_equal_states(mine: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+# --- the same bits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modules", ["net.blocks.*", [Block], ["Block"], ["net.blocks.0", "net.blocks.2", "net.head"]])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_not_a_bit_changes(tmp_path, precision, modules):
+    mine, theirs = make(), make()
+    arguments = {"precision": precision, "accumulate_grad_batches": 2, "max_epochs": 2}
+    _, trace = fit(tmp_path, Regression(mine), ActivationCheckpointing(modules), **arguments)
+    _, expected = fit(tmp_path, Regression(theirs), **arguments)
+    assert_same(trace, expected)
+    assert_equal_states(mine, theirs)  # running statistics and singular vectors too
+    assert mine.blocks[0].norm.num_batches_tracked == 12
+    chosen = 2 if modules[-1] == "net.head" else 3
+    assert [block.forwards for block in theirs.blocks] == [12] * 3
+    assert sum(block.forwards for block in mine.blocks) == 12 * (3 + chosen)
+
+
+def test_plain_checkpoint_would_update_the_statistics_twice():
+    """What this callback is good for, and why the test above means something."""
+    block = make().blocks[0]
+    x = torch.ones(4, 6, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert block.norm.num_batches_tracked == 2
+
+
+def test_a_graph_that_is_used_twice_is_computed_the_same_each_time(tmp_path):
+    """Second derivatives, or retain_graph: each backward pass computes anew, from the same buffers."""
+
+    class Penalized(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            gradients = torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
+            return loss + torch.cat([g.flatten() for g in gradients]).norm()
+
+    mine, theirs = make(), make()
+    _, trace = fit(tmp_path, Penalized(mine), ActivationCheckpointing(Block))
+    _, expected = fit(tmp_path, Penalized(theirs))
+    assert_same(trace, expected)
+    assert_equal_states(mine, theirs)
+
+
+def test_activations_are_not_kept(tmp_path):
+    class Counting(Regression):
+        def training_step(self, batch, batch_idx):
+            kept = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+                loss = super().training_step(batch, batch_idx)
+            counts.append(len(kept))
+            return loss
+
+    counts: list[int] = []
+    fit(tmp_path, Counting(make()), batches=1)
+    fit(tmp_path, Counting(make()), ActivationCheckpointing("net.blocks.*"), batches=1)
+    assert counts[1] < counts[0] / 3
+
+
+def test_without_gradients_nothing_is_different(tmp_path):
+    class Validating(Regression):
+        def validation_step(self, batch, batch_idx):
+            before = self.net.blocks[0].forwards
+            self.net(batch[0])
+            forwards.append(self.net.blocks[0].forwards - before)
+
+    forwards: list[int] = []
+    trainer = make_trainer(tmp_path, callbacks=[ActivationCheckpointing(Block)])
+    trainer.fit(Validating(make()), loader_of(make_batches(2)), loader_of(make_batches(2)))
+    assert forwards == [1] * 4
+
+
+# --- torch.compile --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[Any]]:
+    torch._dynamo.reset()
+    yield []
+    torch._dynamo.reset()
+
+
+def whole(module: Any, backend: Any) -> Any:
+    return torch.compile(module, backend=backend)
+
+
+def the_net(module: Any, backend: Any) -> Any:
+    module.net = torch.compile(module.net, backend=backend)
+    return module
+
+
+def the_blocks(module: Any, backend: Any) -> Any:
+    for i, block in enumerate(module.net.blocks):
+        module.net.blocks[i] = torch.compile(block, backend=backend)
+    return module
+
+
+def the_blocks_in_place(module: Any, backend: Any) -> Any:
+    for block in module.net.blocks:
+        block.compile(backend=backend)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own
+@pytest.mark.parametrize(
+    ("way", "precision"),
+    [
+        *((whole, precision) for precision in PRECISIONS),
+        *((way, "bf16-mixed") for way in (the_net, the_blocks, the_blocks_in_place)),
+    ],
+)
+def test_compiled_modules(tmp_path, graphs, way, precision):
+    """As compiled without checkpointing: in 16 bits torch's compiled BatchNorm is not the eager one to the bit."""
+    if way is the_blocks_in_place and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("torch 2.10 does not compile a LightningModule's parts in place")
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(any("checkpoint" in str(node.target) for node in graph.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    mine, theirs = make(spectral=False), make(spectral=False)
+    _, expected = fit(tmp_path, way(Regression(theirs), backend), precision=precision)
+    assert set(graphs) == {False}
+    graphs.clear()
+    torch._dynamo.reset()
+    module, callback = way(Regression(mine), backend), ActivationCheckpointing("net.blocks.*")
+    _, trace = fit(tmp_path, module, callback, precision=precision)
+    assert True in graphs or way is the_blocks  # part of the graph; else around what is compiled
+    assert graphs != []
+    assert_same(trace, expected)
+    assert_equal_states(mine, theirs)
+
+
+# --- nothing is left behind -----------------------------------------------------------------------------------------
+
+
+def test_keys_copies_and_weights_are_the_modules_own(tmp_path):
+    class Looking(Regression):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert list(self.net.state_dict()) == keys
+            assert [type(block) for block in self.net.blocks] == [Block] * 3
+            duplicate, unpickled = copy.deepcopy(self.net), pickle.loads(pickle.dumps(self.net))
+            for other in (duplicate, copy.deepcopy(duplicate), unpickled):
+                assert_equal_states(other, self.net)
+                before = self.net.blocks[0].forwards
+                with torch.no_grad():
+                    other.blocks[0].inner.weight.mul_(2)
+                other(batch[0]).sum().backward()
+                assert other.blocks[0].forwards == before + 1  # their own forward, once
+                assert self.net.blocks[0].forwards == before
+            copies.append(duplicate)
+
+    copies: list[nn.Module] = []
+    keys = list(make(spectral=False).state_dict())
+    fit(tmp_path, Looking(make(spectral=False)), ActivationCheckpointing(Block), batches=2)
+    assert len(copies) == 2
+
+
+def test_weight_averaging_copies_the_module_meanwhile(tmp_path):
+    results = []
+    for callbacks in ([ActivationCheckpointing(Block)], []):
+        net = make(spectral=False)
+        fit(tmp_path, Regression(net), *callbacks, WeightAveraging())
+        results.append(net)
+    assert_equal_states(*results)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_afterwards_the_modules_are_as_before(tmp_path, fails):
+    class Failing(Regression):
+        def training_step(self, batch, batch_idx):
+            assert "forward" in vars(self.net.blocks[0])
+            if fails:
+                raise KeyError("in the forward")
+            return super().training_step(batch, batch_idx)
+
+    net, callback = make(), ActivationCheckpointing(Block)
+    theirs = net.blocks[1].forward = lambda x, slope: Block.forward(net.blocks[1], x, slope=slope)
+    trainer = make_trainer(tmp_path, callbacks=[callback])
+    for _ in range(2):  # and again
+        if fails:
+            with pytest.raises(KeyError):
+                trainer.fit(Failing(net), loader_of(make_batches(1)))
+        else:
+            trainer.fit(Failing(net), loader_of(make_batches(1)))
+        assert ["forward" in vars(block) for block in net.blocks] == [False, True, False]
+        assert net.blocks[1].forward is theirs
+
+
+# --- which modules --------------------------------------------------------------------------------------------------
+
+
+class Seeing(Regression):
+    def on_train_start(self):
+        self.seen = [name for name, module in self.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize(
+    ("modules", "chosen"),
+    [
+        ("net.blocks.*", ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),  # not what is inside of them as well
+        ("net.blocks*", ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),
+        (("*.1.inner", nn.BatchNorm1d), ["net.blocks.0.norm", "net.blocks.1.inner", "net.blocks.1.norm",
+                                         "net.blocks.2.norm"]),
+        (["Batch*", "net.head"], ["net.blocks.0.norm", "net.blocks.1.norm", "net.blocks.2.norm", "net.head"]),
+        (["net", Block], ["net"]),
+        ("*", ["net"]),
+    ],
+)  # fmt: skip
+def test_choices(tmp_path, modules, chosen):
+    module = Seeing(make(spectral=False))
+    fit(tmp_path, module, ActivationCheckpointing(modules), batches=1)
+    assert module.seen == chosen
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ("net.block.*", r"Got 'net.block.\*' .* a module in Regression.* Did you mean 'net.blocks"),
+        (["net.head", "Blok"], r"Got 'Blok' .* or of its class. Did you mean 'Block'\?"),
+        (nn.Conv2d, "Got 'Conv2d' among the modules of ActivationCheckpointing"),
+        ("net.blocks", r"only the container 'net.blocks', .*: 'net.blocks.\*'"),
+        (nn.ModuleList, r"'ModuleList' .* only the container 'net.blocks'"),
+    ],
+)
+def test_what_matches_nothing(tmp_path, modules, message):
+    trainer = make_trainer(tmp_path, callbacks=[ActivationCheckpointing(modules)])
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.fit(Regression(make()), loader_of(make_batches(1)))
+
+
+def test_no_modules():
+    with pytest.raises(ConfigurationError, match=r"Got modules=\[\], expected at least one pattern"):
+        ActivationCheckpointing([])

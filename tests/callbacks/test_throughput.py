@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer
+from trainer.callbacks import Throughput
+from trainer.callbacks.throughput import checksums
+from trainer.precision import MixedPrecision
+
+
+class FakeTrainer:
+    """What is read of a trainer, and the hooks of a fit in their order. Fetching a batch takes ``fetch`` seconds."""
+
+    def __init__(self, callback, world_size=1, device="cpu"):
+        self.callback = callback
+        self.world_size = world_size
+        self.strategy = SimpleNamespace(root_device=torch.device(device))
+        self.num_training_batches = 4
+        self.now = 100.0
+        callback._clock = lambda: self.now
+
+    def fit(self, epochs, fetch=0.0, validate_after=(3,)):
+        """Epochs are lists of the seconds that batches take."""
+        self.num_training_batches = len(epochs[0])
+        self.validate()  # the sanity check
+        self.callback.on_train_start(self, None)
+        for epoch in epochs:
+            self.callback.on_train_epoch_start(self, None)
+            for batch_idx, seconds in enumerate(epoch):
+                self.now += fetch
+                batch = [torch.full((8, 2), float(batch_idx)), torch.arange(8)]
+                self.callback.on_train_batch_start(self, None, batch, batch_idx)
+                self.now += seconds
+                self.callback.on_train_batch_end(self, None, {}, batch, batch_idx)
+                if batch_idx in validate_after:
+                    self.validate()
+                    self.now += 1000.0  # a checkpoint is written
+            self.callback.on_train_epoch_end(self, None)
+
+    def validate(self):
+        self.callback.on_validation_start(self, None)
+        self.now += 500.0
+        self.callback.on_validation_end(self, None)
+
+
+def test_the_rate_is_that_of_training_alone():
+    callback = Throughput(warmup_batches=0)
+    FakeTrainer(callback, world_size=2).fit([[1.0] * 4, [0.5] * 4, [2.0] * 4])
+    assert callback.rates == [16.0, 32.0, 8.0]
+    assert callback.samples_per_second == 16.0  # the median, not the mean
+    assert callback.train_seconds == 14.0
+    assert callback.measured_batches == 12
+    assert callback.waiting == 0.0
+
+
+def test_a_validation_inside_an_epoch_stops_the_clock():
+    callback = Throughput(warmup_batches=0)
+    FakeTrainer(callback).fit([[1.0] * 4], validate_after=(0, 1, 3))
+    assert callback.rates == [8.0]
+    assert callback.train_seconds == 4.0
+
+
+@pytest.mark.parametrize(
+    ("warmup", "rates", "measured"), [(0, [3.2, 8.0], 8), (1, [8.0, 8.0], 7), (2, [8.0, 8.0], 6), (50, [8.0, 8.0], 6)]
+)
+def test_the_first_batches_do_not_count(warmup, rates, measured):
+    callback = Throughput(warmup)
+    FakeTrainer(callback).fit([[7.0, 1.0, 1.0, 1.0], [1.0] * 4])
+    assert callback.rates == rates
+    assert callback.measured_batches == measured
+    assert callback.train_seconds == 14.0  # this has it all
+
+
+def test_the_warm_up_is_over_once():
+    callback = Throughput(warmup_batches=2)
+    FakeTrainer(callback).fit([[9.0, 9.0, *[1.0] * 7], [1.0] * 9])
+    assert callback.rates == [8.0, 8.0]
+    assert callback.measured_batches == 16
+
+
+def test_waiting_for_batches_is_part_of_the_time():
+    callback = Throughput(warmup_batches=0)
+    FakeTrainer(callback).fit([[1.0] * 4], fetch=3.0)
+    assert callback.rates == [2.0]
+    assert callback.waiting == 0.75
+
+
+def test_a_second_fit_starts_afresh():
+    callback = Throughput(warmup_batches=2)
+    trainer = FakeTrainer(callback)
+    trainer.fit([[1.0] * 4, [1.0] * 4])
+    trainer.fit([[9.0, 9.0, 2.0, 2.0]])
+    assert callback.rates == [4.0]
+    assert callback.train_seconds == 22.0
+    assert callback.measured_batches == 2
+    assert len(callback.batches) == 1
+
+
+def test_nothing_is_known_before_the_first_epoch_ends():
+    callback = Throughput()
+    assert callback.samples_per_second is None
+    assert callback.waiting is None
+
+
+def test_a_gpu_is_waited_for_at_the_ends_only(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    for batches in (4, 40):
+        waits.clear()
+        FakeTrainer(Throughput(warmup_batches=2), device="cuda:1").fit([[1.0] * batches] * 2, validate_after=())
+        # epoch start, around the first batch's checksum, epoch end; around the end of the warm-up
+        assert waits == [torch.device("cuda:1")] * (2 * 4 + 2)
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="warmup_batches=-1: expected 0 or more"):
+        Throughput(-1)
+
+
+@dataclass
+class Pair:
+    name: str
+    inputs: Tensor
+
+
+def test_checksums():
+    inputs, labels = torch.randn(4, 3), torch.arange(4)
+    same = checksums([inputs, labels])
+    assert checksums((inputs.clone(), labels.clone())) == checksums({"x": inputs, "more": [labels]}) == same
+    assert checksums([inputs.double(), labels]) == same  # what 64-true makes of the batch
+    assert checksums([inputs.T.contiguous().T, labels]) == same
+    assert checksums([inputs.flip(0), labels])[0] != same[0]
+    assert checksums([inputs, labels.flip(0)]) == (same[0], checksums(labels.flip(0))[1])
+    assert checksums([inputs.bfloat16(), labels]) == (None, same[1])  # bf16-true
+    assert checksums(Pair("a", inputs)) == (same[0], 0)
+    assert checksums(["text", None, inputs.to_sparse()]) == (0, 0)
+    assert checksums(torch.tensor(True)) != checksums(torch.tensor(False))
+
+
+def test_a_real_fit_sees_the_same_batches_in_every_precision(tmp_path):
+    batches = make_batches(6)
+    found = []
+    for precision in ("32-true", MixedPrecision("float16"), "bf16-mixed", "64-true"):
+        callback = Throughput(warmup_batches=2)
+        trainer = make_trainer(tmp_path, precision=precision, max_epochs=3, callbacks=[callback])
+        torch.manual_seed(0)
+        trainer.fit(Regression(), loader_of(batches, shuffle=True))
+        assert len(callback.rates) == 3
+        assert callback.measured_batches == 4 + 6 + 6
+        assert 0 < callback.waiting < 1
+        assert callback.train_seconds > 0
+        found.append(callback.batches)
+    assert found[1:] == found[:1] * 3
+    assert len(set(found[0])) > 1  # the order changes from epoch to epoch
+
+
+def test_training_is_what_it_is_without(tmp_path):
+    batches = make_batches(5)
+    _, without = fit_and_watch(tmp_path, Regression(), batches, max_epochs=2)
+    _, measured = fit_and_watch(tmp_path, Regression(), batches, max_epochs=2, callbacks=[Throughput()])
+    assert measured.losses == without.losses

@@ -1,0 +1,112 @@
+"""With a fused optimizer a steady-state step never makes the host wait for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_trainer
+from trainer.callbacks import ScaleMonitor
+from trainer.precision import MixedPrecision
+
+BATCHES, WINDOW = 600, 2
+FIRST, LAST = 20, 580
+"""The batches that are watched: past the set-up, and far enough for what happens every 256 logged values."""
+
+
+class Logging(Regression):
+    """Logs its loss, as most modules do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
+        return loss
+
+
+class ForbidSynchronization(Callback):
+    """Lets torch raise at any operation that makes the host wait, from the start of a batch to the end of another."""
+
+    def __init__(self) -> None:
+        self.watched = 0
+        self.is_on = False
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FIRST:
+            self.switch(True)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.watched += self.is_on
+        if batch_idx == LAST:
+            self.switch(False)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.switch(False)
+
+    def switch(self, on: bool) -> None:
+        self.is_on = on
+        torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+
+class KeepBusy(Callback):
+    """Gives the device a second of work just before a weight update, and asks after the next backward if it is done."""
+
+    def __init__(self) -> None:
+        self.backwards = 0
+        self.work: Any = None
+        self.host_is_ahead: bool | None = None
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.backwards += 1
+        if self.work is not None and self.host_is_ahead is None:
+            self.host_is_ahead = not self.work.query()
+        if self.backwards == 10 * WINDOW:
+            torch.cuda._sleep(2_000_000_000)
+            self.work = torch.cuda.Event()
+            self.work.record()
+
+
+def fit(folder: Any, optimizer: str, watch: Callback, batches: int, device: str = "cuda") -> None:
+    """16-mixed with clipping, accumulation, a schedule and ScaleMonitor, on batches that are on the device."""
+    module = Logging(None, OPTIMIZERS[optimizer], lambda o: LambdaLR(o, lambda step: 0.99**step), interval="step")
+    trainer = make_trainer(
+        folder,
+        accelerator="gpu" if device == "cuda" else device,
+        devices=1,
+        precision=MixedPrecision("float16", init_scale=2.0**10),  # low enough that no step is skipped
+        accumulate_grad_batches=WINDOW,
+        gradient_clip_val=0.5,
+        log_every_n_steps=10 * BATCHES,
+        callbacks=[ScaleMonitor(), watch],
+    )
+    trainer.fit(module, loader_of([[part.to(device) for part in batch] for batch in make_batches(batches)]))
+    assert (trainer.global_step, trainer.skipped_steps) == (batches // WINDOW, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("optimizer", ["momentum-fused", "adamw-fused"])
+def test_a_steady_state_step_synchronizes_nothing(tmp_path, optimizer):
+    watch = ForbidSynchronization()
+    fit(tmp_path, optimizer, watch, BATCHES)
+    assert watch.watched == LAST - FIRST + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_the_watch_sees_the_synchronization_of_a_plain_optimizer(tmp_path):
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        fit(tmp_path, "momentum", ForbidSynchronization(), BATCHES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("optimizer", "ahead"), [("momentum-fused", True), ("adamw-fused", True), ("momentum", False), ("adamw", False)]
+)
+def test_the_host_issues_the_next_batch_while_the_device_still_works(tmp_path, optimizer, ahead):
+    watch = KeepBusy()
+    fit(tmp_path, optimizer, watch, 12 * WINDOW)
+    assert watch.host_is_ahead is ahead

@@ -1,0 +1,516 @@
+"""What happens under autocast, in every precision, against torch written by hand.
+
+The oracle is always the loop of torch's AMP examples (``by_hand``), and equality is to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.precision import MixedPrecision
+from trainer.precision.cast_cache import loses_gradients
+from trainer.precision.cpu_fp16 import fast_fp16_kernels
+
+SCALE = 2.0**9  # does not overflow by itself
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "16-mixed-fast")
+DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "16-mixed-fast": torch.float16}
+
+every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+def ours(name: str) -> Any:
+    """What ``Trainer(precision=...)`` is given; float16 once on torch's own kernels, once on the fast ones."""
+    if not name.startswith("16"):
+        return name
+    return MixedPrecision("float16", init_scale=SCALE, cpu_kernels="fast" if name.endswith("fast") else "native")
+
+
+@contextmanager
+def session(name: str) -> Iterator[tuple[Callable[[], Any], torch.amp.GradScaler]]:
+    """For the loop by hand: what makes an autocast context, and a scaler."""
+    dtype, scaled = DTYPES[name], name.startswith("16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=scaled)
+    with fast_fp16_kernels() if name.endswith("fast") else nullcontext():
+        yield lambda: torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None), scaler
+
+
+def by_hand(net: nn.Module, loss_of: Callable[..., Tensor], batches: Any, name: str, window: int = 1) -> None:
+    """Train ``net`` on ``loss_of(net, batch)``."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with session(name) as (autocast, scaler):
+        for index, batch in enumerate(loader_of(batches)):
+            with autocast():
+                loss = loss_of(net, batch)
+            scaler.scale(loss / window if window > 1 else loss).backward()
+            if (index + 1) % window == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+
+class Stepping(Regression):
+    """Trains on ``loss_of(net, batch)``."""
+
+    def __init__(self, net: nn.Module, loss_of: Callable[..., Tensor]) -> None:
+        super().__init__(net)
+        self.loss_of = loss_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss_of(self.net, batch)
+
+
+def make(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Two equal nets."""
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(build())
+    return nets[0], nets[1]
+
+
+def mlp(dropout: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+
+def error_of(net: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
+    return F.mse_loss(net(batch[0]), batch[1])
+
+
+def assert_equal(mine: nn.Module, theirs: nn.Module, start: nn.Module | None = None) -> None:
+    """The same weights and buffers, to the bit; ``start`` is what training must have left."""
+    for (name, a), b in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    if start is not None:
+        for (name, a), b in zip(mine.named_parameters(), start.parameters(), strict=True):
+            assert not torch.equal(a, b), f"{name} has not been trained"
+
+
+def fit(folder: Any, module: Regression, batches: Any, name: str, **arguments: Any) -> Any:
+    trainer = make_trainer(folder, precision=ours(name), **arguments)
+    torch.manual_seed(5)
+    trainer.fit(module, loader_of(batches))
+    assert trainer.skipped_steps == 0
+    return trainer
+
+
+# --- where it is on -------------------------------------------------------------------------------------------------
+
+
+def test_autocast_covers_the_step_function_and_nothing_else(tmp_path):
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen["forward"] = torch.is_autocast_enabled("cpu")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen["backward"] = torch.is_autocast_enabled("cpu")
+            return gradient
+
+    class Looking(Regression):
+        def training_step(self, batch, batch_idx):
+            assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+            assert self.net(batch[0]).dtype is torch.bfloat16
+            return Probe.apply(super().training_step(batch, batch_idx))
+
+    def look(name):
+        def hook(self, *args):
+            seen[name] = torch.is_autocast_enabled("cpu")
+
+        return hook
+
+    seen = {}
+    outside = (
+        "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+        "on_before_optimizer_step", "on_after_optimizer_step", "on_train_batch_end",
+    )  # fmt: skip
+    look_at_all = type("Look", (Callback,), {name: look(name) for name in outside})
+    trainer = make_trainer(tmp_path, precision="bf16-mixed", callbacks=[look_at_all()])
+    trainer.fit(Looking(), loader_of(make_batches(1)))
+    assert seen == {"forward": True, "backward": False, **dict.fromkeys(outside, False)}
+
+
+STAGES = ("validation", "test", "predict")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@every_precision
+def test_evaluation_runs_under_autocast_and_inference_mode_and_leaves_the_scaler_alone(
+    tmp_path, monkeypatch, precision, stage
+):
+    seen, outputs = [], []
+
+    def step(self, batch, batch_idx):
+        output = self.net(batch[0])
+        outputs.append(output)
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), output.requires_grad))
+        return output
+
+    mine, theirs = make(mlp)
+    module = type("Evaluating", (Regression,), {f"{stage}_step": step})(mine)
+    trainer = make_trainer(tmp_path, precision=ours(precision))
+    for name in ("scale", "unscale_", "step", "update", "settle"):
+        monkeypatch.setattr(trainer.scaler, name, lambda *args, name=name: pytest.fail(f"scaler.{name} was called"))
+    before = trainer.scaler.state_dict()
+    batches = make_batches(3)
+    if stage == "predict":
+        outputs = trainer.predict(module, loader_of(batches))
+    else:
+        getattr(trainer, {"validation": "validate"}.get(stage, stage))(module, loader_of(batches), verbose=False)
+
+    mixed = DTYPES[precision] is not None
+    assert seen == [(mixed, True, False)] * 3
+    assert trainer.scaler.state_dict() == before
+    assert all(output.is_inference() for output in outputs)
+    with session(precision) as (autocast, _), torch.inference_mode(), autocast():
+        expected = [theirs.eval()(x) for x, _, _ in batches]
+    assert [output.dtype for output in outputs] == [DTYPES[precision] or torch.float32] * 3
+    assert all(map(torch.equal, outputs, expected))
+
+
+@every_precision
+def test_validation_inside_a_fit_runs_under_autocast_without_gradients(tmp_path, precision):
+    seen = []
+
+    class Validating(Regression):
+        def validation_step(self, batch, batch_idx):
+            output = self.net(batch[0])
+            seen.append((output.dtype, torch.is_grad_enabled()))
+
+    mine, theirs = make(mlp)
+    batches = make_batches(4)
+    trainer = make_trainer(tmp_path, precision=ours(precision), val_check_interval=2)
+    trainer.fit(Validating(mine), loader_of(batches), loader_of(batches[:1]))
+    by_hand(theirs, error_of, batches, precision)
+    assert_equal(mine, theirs)
+    assert seen == [(DTYPES[precision] or torch.float32, False)] * 3  # one of them the sanity check
+
+
+# --- the weight cache -----------------------------------------------------------------------------------------------
+
+
+class Casts(TorchDispatchMode):
+    """Counts how often a tensor is cast."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor, self.count = tensor, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() == self.tensor.data_ptr():
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@every_precision
+def test_a_weight_used_three_times_is_cast_once_a_forward(tmp_path, precision):
+    """The cache is on, it is emptied between forwards, and so each sees the weights of its own step."""
+    counts = []
+
+    def tied(net, batch):
+        with Casts(net.weight) as casts:
+            x = net(torch.tanh(net(torch.tanh(net(batch[0])))))
+        counts.append(casts.count)
+        return F.mse_loss(x, batch[0])
+
+    mine, theirs = make(lambda: nn.Linear(6, 6))
+    start, _ = make(lambda: nn.Linear(6, 6))
+    batches = make_batches(6)
+    fit(tmp_path, Stepping(mine, tied), batches, precision, accumulate_grad_batches=2)
+    assert counts == [0 if precision == "32-true" else 1] * 6
+    by_hand(theirs, tied, batches, precision, window=2)
+    assert_equal(mine, theirs, start)
+
+
+def casts_of_its_own(context: Any, function: Callable[[], Tensor]) -> Tensor:
+    """``function()`` in ``context``, and nothing of it left in autocast's cache: the definition of what is right."""
+    torch.clear_autocast_cache()
+    with context:
+        result = function()
+    torch.clear_autocast_cache()
+    return result
+
+
+def as_it_comes(context: Any, function: Callable[[], Tensor]) -> Tensor:
+    with context:
+        return function()
+
+
+class Product(torch.autograd.Function):
+    """x @ weight.T by hand, whose forward runs without gradients, as that of every custom function."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
+def self_distillation(net: nn.Module, batch: Any, run: Any, off: Any) -> Tensor:
+    target = run(off(), lambda: net(batch[0])).float()
+    return F.mse_loss(net(batch[0] * 0.9), target.clone())
+
+
+def refinement(net: nn.Module, batch: Any, run: Any, off: Any) -> Tensor:
+    x = batch[0]
+    for _ in range(2):
+        x = run(off(), lambda x=x: x + net(x).mean()).clone()
+    return F.mse_loss(net(x), batch[1])
+
+
+def weight_used_directly(net: nn.Module, batch: Any, run: Any, off: Any) -> Tensor:
+    codes = run(off(), lambda: F.linear(batch[0], net[0].weight).argmax(1)).clone()
+    return F.linear(batch[0], net[0].weight).float().pow(2).mean() + F.cross_entropy(
+        F.linear(batch[0], net[0].weight, net[0].bias).float(), codes
+    )
+
+
+def gradients_before_and_after(net: nn.Module, batch: Any, run: Any, off: Any) -> Tensor:
+    first = net(batch[0])
+    run(off(), lambda: net(batch[0]))
+    return F.mse_loss(first, batch[1]) + F.mse_loss(net(-batch[0]), batch[1])
+
+
+NO_GRADIENTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+@pytest.mark.parametrize("off", NO_GRADIENTS)
+@pytest.mark.parametrize("pattern", [self_distillation, refinement, weight_used_directly, gradients_before_and_after])
+@every_precision
+def test_a_forward_without_gradients_before_one_with_them(tmp_path, precision, pattern, off):
+    """torch #65766, #112583, #120483: torch 2.10 by itself loses gradients here."""
+    mine, theirs = make(mlp)
+    batches, off = make_batches(4), NO_GRADIENTS[off]
+    # two forwards with gradients share their casts, and add their gradients up in 16 bits, where torch is right
+    shares = pattern is gradients_before_and_after and not loses_gradients()
+    right = as_it_comes if shares else casts_of_its_own
+    fit(tmp_path, Stepping(mine, lambda net, batch: pattern(net, batch, as_it_comes, off)), batches, precision)
+    by_hand(theirs, lambda net, batch: pattern(net, batch, right, off), batches, precision)
+    assert_equal(mine, theirs)
+
+
+@every_precision
+def test_a_weight_in_a_custom_function_and_outside_of_it(tmp_path, precision):
+    def tied(net, batch):
+        return F.mse_loss(net(torch.tanh(Product.apply(batch[0], net.weight))), batch[0])
+
+    def apart(net, batch):
+        hidden = casts_of_its_own(nullcontext(), lambda: Product.apply(batch[0], net.weight))
+        return F.mse_loss(net(torch.tanh(hidden)), batch[0])
+
+    mine, theirs = make(lambda: nn.Linear(6, 6))
+    start, _ = make(lambda: nn.Linear(6, 6))
+    fit(tmp_path, Stepping(mine, tied), make_batches(4), precision)
+    by_hand(theirs, apart, make_batches(4), precision)
+    assert_equal(mine, theirs, start)
+
+
+# --- custom functions -----------------------------------------------------------------------------------------------
+
+
+def cube(cast_inputs: torch.dtype | None) -> tuple[Any, list[Any]]:
+    """A custom function as torch's AMP guide writes it, and what it saw."""
+    seen = []
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(ctx, x, weight):
+            seen.append((x.dtype, torch.is_autocast_enabled("cpu")))
+            ctx.save_for_backward(x, weight)
+            return F.linear(x, weight).pow(3)
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            inner = gradient * 3 * F.linear(x, weight).pow(2)
+            seen.append((torch.is_autocast_enabled("cpu"), (inner @ weight).dtype))
+            return inner @ weight, inner.T @ x
+
+    return Cube.apply, seen
+
+
+@pytest.mark.parametrize("cast_inputs", [None, torch.float32])
+@every_precision
+def test_custom_functions(tmp_path, precision, cast_inputs):
+    apply, seen = cube(cast_inputs)
+
+    def loss_of(net, batch):
+        return apply(net[0](batch[0]), net[1].weight).float().pow(2).mean()
+
+    mine, theirs = make(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3, bias=False)))
+    fit(tmp_path, Stepping(mine, loss_of), make_batches(4), precision)
+    dtype = DTYPES[precision]
+    if dtype is None:
+        assert seen == [(torch.float32, False), (False, torch.float32)] * 4
+    elif cast_inputs is None:  # under autocast, and so is its backward, which runs outside of ours
+        assert seen == [(dtype, True), (True, dtype)] * 4
+    else:  # an island of float32
+        assert seen == [(torch.float32, False), (False, torch.float32)] * 4
+    by_hand(theirs, loss_of, make_batches(4), precision)
+    assert_equal(mine, theirs)
+
+
+# --- activation checkpointing ---------------------------------------------------------------------------------------
+
+
+@every_precision
+def test_activation_checkpointing_changes_no_bit(tmp_path, precision):
+    """The recomputation runs under the forward's autocast and random numbers, though backward runs outside of both."""
+    seen = []
+
+    class Checkpointed(nn.Module):
+        def __init__(self, checkpoints):
+            super().__init__()
+            self.body, self.checkpoints = mlp(dropout=0.5), checkpoints
+            self.body[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
+
+    torch.manual_seed(0)
+    mine = Checkpointed(True)
+    torch.manual_seed(0)
+    theirs = Checkpointed(False)
+    fit(tmp_path, Stepping(mine, error_of), make_batches(6), precision)
+    assert seen == [DTYPES[precision] or torch.float32] * 12
+    torch.manual_seed(5)
+    by_hand(theirs, error_of, make_batches(6), precision)
+    assert_equal(mine, theirs)
+
+
+# --- gradient penalty -----------------------------------------------------------------------------------------------
+
+
+class Penalized(Regression):
+    """The gradient penalty of torch's AMP examples, as a LightningModule writes it: this is the idiom."""
+
+    def training_step(self, batch, batch_idx):
+        loss = error_of(self.net, batch)
+        scaler = self.trainer.scaler
+        with torch.autocast(self.device.type, enabled=False):  # backward passes run outside of autocast
+            gradients = torch.autograd.grad(scaler.scale(loss), list(self.net.parameters()), create_graph=True)
+        norm = sum((g / scaler.current_scale).pow(2).sum() for g in gradients).sqrt()
+        return loss + norm
+
+
+def by_hand_with_penalty(net: nn.Module, batches: Any, name: str) -> None:
+    """https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty"""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with session(name) as (autocast, scaler):
+        for batch in batches:
+            with autocast():
+                loss = error_of(net, batch)
+            scaled = torch.autograd.grad(scaler.scale(loss), list(net.parameters()), create_graph=True)
+            gradients = [g * (1.0 / scaler.get_scale()) for g in scaled]
+            with autocast():
+                loss = loss + sum(g.pow(2).sum() for g in gradients).sqrt()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@every_precision
+def test_a_gradient_penalty(tmp_path, precision):
+    mine, theirs = make(mlp)
+    without, start = make(mlp)
+    fit(tmp_path, Penalized(mine), make_batches(6), precision)
+    by_hand_with_penalty(theirs, make_batches(6), precision)
+    assert_equal(mine, theirs, start)
+    by_hand(without, error_of, make_batches(6), precision)
+    assert not torch.equal(mine[0].weight, without[0].weight)
+
+
+# --- torch.compile --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[int]]:
+    """Dynamo as in a new process; the number of graphs that :func:`backend_of` has seen."""
+    torch._dynamo.reset()
+    yield []
+    torch._dynamo.reset()
+
+
+def backend_of(name: str, graphs: list[int]) -> Any:
+    backend = torch._dynamo.lookup_backend(name)
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return backend(graph, inputs)
+
+    return counting
+
+
+def whole(module: Any, backend: Any) -> Any:
+    return torch.compile(module, backend=backend)
+
+
+def in_place(module: Any, backend: Any) -> Any:
+    module.compile(backend=backend)  # what `self(x)` calls
+    module.loss_of = lambda net, batch: error_of(module, batch)
+    return module
+
+
+def a_part(module: Any, backend: Any) -> Any:
+    module.net = torch.compile(module.net, backend=backend)
+    return module
+
+
+def a_part_in_place(module: Any, backend: Any) -> Any:
+    module.net.compile(backend=backend)
+    return module
+
+
+WAYS = [whole, in_place, a_part, a_part_in_place]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", WAYS)
+@every_precision
+def test_compiled_modules(tmp_path, graphs, precision, way, backend):
+    if way is a_part_in_place and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("torch 2.10 does not compile a LightningModule's parts in place")
+    mine, theirs = make(mlp)
+    module = way(Stepping(mine, error_of), backend_of(backend, graphs))
+    fit(tmp_path, module, make_batches(4), precision)
+    assert graphs != []
+    by_hand(theirs, error_of, make_batches(4), precision)
+    assert_equal(mine, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch 2.10's own
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_compiled_by_inductor(tmp_path, graphs, precision):
+    mine, theirs = make(mlp)
+    module = a_part(Stepping(mine, error_of), backend_of("inductor", graphs))
+    fit(tmp_path, module, make_batches(4), precision)
+    assert graphs != []
+    by_hand(theirs, error_of, make_batches(4), precision)
+    close = {"rtol": 1e-5, "atol": 1e-6} if precision == "32-true" else {"rtol": 2e-2, "atol": 2e-3}
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), **close)  # fused kernels round less often

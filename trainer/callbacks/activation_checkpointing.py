@@ -1,0 +1,180 @@
+"""Less memory for more time: activations are forgotten in the forward pass and computed again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.errors import ConfigurationError, did_you_mean
+
+Choice = str | type[nn.Module]
+
+
+class ActivationCheckpointing(Callback):
+    """Applies ``torch.utils.checkpoint`` to the named modules while a fit lasts.
+
+    A chosen module keeps its inputs only; in the backward pass its forward runs a second time, under the same autocast
+    and with the same random numbers. Training gives the same bits as without, at the cost of that second forward. The
+    module, its weights and the keys of its ``state_dict`` stay what they are: only its ``forward`` is exchanged, from
+    ``on_fit_start`` to ``on_train_end``. A forward without gradients (validation) runs as always.
+
+    A forward that changes buffers changes them once: the second one sees them as the first did, and what it makes of
+    them is dropped. So BatchNorm's running statistics, or the vectors of ``spectral_norm``, come out as without
+    checkpointing (torch's ``checkpoint`` alone updates them twice). Anything else that a forward does to the outside
+    happens twice: Python attributes it counts up, and hooks of the modules inside. ``self.log`` of a LightningModule
+    inside a chosen one fails in the second forward: log from ``training_step``.
+
+    Args:
+        modules: which ones, as one choice or several: a pattern for a module's name in the LightningModule
+            (``"net.layer*"``, see ``fnmatch``; ``*`` matches dots too), a pattern for the name of its class
+            (``"Bottleneck"``), or a class. A module inside a chosen one is part of it, not chosen again.
+
+    Raises:
+        ConfigurationError: when the fit starts: a choice that matches no module, or only a container that is never
+            called itself (``nn.ModuleList``, ``nn.ModuleDict``).
+    """
+
+    def __init__(self, modules: Choice | Sequence[Choice]) -> None:
+        self.modules: tuple[Choice, ...] = (modules,) if isinstance(modules, (str, type)) else tuple(modules)
+        if not self.modules:
+            raise ConfigurationError(
+                "Got modules=[], expected at least one pattern, such as 'net.layer*' or 'TransformerEncoderLayer'."
+            )
+        self._checkpointed: list[_CheckpointedForward] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Exchange the forward of the chosen modules; they are on their device, and complete."""
+        self._put_back()
+        self._checkpointed = [_CheckpointedForward(module) for module in _choose(pl_module, self.modules).values()]
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Leave the modules as they were: before the precision does, whose ``fp32_modules`` came first."""
+        self._put_back()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the modules as they were."""
+        self._put_back()
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Leave the modules as they were."""
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for checkpointed in self._checkpointed:
+            checkpointed.remove()
+        self._checkpointed = []
+
+
+def _choose(root: nn.Module, choices: Sequence[Choice]) -> dict[str, nn.Module]:
+    """The outermost modules that match, by name."""
+    chosen: dict[str, nn.Module] = {}
+    names: list[str] = []
+    matched: dict[Choice, str] = {}
+    for name, module in root.named_modules():
+        name = name.replace("._orig_mod", "")  # what torch.compile(part) adds
+        if not name:
+            continue
+        names += [name, type(module).__name__]
+        hits = [choice for choice in choices if _matches(choice, name, module)]
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            matched |= {hit: name for hit in hits if hit not in matched}
+            continue
+        matched |= dict.fromkeys(hits, "")
+        if hits and not any(name.startswith(f"{outer}.") or name == outer for outer in chosen):
+            chosen[name] = module
+    for choice in choices:
+        written = choice if isinstance(choice, str) else choice.__name__
+        if choice not in matched:
+            raise ConfigurationError(
+                f"Got {written!r} among the modules of ActivationCheckpointing, expected a pattern that matches the"
+                f" name of a module in {type(root).__name__}, or of its class.{did_you_mean(written, names)}"
+            )
+        if container := matched[choice]:
+            raise ConfigurationError(
+                f"Got {written!r} among the modules of ActivationCheckpointing, which matches only the container"
+                f" {container!r}, expected modules that are called. Choose what it holds: '{container}.*'."
+            )
+    return chosen
+
+
+def _matches(choice: Choice, name: str, module: nn.Module) -> bool:
+    if isinstance(choice, str):
+        return fnmatchcase(name, choice) or fnmatchcase(type(module).__name__, choice)
+    return isinstance(module, choice)
+
+
+class _CheckpointedForward:
+    """Stands in the place of a module's ``forward``: as an attribute of the instance, which comes before the class's.
+
+    Args:
+        module: whose forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._forward: Callable[..., Any] = module.forward
+        self._outer = vars(module).get("forward")  # somebody else's exchange, which comes back
+        self._buffers = [(owner, name) for owner in module.modules() for name, _ in owner.named_buffers(recurse=False)]
+        vars(module)["forward"] = self
+
+    def remove(self) -> None:
+        """Give the module its forward back, unless somebody has exchanged ours meanwhile."""
+        if vars(self._module).get("forward") is not self:
+            return
+        if self._outer is None:
+            del vars(self._module)["forward"]
+        else:
+            vars(self._module)["forward"] = self._outer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling() or not self._buffers:  # a compiled graph writes to buffers once, at its end
+            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of the module get its plain forward, bound to them."""
+        return _itself, (self._forward,)
+
+    def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        return nullcontext(), _BuffersAsNow(self._buffers)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+class _BuffersAsNow:
+    """A context, for any number of times, in which buffers have the values they had when it was made.
+
+    What is written to them inside goes to copies.
+
+    Args:
+        buffers: their modules and names.
+    """
+
+    def __init__(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:
+        self._buffers = buffers
+        self._values: list[Tensor] = [getattr(owner, name).detach().clone() for owner, name in buffers]
+        self._originals: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        self._originals = [getattr(owner, name) for owner, name in self._buffers]
+        for (owner, name), value in zip(self._buffers, self._values, strict=True):
+            setattr(owner, name, value.clone())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for (owner, name), original in zip(self._buffers, self._originals, strict=True):
+            setattr(owner, name, original)
+        self._originals = []

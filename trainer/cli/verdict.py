@@ -1,0 +1,325 @@
+"""How far the runs of a comparison are apart, in numbers and in words, against thresholds. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trainer.cli.arguments import UsageError
+from trainer.cli.schema import describe
+from trainer.errors import did_you_mean
+
+MIN_SPEEDUP = 1.5
+"""Times the samples per second of 32 bits: below it a GPU has hardly used its Tensor Cores, or had little to do."""
+
+MIN_MEMORY_SAVING = 0.3
+"""Share of the peak in 32 bits: activations take half the room, so 30 to 50% is usual where they are most of it."""
+
+_SAME_SPEED = 1.05  # ratios nearer to 1 than this are called equal
+_LOWER_IS_BETTER = {"cer", "err", "error", "fid", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"}
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """The settings ``compare.*``; conf/compare/default.yaml says what they mean."""
+
+    metric: str | None = None
+    mode: str | None = None
+    accuracy_tolerance: float | None = 1.0
+    min_speedup: float | str | None = "auto"
+    min_memory_saving: float | str | None = "auto"
+    strict: bool = False
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> Thresholds:
+        """The thresholds that the config's node ``compare`` describes.
+
+        Raises:
+            UsageError: a setting that does not exist, or a value that makes no sense.
+        """
+        names = [setting.name for setting in fields(cls)]
+        for name, value in settings.items():
+            if name not in names:
+                raise UsageError(f"There is no setting 'compare.{name}'.{did_you_mean(name, names)}")
+            if wanted := _expected(name, value):
+                raise UsageError(f"compare.{name} is {describe(value)}, expected {wanted}.")
+        return cls(**settings)
+
+
+def _expected(name: str, value: Any) -> str | None:
+    """What a setting should have been; None if it is that."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    match name:
+        case "metric":
+            return None if value is None or isinstance(value, str) else "the name of a metric or null"
+        case "mode":
+            return None if value in ("max", "min", None) else "max, min or null"
+        case "accuracy_tolerance":
+            return None if number or value is None else "a number of at least 0, or null"
+        case "strict":
+            return None if isinstance(value, bool) else "true or false"
+        case _:
+            return None if number or value in ("auto", None) else "a number of at least 0, auto or null"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a comparison, as the files it left tell it.
+
+    Args:
+        label: what sets it apart from the others, such as "16-mixed".
+        result: its ``result.json``.
+        curves: its ``curves.json``; empty where there is none.
+    """
+
+    label: str
+    result: Mapping[str, Any]
+    curves: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def completed(self) -> bool:
+        """Whether it came to its end."""
+        return bool(self.result["status"] == "completed")
+
+    @property
+    def throughput(self) -> Mapping[str, Any]:
+        """What `trainer.callbacks.Throughput` measured; empty where it did not get to that."""
+        measured: Mapping[str, Any] = self.result.get("throughput") or {}
+        return measured
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second."""
+        rate: float | None = self.throughput.get("samples_per_second")
+        return rate
+
+    @property
+    def memory(self) -> int | None:
+        """Peak, in bytes: of tensors on a GPU, of the whole process elsewhere."""
+        peaks: Mapping[str, int] = self.result.get("peak_memory", {})
+        return next(iter(peaks.values()), None)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether its memory is that of a GPU."""
+        return "gpu" in self.result.get("peak_memory", {})
+
+    @property
+    def is_half(self) -> bool:
+        """Whether its precision computes in 16 bits."""
+        return str(self.result.get("trained_in")).startswith(("16", "bf16"))
+
+    @property
+    def losses(self) -> tuple[list[int], list[float]]:
+        """Optimizer steps and the training losses of their batches."""
+        points = self.curves.get("losses", {})
+        return points.get("steps", []), points.get("values", [])
+
+    @property
+    def final_loss(self) -> float | None:
+        """Mean training loss over the last tenth of the batches."""
+        _, losses = self.losses
+        return statistics.fmean(losses[-math.ceil(len(losses) / 10) :]) if losses else None
+
+    def metric(self, name: str) -> float | None:
+        """The last value of a metric."""
+        value: float | None = self.result.get("metrics", {}).get(name)
+        return value
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What tells how good a model is.
+
+    Args:
+        name: as it is logged.
+        higher_is_better: which way is better.
+    """
+
+    name: str
+    higher_is_better: bool
+
+    def difference(self, value: float, reference: float) -> tuple[float, str]:
+        """How far ``value`` is above ``reference``, and the unit: points of a score in [0, 1], else percent."""
+        if "loss" not in self.name.lower() and 0 <= value <= 1 and 0 <= reference <= 1:
+            return round(100 * (value - reference), 4), " points"  # float32 has no more digits
+        if value == reference:
+            return 0.0, "%"
+        return (
+            round(100 * (value - reference) / abs(reference), 4) if reference else math.copysign(math.inf, value)
+        ), "%"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out for one run.
+
+    Args:
+        text: a clause for each thing that was compared.
+        met: whether it keeps to all the thresholds.
+        advice: for each threshold it misses, why that may be.
+        speedup: samples per second over the first's; None where one is not known.
+        memory_saving: share of the first's peak that it does without.
+    """
+
+    text: str
+    met: bool
+    advice: tuple[str, ...] = ()
+    speedup: float | None = None
+    memory_saving: float | None = None
+
+
+def choose_metric(runs: Sequence[Run], thresholds: Thresholds) -> tuple[Metric | None, str | None]:
+    """The metric to compare, and a remark where that is not the one that was asked for.
+
+    In this order: ``compare.metric``; what the run's checkpoints are chosen by; an accuracy; another score of the
+    validation; a loss of the validation.
+    """
+    logged = list(dict.fromkeys(name for run in runs for name in run.result.get("metrics", {})))
+    names = [name for name in logged if not name.endswith(("_step", "_epoch"))] or logged
+    remark = None
+    if thresholds.metric in logged:
+        return _metric(thresholds.metric, thresholds), None
+    if thresholds.metric is not None:
+        remark = (
+            f"compare.metric is {thresholds.metric}, which no run has logged."
+            f"{did_you_mean(thresholds.metric, logged)} Logged: {', '.join(logged) or 'nothing'}."
+        )
+    for run in runs:
+        monitor = run.result.get("monitor") or {}
+        if monitor.get("metric") in logged:
+            higher = (thresholds.mode or monitor["mode"]) == "max"
+            return Metric(monitor["metric"], higher), remark
+    validation = [name for name in names if name.startswith("val")]
+    accuracies = [name for name in [*validation, *names] if "acc" in name.lower()]
+    scores = [name for name in validation if not _is_lower_better(name)]
+    found = [*accuracies, *scores, *validation]
+    return (_metric(found[0], thresholds) if found else None), remark
+
+
+def _metric(name: str | None, thresholds: Thresholds) -> Metric:
+    assert name is not None
+    return Metric(name, thresholds.mode == "max" if thresholds.mode else not _is_lower_better(name))
+
+
+def _is_lower_better(name: str) -> bool:
+    return "loss" in name.lower() or not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
+
+
+def judge(run: Run, first: Run, metric: Metric | None, thresholds: Thresholds) -> Verdict:
+    """Hold a completed run against the first, completed too."""
+    clauses: list[str] = []
+    advice: list[str] = []
+    if metric is not None:
+        clause, missed = _judge_quality(run, first, metric, thresholds.accuracy_tolerance)
+        clauses.append(clause)
+        advice += [missed] if missed else []
+    speedup = run.rate / first.rate if run.rate and first.rate else None
+    if speedup is not None:
+        wanted = _wanted(thresholds.min_speedup, MIN_SPEEDUP, run, first)
+        clauses.append(_speed(speedup, wanted))
+        if wanted is not None and speedup < wanted:
+            advice.append(" ".join([f"Less than {wanted:g}x as fast as {first.label}.", *_why_slow(run, first)]))
+    saving = 1 - run.memory / first.memory if run.memory and first.memory else None
+    if saving is not None:
+        wanted = _wanted(thresholds.min_memory_saving, MIN_MEMORY_SAVING, run, first)
+        if wanted is not None or run.on_gpu:
+            clauses.append(_memory(saving, wanted))
+        if wanted is not None and saving < wanted:
+            advice.append(" ".join([f"Saves less than {wanted:.0%} of the memory.", *_why_large(run)]))
+    text = f"{', '.join(clauses)}." if clauses else "nothing was measured that can be compared."
+    return Verdict(text, met=not advice, advice=tuple(advice), speedup=speedup, memory_saving=saving)
+
+
+def _wanted(setting: float | str | None, on_gpu: float, run: Run, first: Run) -> float | None:
+    """A threshold; None where nothing is asked for. "auto" asks for what 16 bits instead of 32 give on a GPU."""
+    if setting == "auto":
+        return on_gpu if run.on_gpu and first.on_gpu and run.is_half and not first.is_half else None
+    assert not isinstance(setting, str)
+    return setting
+
+
+def _judge_quality(run: Run, first: Run, metric: Metric, tolerance: float | None) -> tuple[str, str | None]:
+    """The clause on the metric and, if it is too far off, what that means."""
+    value, reference = run.metric(metric.name), first.metric(metric.name)
+    if value is None or reference is None:
+        return f"no {metric.name} to compare", None
+    difference, unit = metric.difference(value, reference)
+    worse = -difference if metric.higher_is_better else difference
+    if not math.isfinite(difference):
+        is_worse = tolerance is not None and (worse > tolerance or not math.isfinite(value))
+        clause = f"{metric.name} is {value:g} ({first.label}: {reference:g})"
+        return clause, f"{metric.name} cannot be compared with {first.label}'s." if is_worse else None
+    size = f"{math.ceil(abs(difference) * 10) / 10:.1f}{unit}"  # upward: "within" must be true
+    if size.startswith("0.0"):
+        return f"the same {metric.name} as {first.label}", None
+    if tolerance is None or abs(difference) <= tolerance:
+        return f"{metric.name} within {size} of {first.label}", None
+    side = "above" if difference > 0 else "below"
+    clause = f"{metric.name} {size} {side} {first.label}"
+    if worse <= tolerance:
+        return clause, None
+    return clause, (
+        f"{metric.name} is worse by more than {tolerance:g}{unit}. Is it the precision, or chance? Compare other seeds"
+        f" (seed=7) before you decide; look at the loss curves for where they part, and at skipped steps."
+    )
+
+
+def _speed(ratio: float, wanted: float | None) -> str:
+    digits = 1 if wanted is None or ratio >= wanted else 2  # not "1.5x, expected 1.5x"
+    if ratio >= _SAME_SPEED:
+        return f"{ratio:.{digits}f}x faster"
+    return f"{1 / ratio:.{digits}f}x slower" if ratio <= 1 / _SAME_SPEED else "as fast"
+
+
+def _memory(saving: float, wanted: float | None) -> str:
+    digits = 0 if wanted is None or saving >= wanted else 1
+    if abs(saving) < 0.005:
+        return "as much memory"
+    return f"{abs(saving):.{digits}%} {'less' if saving > 0 else 'more'} memory"
+
+
+def _why_slow(run: Run, first: Run) -> Iterable[str]:
+    """Why 16 bits may not be faster: first what the runs know of it, then what there is to look at."""
+    if not run.on_gpu:
+        yield "A CPU has no Tensor Cores, and few have instructions for 16 bits: this is what is to be expected there."
+        return
+    gpu = run.result.get("gpu") or {}
+    capability = gpu.get("capability")
+    if capability is not None and capability < [7, 0]:
+        yield f"This GPU (compute capability {_dotted(capability)}) has no Tensor Cores."
+        return
+    if capability is not None and capability < [8, 0] and str(run.result.get("trained_in")).startswith("bf16"):
+        yield f"The Tensor Cores of this GPU (compute capability {_dotted(capability)}) know no bfloat16: use 16-mixed."
+    waiting = run.throughput.get("waiting")
+    if waiting is not None and waiting > 0.2:
+        yield (
+            f"The loop waited for batches {waiting:.0%} of the time: the data are the bottleneck"
+            " (data.num_workers, cheaper transforms)."
+        )
+    if tf32 := (first.result.get("gpu") or {}).get("tf32"):
+        yield f"{first.label} used Tensor Cores too: TF32 in {' and '.join(tf32)}."
+    yield (
+        "Where Tensor Cores are not used, that is usually because dimensions of layers are no multiples of 8, because"
+        " batches are too small to keep the GPU busy (data.batch_size, torch.compile), or because most of the work"
+        " stays in 32 bits (precision.fp32_modules, operations that autocast does in float32)."
+    )
+
+
+def _why_large(run: Run) -> Iterable[str]:
+    """Why 16 bits may not be smaller."""
+    if not run.on_gpu:
+        yield "The figure is the size of the whole process, Python and its libraries included."
+        return
+    yield (
+        "Mixed precision keeps weights, gradients and optimizer state in 32 bits, and copies of the weights in 16;"
+        " what shrinks are activations. With larger batches their share grows."
+    )
+
+
+def _dotted(capability: Sequence[int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,75 @@
+"""How much of the gradients is lost at the lower end of float16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.precision.readback import Readback
+
+SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
+"""2**-14. Below it float16 is subnormal: it has fewer than its 11 significant bits, and none below 2**-24."""
+
+
+class Underflow(NamedTuple):
+    """What was found in the gradients of one parameter, or of all.
+
+    Attributes:
+        name: the parameter's; "" for all.
+        zeros: share of the elements that are exactly 0, from 0 to 1. Says little: an embedding's rows that the batch
+            did not use are zeros.
+        subnormal: share of the other elements that are smaller than float16's smallest normal number.
+    """
+
+    name: str
+    zeros: float
+    subnormal: float
+
+
+class UnderflowProbe:
+    """Counts, on the device; the host gets the answer when it asks for it.
+
+    Args:
+        device: the type of the device that the gradients are on.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._readback = Readback(device)
+        self._names: list[str] = []
+        self._sizes: list[int] = []
+        self._counts: list[Tensor] = []
+
+    @property
+    def has_started(self) -> bool:
+        """Whether something was counted that nobody has asked for."""
+        return bool(self._names)
+
+    def start(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Count in these gradients, by name. They are as the backward pass left them: still scaled."""
+        for name, gradient in gradients:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            size = values.abs()
+            zeros = (size == 0).sum()
+            self._names.append(name)
+            self._sizes.append(gradient.numel())
+            self._counts += [zeros + (gradient.numel() - values.numel()), (size < SMALLEST_NORMAL).sum() - zeros]
+        if self._counts:
+            self._readback.start(self._counts)
+
+    def finish(self) -> list[Underflow]:
+        """All together, then each parameter, the worst first. Empty if nothing was counted."""
+        counts = self._readback.wait() if self._names else []
+        triples = list(zip(self._names, self._sizes, counts[::2], counts[1::2], strict=True))
+        self._names, self._sizes, self._counts = [], [], []
+        if not triples:
+            return []
+        each = [_shares(*triple) for triple in triples]
+        totals = (sum(column) for column in list(zip(*triples, strict=True))[1:])
+        return [_shares("", *totals), *sorted(each, key=lambda one: one.subnormal, reverse=True)]
+
+
+def _shares(name: str, size: float, zeros: float, subnormal: float) -> Underflow:
+    return Underflow(name, zeros / max(size, 1), subnormal / max(size - zeros, 1))
