@@ -20,6 +20,7 @@ from lightning.pytorch.profilers import (
 )
 
 from trainer.arguments import refuse_twice
+from trainer.callbacks.alignment_advisor import AlignmentAdvisor
 from trainer.callbacks.anomaly_detection import AnomalyDetection
 from trainer.callbacks.curves import Curves
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
@@ -56,6 +57,7 @@ def build_callbacks(
     scales_loss: bool,
     detect_anomaly: bool,
     writes_logs: bool,
+    uses_tensor_cores: bool,
 ) -> list[Any]:
     """The user's callbacks, those that short-form arguments stand for, and the defaults.
 
@@ -66,6 +68,7 @@ def build_callbacks(
         scales_loss: whether the precision scales the loss, so that steps may overflow.
         detect_anomaly: whether to look for nan; where the loss is not scaled, torch's own mode does.
         writes_logs: whether a picture of the curves belongs beside the logs.
+        uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
 
     Raises:
         ConfigurationError: a setting made twice, a callback that another argument forbids, an unknown algorithm.
@@ -100,6 +103,7 @@ def build_callbacks(
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
         (scales_loss, OverflowReport, OverflowReport),
         (scales_loss and detect_anomaly, AnomalyDetection, AnomalyDetection),
+        (uses_tensor_cores, AlignmentAdvisor, AlignmentAdvisor),
         (enable_progress_bar is not False, AnyProgressBar, ProgressBar),
         (enable_model_summary is not False, ModelSummary, _ModelSummary),
         (writes_logs, Curves, Curves),

@@ -68,8 +68,9 @@ class Trainer(TrainerBase):
     The arguments have Lightning's names, meanings and defaults. Where we differ:
 
     Args:
-        precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"64-true"``, or an alias) or a
-            ``trainer.precision.Precision``. Never changed silently: one that the device cannot do is an error.
+        precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"16-true"``, ``"bf16-true"``,
+            ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. Never changed silently: one
+            that the device cannot do is an error, and ``"auto"`` says what it has chosen.
         logger: True and None stand for TensorBoard and CSV, in the same folder.
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``; an epoch's last short window is
             averaged over what it holds.
@@ -164,6 +165,7 @@ class Trainer(TrainerBase):
             deterministic=deterministic,
             use_distributed_sampler=use_distributed_sampler,
         )
+        plugin = self.engine.adapter.plugin = plugin.for_device(self.engine.device)
         plugin.check(self.engine.device)
         self.scaler: LossScaler = plugin.build_scaler(self.engine.device)
 
@@ -202,6 +204,7 @@ class Trainer(TrainerBase):
             scales_loss=self.scaler.is_enabled(),
             detect_anomaly=detect_anomaly,
             writes_logs=logger is not False and not fast_dev_run,
+            uses_tensor_cores=self.engine.device.type == "cuda" and plugin.name.startswith(("16-", "bf16-")),
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
         self.progress = FitProgress()
@@ -476,13 +479,16 @@ class Trainer(TrainerBase):
             rank_zero_info(f"Restoring states from the checkpoint path at {self.ckpt_path}")
             self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
             checkpoints.restore_module_and_callbacks(self, self._checkpoint)
-        self._session.enter_context(self.engine.adapter.plugin.session(module, self.engine.device))
         self.published.clear()
         self.module_log = attach_log(module, self)
         self._session.callback(detach_log, module, self.callbacks)
         attach_averaging(self.callbacks)
         self._session.callback(detach_averaging, self.callbacks)
         self.engine.setup(fitting=fitting)
+        plugin = self.engine.adapter.plugin
+        # after the set-up, which may replace modules (sync_batchnorm)
+        self._session.enter_context(plugin.session(module, self.engine.device))
+        plugin.check_optimizers(self.engine.optimizers)
         hooks = self._hooks = Hooks(
             self,
             module,

@@ -17,6 +17,7 @@ from trainer.cli.folders import packaged_conf
 from trainer.cli.recipes import options
 from trainer.cli.schema import ACCELERATORS, STRATEGIES, TYPES, TrainerSettings
 from trainer.cli.validate import validate
+from trainer.precision.names import NAMES
 
 GROUPS = (
     "precision", "trainer", "callbacks", "logger", "optimizer", "scheduler", "compare", "debug", "sweep", "data",
@@ -56,7 +57,7 @@ def test_every_setting_that_ships_is_an_argument_of_its_target():
 
 @pytest.mark.parametrize("recipe", [file.stem for file in sorted((packaged_conf() / "recipe").glob("*.yaml"))])
 def test_every_recipe_composes_in_every_precision(recipe):
-    for precision in ("32", "16", "bf16", "64"):
+    for precision in ("32", "16", "bf16", "64", "16-true", "bf16-true", "auto"):
         config = validate(read(["fit", f"+recipe={recipe}", f"precision={precision}"]))
         assert config.model._target_.startswith("recipes.")
 
@@ -79,12 +80,27 @@ def test_a_run_starts_from_these_values(project, capsys):
         ("32", "FullPrecision", None),
         ("fp16-mixed", "MixedPrecision", "float16"),
         ("bf16", "MixedPrecision", "bfloat16"),
+        ("fp16-true", "HalfPrecision", "float16"),
+        ("bf16-true", "HalfPrecision", "bfloat16"),
+        ("auto", "AutoPrecision", None),
     ],
 )
 def test_precision_aliases_choose_the_option(project, capsys, alias, target, dtype):
     precision = shown(capsys, "fit", "+recipe=line", f"precision={alias}")["precision"]
     assert precision["_target_"] == f"trainer.precision.{target}"
     assert precision.get("dtype") == dtype
+
+
+@pytest.mark.parametrize("precision", ["16", "bf16", "16-true", "bf16-true", "auto"])
+def test_modules_that_stay_in_float32(project, capsys, precision):
+    chosen = 'precision.fp32_modules=[head,"*.norm",net]'
+    assert shown(capsys, "fit", "+recipe=line", f"precision={precision}", chosen)["precision"]["fp32_modules"] == [
+        "head", "*.norm", "net",
+    ]  # fmt: skip
+
+
+def test_every_precision_has_an_option():
+    assert sorted(NAMES) == sorted(Composer(Arguments()).options("precision"))
 
 
 def test_without_a_logger_nobody_is_told_the_learning_rate(project, capsys):

@@ -106,6 +106,22 @@ def test_mixed_precision_reports_its_scale():
     assert result()["scale"] == 1024.0
 
 
+def test_auto_reports_what_it_became(monkeypatch):
+    from trainer.precision import auto
+
+    monkeypatch.setattr(auto, "native_bfloat16", lambda device: True)
+    assert main(["fit", *LINE, "logger=none", "precision=auto", "hydra.run.dir=run"]) == 0
+    assert result(Path("run"))["precision"] == "bf16-mixed"
+    assert "precision='auto' is bf16-mixed here: this CPU computes" in Path("run/fit.log").read_text()
+
+
+def test_modules_that_stay_in_float32_reach_the_plugin():
+    wrong = ["precision=bf16", "precision.fp32_modules=[nett]", "hydra.run.dir=run"]
+    assert main(["fit", *LINE, "logger=none", *wrong]) == 2
+    assert "'nett' matches no module of Line. Did you mean 'net'?" in result(Path("run"))["error"]
+    assert main(["fit", *LINE, "logger=none", "precision=bf16", "precision.fp32_modules=[net]"]) == 0
+
+
 def test_child_ranks_command_line_runs_as_given():
     words = ["+recipe=line", "logger=none", "command=fit", 'hydra.run.dir="given folder"', "hydra.job.name=train_1"]
     assert main([*words, "hydra.output_subdir=null"]) == 0

@@ -75,7 +75,8 @@ def assert_close(one: dict[str, Any], other: dict[str, Any], tolerance: float) -
 
 FITS = [
     *(f"{kind} {precision}" for kind in ("automatic", "manual") for precision in TOLERANCES),
-    "plain", "overflow", "weighted 32-true", "weighted 16-mixed", "checkpoint", "resumed", *worker.none_everywhere(),
+    "fp32_modules", "bf16-true", "plain", "overflow", "weighted 32-true", "weighted 16-mixed", "checkpoint", "resumed",
+    *worker.none_everywhere(),
 ]  # fmt: skip
 
 
@@ -99,6 +100,18 @@ def test_two_processes_do_what_one_does_on_the_same_batches(ranks: list[dict[str
     assert together["global_step"] == alone["global_step"] == 6  # windows of 2, 2 and 1 in each of 2 epochs
     assert together["norms"] == pytest.approx(alone["norms"], abs=20 * TOLERANCES[precision])
     assert max(alone["norms"]) > 0.5  # something was clipped
+
+
+def test_a_net_in_float32_trains_as_without_autocast(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name, value in rank["plain"]["weights"].items():
+            assert torch.equal(value, rank["fp32_modules"]["weights"][name])
+
+
+def test_weights_in_bfloat16(ranks: list[dict[str, Any]]) -> None:
+    alone = worker.fit(worker.Regression(), world_size=1, precision="bf16-true")
+    assert_close(alone, ranks[0]["bf16-true"], 2e-2)
+    assert {value.dtype for value in ranks[0]["bf16-true"]["weights"].values()} == {torch.bfloat16}
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

@@ -202,6 +202,8 @@ def scenarios(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in PRECISIONS:
         found[f"automatic {name}"] = fit(Regression(), precision=precision_of(name), **both)
+    found["fp32_modules"] = fit(Regression(), precision=MixedPrecision("bfloat16", fp32_modules=["net"]))
+    found["bf16-true"] = fit(Regression(), precision="bf16-true")
     found["plain"] = fit(Regression())
     unused = DDPStrategy(find_unused_parameters=True)
     found["manual 32-true"] = fit(Manual(), strategy=unused, limit_val_batches=0)

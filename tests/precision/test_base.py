@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from contextlib import contextmanager
 
 import pytest
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.precision import LossScaler, Precision
+from trainer.precision import LossScaler, Precision, base
 
 
 class Noting(Precision):
@@ -19,6 +20,10 @@ class Noting(Precision):
 
     def __init__(self):
         self.calls = []
+
+    def for_device(self, device):
+        self.calls.append(("for_device", device.type))
+        return self
 
     def check(self, device):
         self.calls.append(("check", device.type))
@@ -30,6 +35,9 @@ class Noting(Precision):
     def convert_module(self, module):
         self.calls.append("convert_module")
         return module
+
+    def check_optimizers(self, optimizers):
+        self.calls.append(f"{len(list(optimizers))} optimizers")
 
     @contextmanager
     def session(self, module, device):
@@ -75,16 +83,13 @@ EVAL = ["convert_batch", "autocast in", "validation_step", "autocast out"]
 def test_the_order_of_a_fit(tmp_path):
     plugin, batches = Noting(), loader_of(make_batches(2))
     trainer = make_trainer(tmp_path, precision=plugin, num_sanity_val_steps=1)
-    assert plugin.calls == [("check", "cpu"), ("build_scaler", "cpu")]
+    assert plugin.calls == [("for_device", "cpu"), ("check", "cpu"), ("build_scaler", "cpu")]
     assert trainer.scaler.get_scale() == 16.0
     plugin.calls.clear()
     module = Stepping(plugin.calls)
     trainer.fit(module, batches, batches)
-    around = {"session in", "convert_module", "session out"}
-    assert [call for call in plugin.calls if call not in around] == EVAL + BATCH * 2 + EVAL * 2
-    assert plugin.calls.count("convert_module") == 1
-    assert plugin.calls.index("convert_module") < plugin.calls.index("convert_batch")
-    assert plugin.calls.index("session in") < plugin.calls.index("convert_batch")
+    assert plugin.calls[:3] == ["convert_module", "session in", "1 optimizers"]
+    assert plugin.calls[3:-1] == EVAL + BATCH * 2 + EVAL * 2
     assert plugin.calls[-1] == "session out"
     assert trainer.precision == "noting"
 
@@ -95,9 +100,7 @@ def test_the_order_of_an_evaluation(tmp_path, stage):
     trainer = make_trainer(tmp_path, precision=plugin)
     plugin.calls.clear()
     getattr(trainer, stage)(Stepping(plugin.calls), loader_of(make_batches(2)))
-    around = {"session in", "convert_module", "session out"}
-    assert [call for call in plugin.calls if call not in around] == EVAL * 2
-    assert [plugin.calls.count(call) for call in ("session in", "convert_module", "session out")] == [1, 1, 1]
+    assert plugin.calls == ["convert_module", "session in", "0 optimizers", *EVAL * 2, "session out"]
 
 
 def test_the_session_ends_where_a_run_fails(tmp_path):
@@ -122,26 +125,31 @@ def test_the_session_ends_where_a_run_fails(tmp_path):
 
 
 def test_the_worked_example(tmp_path):
-    class BFloat16Weights(Precision):
-        name = "bf16-true"
+    """The code in the docstring of the module, as it stands there."""
+    example = inspect.getdoc(base).partition("where the GPU has them::")[2]
+    names = {"Precision": Precision, "contextmanager": contextmanager, "torch": torch, "Trainer": lambda **kwargs: None}
+    exec(textwrap.dedent(example), names)
+    seen = []
 
-        def convert_module(self, module):
-            return module.to(torch.bfloat16)
+    class Looking(Regression):
+        def training_step(self, batch, batch_idx):
+            seen.append(torch.get_float32_matmul_precision())
+            return super().training_step(batch, batch_idx)
 
-        def convert_batch(self, batch):
-            return apply_to_collection(batch, torch.Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t)
-
-    module = Regression()
-    trainer = make_trainer(tmp_path, precision=BFloat16Weights())
-    trainer.fit(module, loader_of(make_batches(3)))
-    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    before = torch.get_float32_matmul_precision()
+    trainer = make_trainer(tmp_path, precision=names["TensorFloat32"]())
+    trainer.fit(Looking(), loader_of(make_batches(2)))
+    assert seen == ["high", "high"]
+    assert torch.get_float32_matmul_precision() == before != "high"
     assert not trainer.scaler.is_enabled()
-    assert trainer.precision == "bf16-true"
+    assert trainer.precision == "tf32"
 
 
 def test_the_base_class_is_32_bit_training():
     plugin, device = Precision(), torch.device("cpu")
+    assert plugin.for_device(device) is plugin
     plugin.check(device)
+    plugin.check_optimizers([])
     assert plugin.name == "32-true"
     assert not plugin.build_scaler(device).is_enabled()
     batch, module = object(), torch.nn.Linear(1, 1)

@@ -68,22 +68,22 @@ def test_devices_that_cannot():
         MixedPrecision("bfloat16").check(torch.device("meta"))
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_emulated_bf16_is_a_warning(monkeypatch, native):
+@pytest.mark.parametrize(("capability", "emulated"), [((7, 5), True), ((8, 0), False)])
+def test_emulated_bf16_is_a_warning(monkeypatch, capability, emulated):
     asked = []
 
-    def supported(including_emulation=True):
-        asked.append(including_emulation)
-        return native or including_emulation
+    def capability_of(device):
+        asked.append(device)
+        return capability
 
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability_of)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GeForce 2080")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        MixedPrecision("bfloat16").check(torch.device("cuda"))
-        MixedPrecision("float16").check(torch.device("cuda"))
-    assert asked == [False]
-    assert ["GeForce 2080 has no bfloat16 units" in str(w.message) for w in caught] == ([] if native else [True])
+        MixedPrecision("bfloat16").check(torch.device("cuda:1"))
+        MixedPrecision("float16").check(torch.device("cuda:1"))
+    assert asked == [torch.device("cuda:1")]
+    assert ["GeForce 2080 has no bfloat16 units" in str(w.message) for w in caught] == [True] * emulated
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -8,7 +8,16 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from tests.support import make_trainer
 from trainer.errors import PrecisionError
-from trainer.precision import DoublePrecision, FullPrecision, MixedPrecision, Precision, resolve_precision
+from trainer.precision import (
+    AutoPrecision,
+    DoublePrecision,
+    FullPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    resolve_precision,
+)
+from trainer.precision.names import NAMES
 
 
 @pytest.mark.parametrize(
@@ -19,6 +28,9 @@ from trainer.precision import DoublePrecision, FullPrecision, MixedPrecision, Pr
         ("64", DoublePrecision, "64-true", False),
         ("16", MixedPrecision, "16-mixed", True),
         ("bf16", MixedPrecision, "bf16-mixed", False),
+        ("16-true", HalfPrecision, "16-true", False),
+        ("bf16-true", HalfPrecision, "bf16-true", False),
+        ("auto", AutoPrecision, "auto", False),
     ],
 )
 def test_a_name_becomes_a_plugin(given, kind, name, scales):
@@ -26,6 +38,10 @@ def test_a_name_becomes_a_plugin(given, kind, name, scales):
     assert (type(plugin), plugin.name) == (kind, name)
     assert plugin.build_scaler(torch.device("cpu")).is_enabled() is scales
     assert resolve_precision(given) is not plugin
+
+
+def test_every_name_has_a_plugin():
+    assert [resolve_precision(name).name for name in NAMES] == list(NAMES)
 
 
 def test_an_object_is_taken_as_it_is():

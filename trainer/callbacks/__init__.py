@@ -8,6 +8,7 @@ from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
     from trainer.callbacks.activation_checkpointing import ActivationCheckpointing
+    from trainer.callbacks.alignment_advisor import AlignmentAdvisor
     from trainer.callbacks.anomaly_detection import AnomalyDetection
     from trainer.callbacks.curves import Curves
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationCheckpointing",
     "AnomalyDetection",
+    "AlignmentAdvisor",
     "Curves",
     "GradientAccumulation",
     "GradientCheck",
@@ -38,6 +40,7 @@ __all__ = [
 _HOMES = {
     "ActivationCheckpointing": "trainer.callbacks.activation_checkpointing",
     "AnomalyDetection": "trainer.callbacks.anomaly_detection",
+    "AlignmentAdvisor": "trainer.callbacks.alignment_advisor",
     "Curves": "trainer.callbacks.curves",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientCheck": "trainer.callbacks.gradient_check",

@@ -98,11 +98,7 @@ def _choose(root: nn.Module, choices: Sequence[Choice]) -> list[nn.Module]:
             written = choice if isinstance(choice, str) else choice.__name__
             raise ConfigurationError(
                 f"Got {written!r} among the modules of ActivationCheckpointing, expected a pattern that matches the"
-<<<<<<< HEAD
-                f" name of a module in {type(root).__name__}, or of its class.{did_you_mean(written, names)}"
-=======
                 f" name of a module in {type(root).__name__}, or of its class.{did_you_mean(written, known)}"
->>>>>>> h/autocast
             )
     return list(chosen.values())
 

@@ -75,7 +75,7 @@ _USE = """\
 
 _GROUPS = {
     "recipe": "what to train: a model, data and settings that fit together",
-    "precision": "of the arithmetic; 32, 16, bf16 and 64 will do as well",
+    "precision": "of the arithmetic; 32, 16, bf16 and 64 will do as well; auto goes by the device",
     "model": "the LightningModule",
     "data": "the LightningDataModule",
     "optimizer": "",

@@ -68,6 +68,8 @@ def run(config: DictConfig) -> dict[str, float]:
     finally:
         result["seconds"] = round(time.monotonic() - started, 3)
         result |= _facts(trainer)
+        if trainer is not None:
+            result["precision"] = trainer.precision  # the one that `auto` has become
         if is_first():
             write_result(folder, result)
     return dict(result["metrics"])

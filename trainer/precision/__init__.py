@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
+    from trainer.precision.auto import AutoPrecision
     from trainer.precision.base import Precision
     from trainer.precision.full import DoublePrecision, FullPrecision
+    from trainer.precision.half import HalfPrecision
     from trainer.precision.mixed import MixedPrecision
     from trainer.precision.registry import resolve_precision
     from trainer.precision.scaler import LossScaler
 
 __all__ = [
+    "AutoPrecision",
     "DoublePrecision",
     "FullPrecision",
+    "HalfPrecision",
     "LossScaler",
     "MixedPrecision",
     "Precision",
@@ -24,8 +28,10 @@ __all__ = [
 
 # The names alone must be readable without torch (the command line checks `precision=...` with them).
 _HOMES = {
+    "AutoPrecision": "trainer.precision.auto",
     "DoublePrecision": "trainer.precision.full",
     "FullPrecision": "trainer.precision.full",
+    "HalfPrecision": "trainer.precision.half",
     "LossScaler": "trainer.precision.scaler",
     "MixedPrecision": "trainer.precision.mixed",
     "Precision": "trainer.precision.base",

@@ -1,37 +1,46 @@
 """The precision protocol: what the Trainer asks of a precision plugin, in the order in which it asks.
 
-===========================  ==========================================================================
-``check(device)``            once, when the Trainer is built. Raises if the device cannot do it.
-``build_scaler(device)``     once, when the Trainer is built: the scaler that lives as long as the Trainer.
-``convert_module(module)``   once a run, before weights are loaded into it and it is moved and wrapped.
-``session(module, device)``  once a run: a context around everything from the first to the last batch.
-``convert_batch(batch)``     every batch, before it is moved to the device.
-``autocast()``               every forward (train, validate, test, predict): a context around the step
-                             function and nothing else; never around a backward.
-===========================  ==========================================================================
+===============================  ======================================================================
+``for_device(device)``           once, when the Trainer is built: the plugin to use there, usually
+                                 itself. The other methods are asked of that one.
+``check(device)``                once, when the Trainer is built. Raises if the device cannot do it.
+``build_scaler(device)``         once, when the Trainer is built: the scaler that lives as long as the
+                                 Trainer.
+``convert_module(module)``       once a run, before weights are loaded into it and it is moved and wrapped.
+``session(module, device)``      once a run: a context around everything from the first to the last batch.
+``check_optimizers(optimizers)`` once a fit, when the optimizers have been made. Warns or raises.
+``convert_batch(batch)``         every batch, before it is moved to the device.
+``autocast()``                   every forward (train, validate, test, predict): a context around the
+                                 step function and nothing else; never around a backward.
+===============================  ======================================================================
 
 The base class is 32-bit training: every method has the answer that changes nothing, so a plugin
-overrides only what it is about. A worked example, weights in bfloat16 throughout::
+overrides only what it is about. A worked example, float32 with TensorFloat-32 products where the GPU has them::
 
-    class BFloat16Weights(Precision):
-        name = "bf16-true"
+    class TensorFloat32(Precision):
+        name = "tf32"
 
-        def convert_module(self, module):
-            return module.to(torch.bfloat16)
+        @contextmanager
+        def session(self, module, device):
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+            try:
+                yield
+            finally:
+                torch.set_float32_matmul_precision(before)
 
-        def convert_batch(self, batch):
-            return apply_to_collection(batch, torch.Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t)
-
-    Trainer(precision=BFloat16Weights())
+    Trainer(precision=TensorFloat32())
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trainer.precision.scaler import LossScaler
 
@@ -43,6 +52,10 @@ class Precision:
 
     name: str = "32-true"
     """What ``trainer.precision``, logs and summaries call it."""
+
+    def for_device(self, device: torch.device) -> Precision:
+        """The plugin to use on ``device``: this one, unless it is a choice between others."""
+        return self
 
     def check(self, device: torch.device) -> None:
         """Refuse or warn about a device that cannot compute in this precision.
@@ -65,6 +78,9 @@ class Precision:
     def session(self, module: nn.Module, device: torch.device) -> AbstractContextManager[object]:
         """A context that is entered once a run, around all of its batches."""
         return _UNCHANGED
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse or warn about optimizers that do not go with this precision."""
 
     def convert_batch(self, batch: Any) -> Any:
         """The batch in the dtype that the module expects. Mixed precisions leave it alone: autocast converts."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
@@ -11,9 +10,10 @@ import torch
 from torch import nn
 
 from trainer.errors import PrecisionError
-from trainer.precision import cpu_fp16
 from trainer.precision.base import Precision
 from trainer.precision.cast_cache import with_trusted_cache
+from trainer.precision.devices import float16_kernels, warn_of_emulation
+from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
 from trainer.precision.scaler import LossScaler
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -38,9 +38,14 @@ class MixedPrecision(Precision):
             times slower than float32 where the CPU has no float16 instructions; ``"fast"`` computes products
             in float32 on values rounded to float16 (what Tensor Cores do); ``"auto"`` decides once, at the
             start of a run: fast where the CPU lacks the instructions and the model is large enough to gain.
+        fp32_modules: modules that run in float32 all the same, by name or pattern (``("head", "*.norm")``; names as
+            in ``module.named_modules()``, patterns as in ``fnmatch``): autocast is off in them, and what goes into
+            them is float32. Modules that are there when a run starts, and whose ``forward`` is called; a module
+            whose weights are read from outside of it (tied embeddings) is in float32 only where it is called. A
+            pattern that matches nothing is an error when a run is set up.
 
     Raises:
-        PrecisionError: an unknown dtype, or scaling factors out of range.
+        PrecisionError: an unknown dtype, scaling factors out of range, or patterns that are no strings.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class MixedPrecision(Precision):
         min_scale: float = 1.0,
         max_scale: float | None = None,
         cpu_kernels: Literal["auto", "fast", "native"] = "auto",
+        fp32_modules: str | Sequence[str] = (),
     ) -> None:
         resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if resolved not in _NAMES:
@@ -70,6 +76,7 @@ class MixedPrecision(Precision):
         self.min_scale = min_scale
         self.max_scale = max_scale
         self.cpu_kernels = cpu_kernels
+        self.fp32_modules = check_patterns(fp32_modules)
         self._autocast: AbstractContextManager[object] | None = None
         self.build_scaler(torch.device("cpu"))  # refuse impossible factors here, not at the first overflow
 
@@ -90,16 +97,8 @@ class MixedPrecision(Precision):
                 f"Got precision={self.name!r} on a device of type {device.type!r}, expected cpu, cuda, mps or xpu."
                 " Use precision='32-true'."
             )
-        if (
-            device.type == "cuda"
-            and self.dtype is torch.bfloat16
-            and not torch.cuda.is_bf16_supported(including_emulation=False)
-        ):
-            warnings.warn(
-                f"{torch.cuda.get_device_name(device)} has no bfloat16 units: precision='bf16-mixed' is emulated"
-                " and slow there. Use precision='16-mixed'.",
-                stacklevel=2,
-            )
+        if self.dtype is torch.bfloat16:
+            warn_of_emulation(self.name, "16-mixed", device)
 
     def build_scaler(self, device: torch.device) -> LossScaler:
         """A scaler for ``device``; disabled where the loss is not scaled."""
@@ -116,13 +115,15 @@ class MixedPrecision(Precision):
 
     @contextmanager
     def session(self, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Make the autocast context of this device; on a CPU, choose the float16 kernels."""
+        """Make the autocast context of this device, choose the float16 kernels of a CPU, set up ``fp32_modules``.
+
+        Raises:
+            PrecisionError: a pattern of ``fp32_modules`` that matches no module.
+        """
+        in_full = find_modules(module, self.fp32_modules)
         self._autocast = with_trusted_cache(torch.autocast(device.type, dtype=self.dtype))
         try:
-            if self._wants_fast_kernels(module, device):
-                with cpu_fp16.fast_fp16_kernels():
-                    yield
-            else:
+            with float16_kernels(self.cpu_kernels, self.dtype, module, device), in_float32(in_full, device.type):
                 yield
         finally:
             self._autocast = None
@@ -134,8 +135,3 @@ class MixedPrecision(Precision):
         """
         assert self._autocast is not None, "autocast() is used inside session()"
         return self._autocast
-
-    def _wants_fast_kernels(self, module: nn.Module, device: torch.device) -> bool:
-        if device.type != "cpu" or self.dtype is not torch.float16 or self.cpu_kernels == "native":
-            return False
-        return self.cpu_kernels == "fast" or (not cpu_fp16.native_fp16() and cpu_fp16.pays(module))

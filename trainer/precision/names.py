@@ -1,6 +1,7 @@
 """The names of the precisions. Imports no torch: the command line reads this before anything else.
 
-The canonical names are Lightning's; its aliases are accepted, and ``fp32`` and ``fp16-mixed`` beside them.
+The canonical names are Lightning's; its aliases are accepted, and ``fp32``, ``fp16-mixed`` and their like
+beside them. ``auto`` is ours, and becomes one of the others when the device is known.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ ALIASES: dict[str, str] = {
     "16": "16-mixed",
     "fp16": "16-mixed",
     "fp16-mixed": "16-mixed",
+    "fp16-true": "16-true",
     "bf16": "bf16-mixed",
     "64": "64-true",
     "fp64": "64-true",
@@ -21,7 +23,7 @@ ALIASES: dict[str, str] = {
 }
 """Every accepted spelling and the canonical name it stands for."""
 
-NAMES: tuple[str, ...] = ("32-true", "16-mixed", "bf16-mixed", "64-true")
+NAMES: tuple[str, ...] = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "auto")
 """The canonical names of the precisions that ship."""
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainer.errors import PrecisionError
+from trainer.precision.auto import AutoPrecision
 from trainer.precision.base import Precision
 from trainer.precision.full import DoublePrecision, FullPrecision
+from trainer.precision.half import HalfPrecision
 from trainer.precision.mixed import MixedPrecision
 from trainer.precision.names import canonical
 
@@ -15,6 +17,9 @@ _PLUGINS: dict[str, Callable[[], Precision]] = {
     "64-true": DoublePrecision,
     "16-mixed": lambda: MixedPrecision("float16"),
     "bf16-mixed": lambda: MixedPrecision("bfloat16"),
+    "16-true": lambda: HalfPrecision("float16"),
+    "bf16-true": lambda: HalfPrecision("bfloat16"),
+    "auto": AutoPrecision,
 }
 
 
@@ -36,7 +41,7 @@ def resolve_precision(precision: str | int | Precision | None) -> Precision:
         " trainer.precision.Precision object."
         + (
             " Lightning's precision plugins bring autocast and a scaler of their own: use"
-            " trainer.precision.MixedPrecision, FullPrecision or DoublePrecision in their place."
+            " trainer.precision.MixedPrecision, HalfPrecision, FullPrecision or DoublePrecision in their place."
             if kind.__module__.startswith(("lightning", "pytorch_lightning"))
             else ""
         )

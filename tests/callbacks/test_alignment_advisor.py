@@ -1,0 +1,155 @@
+"""Sizes that Tensor Cores do not like: which are found, and when something is said."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
+from trainer import assembly
+from trainer.callbacks import AlignmentAdvisor, alignment_advisor
+from trainer.callbacks.alignment_advisor import Misaligned, misaligned
+from trainer.errors import ConfigurationError
+from trainer.precision import MixedPrecision
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        (nn.Linear(16, 8), None),
+        (nn.Linear(784, 10), {"out_features": 10}),
+        (nn.Linear(100, 513), {"in_features": 100, "out_features": 513}),
+        (nn.Linear(1, 8), {"in_features": 1}),
+        (nn.Conv2d(64, 64, 3), None),
+        (nn.Conv2d(3, 64, 7), None),  # an image
+        (nn.Conv1d(4, 60, 3), {"out_channels": 60}),
+        (nn.Conv3d(5, 64, 3), {"in_channels": 5}),
+        (nn.ConvTranspose2d(64, 3, 3), {"out_channels": 3}),
+        (nn.Conv2d(64, 128, 3, groups=4), None),
+        (nn.Conv2d(64, 128, 3, groups=16), {"in_channels per group": 4}),
+        (nn.Conv2d(24, 12, 1, groups=3), {"out_channels per group": 4}),
+        (nn.Conv2d(30, 30, 3, groups=30), None),  # depthwise
+        (nn.Conv2d(30, 60, 3, groups=30), None),
+        (nn.Conv2d(1, 12, 3), {"out_channels": 12}),
+        (nn.LayerNorm(10), None),
+        (nn.Embedding(10, 7), None),
+        (nn.MultiheadAttention(12, 2), {"in_features": 12, "out_features": 12}),
+    ],
+    ids=str,
+)
+def test_which_sizes_count(layer, sizes):
+    found = list(misaligned(nn.ModuleDict({"layer": layer})))
+    assert [each.sizes for each in found] == ([] if sizes is None else [sizes])
+
+
+def test_lazy_layers_have_no_size_yet():
+    assert list(misaligned(nn.ModuleDict({"lazy": nn.LazyLinear(8)}))) == []
+
+
+def test_a_line_names_the_layer_its_size_and_the_next_multiple():
+    net = nn.ModuleDict({"body": nn.Sequential(nn.Linear(12, 10)), "stem": torch.compile(nn.Conv2d(20, 8, 1))})
+    assert [str(each) for each in misaligned(net)] == [
+        "body.0 (Linear): in_features 12 -> 16, out_features 10 -> 16",
+        "stem (Conv2d): in_channels 20 -> 24",
+    ]
+    assert str(Misaligned("a", "Linear", {"out_features": 1001})) == "a (Linear): out_features 1001 -> 1008"
+
+
+def said(folder, caplog, *, times: int = 1, module: Regression | None = None, precision="bf16-mixed", **arguments):
+    """What the advisor said in ``times`` fits."""
+    trainer = make_trainer(folder, precision=precision, callbacks=[AlignmentAdvisor(**arguments)])
+    module = module or Regression()
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(times):
+            trainer.fit(module, loader_of(make_batches(1)))
+    return [record.getMessage() for record in caplog.records if "Tensor Cores" in record.getMessage()]
+
+
+MESSAGE = """\
+Tensor Cores are fastest where sizes of 16-bit products are multiples of 8. 2 layers have others; they could be padded:
+  net.0 (Linear): in_features 6 -> 8
+  net.4 (Linear): out_features 3 -> 8"""
+
+
+def test_one_message_once(tmp_path, caplog):
+    assert said(tmp_path, caplog, everywhere=True, times=2) == [MESSAGE]
+
+
+def test_no_more_lines_than_asked_for(tmp_path, caplog):
+    [message] = said(tmp_path, caplog, everywhere=True, max_lines=1)
+    assert message.splitlines()[1:] == ["  net.0 (Linear): in_features 6 -> 8", "  and 1 more"]
+
+
+def test_a_single_layer(tmp_path, caplog):
+    [message] = said(tmp_path, caplog, everywhere=True, module=Regression(nn.Linear(6, 3)))
+    assert "1 layer has others; they could be padded" in message
+
+
+def test_silence_where_all_is_well(tmp_path, caplog):
+    class Wide(Regression):
+        def training_step(self, batch, batch_idx):
+            return self.net(torch.ones(8, 8)).sum()
+
+    assert said(tmp_path, caplog, everywhere=True, module=Wide(nn.Linear(8, 8))) == []
+
+
+@pytest.mark.filterwarnings("ignore:precision='16-true' keeps weights and gradients")
+@pytest.mark.parametrize("cores", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "half"),
+    [("32-true", 0), ("64-true", 0), ("16-mixed", 1), ("bf16-mixed", 1), ("16-true", 1), ("bf16-true", 1)],
+)
+def test_it_speaks_on_tensor_cores_in_16_bits(tmp_path, caplog, monkeypatch, precision, half, cores):
+    asked = []
+    monkeypatch.setattr(alignment_advisor, "tensor_cores", lambda device: asked.append(device) or cores)
+    assert said(tmp_path, caplog, precision=precision) == [MESSAGE] * (half and cores)
+    assert asked == [torch.device("cpu")] * half
+    assert said(tmp_path, caplog, precision=precision, everywhere=True) == [MESSAGE]
+
+
+def test_layers_that_stay_in_float32_are_left_out(tmp_path, caplog):
+    chosen = MixedPrecision("bfloat16", fp32_modules=["net.4"])
+    [message] = said(tmp_path, caplog, precision=chosen, everywhere=True)
+    assert "net.0" in message
+    assert "net.4" not in message
+
+
+@pytest.mark.parametrize("max_lines", [0, -1])
+def test_impossible_arguments(max_lines):
+    with pytest.raises(ConfigurationError, match=f"Got max_lines={max_lines}, expected a number of lines"):
+        AlignmentAdvisor(max_lines=max_lines)
+
+
+def advisors(uses_tensor_cores: bool, given=None) -> list[AlignmentAdvisor]:
+    callbacks = assembly.build_callbacks(
+        given, accumulate_grad_batches=None, gradient_clip_val=None, gradient_clip_algorithm=None, max_time=None,
+        enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False, writes_logs=False,
+        uses_tensor_cores=uses_tensor_cores,
+    )  # fmt: skip
+    return [callback for callback in callbacks if isinstance(callback, AlignmentAdvisor)]
+
+
+def test_a_default_where_it_has_something_to_say():
+    own = AlignmentAdvisor(max_lines=3)
+    assert len(advisors(True)) == 1
+    assert advisors(False) == []
+    assert advisors(True, [own]) == advisors(False, [own]) == [own]
+
+
+def test_no_default_on_a_cpu(tmp_path):
+    callbacks = make_trainer(tmp_path, precision="bf16-mixed").callbacks
+    assert not any(isinstance(callback, AlignmentAdvisor) for callback in callbacks)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("precision", "number"), [("16-mixed", 1), ("32-true", 0)])
+def test_the_default_on_a_gpu(tmp_path, caplog, precision, number):
+    trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, precision=precision)
+    with caplog.at_level(logging.INFO):
+        trainer.fit(Regression(make_net()), loader_of(make_batches(1)))
+    assert sum("Tensor Cores" in record.getMessage() for record in caplog.records) == number

@@ -1,0 +1,142 @@
+"""What a device computes natively, for devices that are not here."""
+
+from __future__ import annotations
+
+import warnings
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from tests.support import make_net
+from trainer.precision import cpu_fp16
+from trainer.precision.devices import float16_kernels, native_bfloat16, tensor_cores, warn_of_emulation
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes ``cuda:1`` a GPU of some name and compute capability."""
+
+    def make(name: str, capability: tuple[int, int], hip: str | None = None) -> torch.device:
+        def only(value):
+            def of(device):
+                assert device == CUDA  # and not the current device
+                return value
+
+            return of
+
+        monkeypatch.setattr(torch.cuda, "get_device_name", only(name))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", only(capability))
+        monkeypatch.setattr(torch.version, "hip", hip)
+        return CUDA
+
+    return make
+
+
+GPUS = [
+    # name, compute capability, bfloat16, Tensor Cores
+    ("NVIDIA GeForce GTX 1080", (6, 1), False, False),
+    ("Tesla P100-PCIE-16GB", (6, 0), False, False),
+    ("Tesla V100-SXM2-32GB", (7, 0), False, True),
+    ("NVIDIA TITAN V", (7, 0), False, True),
+    ("Xavier", (7, 2), False, True),
+    ("Tesla T4", (7, 5), False, True),
+    ("NVIDIA T4G", (7, 5), False, True),
+    ("NVIDIA GeForce RTX 2060", (7, 5), False, True),
+    ("Quadro RTX 4000", (7, 5), False, True),
+    ("TITAN RTX", (7, 5), False, True),
+    ("NVIDIA GeForce GTX 1650", (7, 5), False, False),
+    ("NVIDIA GeForce GTX 1660 Ti", (7, 5), False, False),
+    ("NVIDIA GeForce MX450", (7, 5), False, False),
+    ("Quadro T1000", (7, 5), False, False),
+    ("Quadro T2000 with Max-Q Design", (7, 5), False, False),
+    ("NVIDIA T400 4GB", (7, 5), False, False),
+    ("NVIDIA T550 Laptop GPU", (7, 5), False, False),
+    ("NVIDIA T1200 Laptop GPU", (7, 5), False, False),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), True, True),
+    ("NVIDIA GeForce RTX 3090", (8, 6), True, True),
+    ("NVIDIA H200", (9, 0), True, True),
+    ("NVIDIA GB200", (10, 0), True, True),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "bfloat16", "cores"), GPUS, ids=lambda value: str(value))
+def test_nvidia(gpu, name, capability, bfloat16, cores):
+    device = gpu(name, capability)
+    assert native_bfloat16(device) is bfloat16
+    assert tensor_cores(device) is cores
+
+
+def test_amd(gpu):
+    device = gpu("an AMD GPU", (7, 0), hip="6.4")  # the numbers of other GPUs than NVIDIA's mean something else
+    assert native_bfloat16(device) is True
+    assert tensor_cores(device) is False  # the rule about sizes is NVIDIA's
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"avx512_f": True, "avx512_bf16": True, "amx_bf16": False}, True),
+        ({"amx_bf16": True}, True),
+        ({"neon": True, "bf16": False, "sve_bf16": False}, False),
+        ({"neon": True, "bf16": True}, True),
+        ({}, False),
+    ],
+)
+def test_cpu(monkeypatch, capabilities, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: MappingProxyType(capabilities), raising=False)
+    assert native_bfloat16(CPU) is expected
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert native_bfloat16(CPU) is False  # no kernel of torch's would use them
+    assert tensor_cores(CPU) is False
+
+
+@pytest.mark.parametrize(("amx", "avx512", "expected"), [(0, 0, False), (1, 0, True), (0, 1, True)])
+def test_cpu_on_an_older_torch(monkeypatch, amx, avx512, expected):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bool(amx))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(avx512))
+    assert native_bfloat16(CPU) is expected
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_xpu(monkeypatch, native):
+    monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda including_emulation: native)
+    assert native_bfloat16(torch.device("xpu")) is native
+
+
+def test_of_mps_nobody_knows():
+    assert native_bfloat16(torch.device("mps")) is False
+    assert tensor_cores(torch.device("mps")) is False
+
+
+def test_emulation_is_warned_of_on_gpus_only(gpu):
+    with pytest.warns(UserWarning, match=r"Tesla T4 has no bfloat16 units: precision='a' .* Use precision='b'"):
+        warn_of_emulation("a", "b", gpu("Tesla T4", (7, 5)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_emulation("a", "b", gpu("NVIDIA A100", (8, 0)))
+        warn_of_emulation("a", "b", CPU)
+
+
+@pytest.mark.parametrize(
+    ("choice", "dtype", "device", "native", "pays", "fast"),
+    [
+        ("auto", torch.float16, "cpu", False, True, True),
+        ("auto", torch.float16, "cpu", False, False, False),
+        ("auto", torch.float16, "cpu", True, True, False),
+        ("fast", torch.float16, "cpu", True, False, True),
+        ("native", torch.float16, "cpu", False, True, False),
+        ("fast", torch.bfloat16, "cpu", False, True, False),
+        ("fast", torch.float16, "cuda", False, True, False),
+    ],
+)
+def test_which_kernels(monkeypatch, choice, dtype, device, native, pays, fast):
+    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: native)
+    monkeypatch.setattr(cpu_fp16, "pays", lambda module: pays)
+    with float16_kernels(choice, dtype, make_net(), torch.device(device)):
+        assert (cpu_fp16._users > 0) is fast
+    assert cpu_fp16._users == 0

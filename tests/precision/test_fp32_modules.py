@@ -1,0 +1,664 @@
+"""Modules in float32 inside a 16-bit model: to the bit what one writes by hand, and nothing of it left afterwards."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import namedtuple
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import (
+    OPTIMIZERS,
+    Regression,
+    adam,
+    assert_same,
+    fit_and_watch,
+    loader_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    train_by_hand,
+)
+from trainer.callbacks import ActivationCheckpointing
+from trainer.errors import PrecisionError
+from trainer.precision import HalfPrecision, MixedPrecision, cpu_fp16
+from trainer.precision.fp32_modules import find_modules, in_float32, plain_name, running_in_float32
+
+CPU = torch.device("cpu")
+BOTH = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+class ByHand(nn.Sequential):
+    """``make_net`` with some of its layers in float32, as one writes it."""
+
+    def __init__(self, *layers: nn.Module, chosen: tuple[int, ...]) -> None:
+        super().__init__(*layers)
+        self.chosen = chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self):
+            if i in self.chosen:
+                with torch.autocast("cpu", enabled=False):
+                    x = layer(x.float())
+            else:
+                x = layer(x)
+        return x
+
+
+@contextmanager
+def session(net: nn.Module, *patterns: str, dtype: torch.dtype = torch.bfloat16):
+    """A run's session and one forward's autocast."""
+    plugin = MixedPrecision(dtype, fp32_modules=patterns, cpu_kernels="native")
+    with plugin.session(net, CPU), plugin.autocast():
+        yield plugin
+
+
+class Look(nn.Linear):
+    """A linear layer that notes what it sees, and gives its output as it was computed."""
+
+    def __init__(self, features: int = 4) -> None:
+        super().__init__(features, features)
+        self.seen: list[Any] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen.append((args, kwargs, torch.is_autocast_enabled("cpu"), torch.zeros(1).dtype))
+        return super().forward(args[0])
+
+
+class Net(nn.Module):
+    """Three layers; returns the output, and what came out of ``head``."""
+
+    def __init__(self, head: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.head, self.after = nn.Linear(4, 4), head or nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inside = self.head(self.before(x))
+        return self.after(inside), inside
+
+
+def head_dtype(net: nn.Module) -> torch.dtype:
+    return net(torch.ones(2, 4))[1].dtype
+
+
+# --- what it computes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
+@pytest.mark.parametrize(
+    ("patterns", "chosen"),
+    [(("net.4",), (4,)), (("net.[14]",), (1, 4)), (("net.0", "*.1"), (0, 1)), (("net",), (0, 1, 2, 3, 4))],
+    ids=str,
+)
+@pytest.mark.parametrize("kernels", ["bf16", "native", "fast"])
+def test_the_weights_are_those_of_a_loop_written_by_hand(tmp_path, kernels, patterns, chosen, optimizer):
+    name, dtype = ("bf16-mixed", "bfloat16") if kernels == "bf16" else ("16-mixed", "float16")
+    plugin = MixedPrecision(dtype, fp32_modules=patterns, cpu_kernels="native" if kernels == "bf16" else kernels)
+    batches = make_batches(6, gains={3: 1e9} if name == "16-mixed" else None)  # an overflow
+    module = Regression(optimizer=OPTIMIZERS[optimizer])
+    _, ours = fit_and_watch(tmp_path, module, batches, precision=plugin)
+    by_hand = partial(train_by_hand, precision=name, optimizer=OPTIMIZERS[optimizer])
+    fast = cpu_fp16.fast_fp16_kernels if kernels == "fast" else torch.enable_grad  # the latter changes nothing
+    with fast():
+        theirs = by_hand(ByHand(*make_net(), chosen=chosen), batches)
+        plain = by_hand(make_net(), batches)
+    assert_same(ours, theirs)
+    assert ours.losses != plain.losses  # it made a difference
+
+
+@pytest.mark.parametrize("precision", BOTH)
+def test_inside_everything_is_float32(precision):
+    net = nn.Sequential(nn.Linear(4, 4), Look())
+    with session(net, "1", dtype=BOTH[precision]):
+        output = net(torch.randn(2, 4))
+    [((x,), _, autocast, made)] = net[1].seen
+    assert (x.dtype, output.dtype, autocast, made) == (torch.float32, torch.float32, False, torch.float32)
+    assert net[0](torch.randn(2, 4)).dtype is torch.float32  # and afterwards nothing is cast
+
+
+@pytest.mark.parametrize("kernels", ["native", "fast"])
+def test_nothing_is_rounded_inside_of_a_float16_run_on_a_cpu(kernels):
+    """Values that float16 cannot hold, through a product that the fast kernels would otherwise take."""
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(8, 64) * 1e6
+    plugin = MixedPrecision("float16", fp32_modules=["1"], cpu_kernels=kernels)
+    with plugin.session(net, CPU), plugin.autocast():
+        output = net[1](x)
+        assert not net[0](x).isfinite().all()
+    assert torch.equal(output, F.linear(x, net[1].weight, net[1].bias))
+    assert output.abs().max() > torch.finfo(torch.float16).max
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclass
+class Data:
+    x: Tensor
+    note: str
+
+
+def test_nested_inputs_are_cast_and_nothing_else():
+    net, half, double = Look(), torch.ones(2, 4).half(), torch.ones(1).double()
+    number, filled = torch.arange(3), []
+    with session(nn.ModuleDict({"look": net}), "look", dtype=torch.float16):
+        net(half, [half, (half, "a")], Data(half, "n"), key={"k": half, "deep": {"er": Pair(half, 1)}}, out=filled)
+        net(half, double, number, None, [double, number], key="text")
+    (_, (first, (second, text)), data), kwargs, *_ = net.seen[0]
+    cast = [first, second, data.x, kwargs["key"]["k"], kwargs["key"]["deep"]["er"].a]
+    assert [value.dtype for value in cast] == [torch.float32] * 5
+    assert (text, data.note, kwargs["key"]["deep"]["er"].b) == ("a", "n", 1)
+    assert type(kwargs["key"]["deep"]["er"]) is Pair
+    assert kwargs["out"] is filled  # a list to be filled is the caller's own
+    (_, *others), kwargs, *_ = net.seen[1]
+    assert others[0] is double
+    assert others[1] is number
+    assert others[2] is None
+    assert (others[3][0], others[3][1]) == (double, number)
+    assert kwargs == {"key": "text"}
+
+
+def test_packed_sequences():
+    lstm = nn.LSTM(4, 3, batch_first=True)
+    packed = pack_padded_sequence(torch.randn(2, 5, 4), torch.tensor([5, 2]), batch_first=True)
+    expected, _ = lstm(PackedSequence(packed.data.bfloat16().float(), packed.batch_sizes))
+    with session(nn.ModuleDict({"lstm": lstm}), "lstm"):
+        output, (hidden, _) = lstm(PackedSequence(packed.data.bfloat16(), packed.batch_sizes))
+    assert (output.data.dtype, hidden.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(output.data, expected.data)
+
+
+def test_parent_and_child_may_both_match():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Look(), nn.Linear(4, 4)))
+    with session(net, "1", "1.0", "1.*", dtype=torch.float16):
+        output = net(torch.ones(2, 4))
+    assert output.dtype is torch.float32
+    [((x,), _, autocast, _)] = net[1][0].seen
+    assert (x.dtype, autocast) == (torch.float32, False)
+    assert all("forward" not in vars(module) for module in net.modules())
+
+
+# --- a run, its ends, and its stages -------------------------------------------------------------------------------
+
+
+def test_evaluation_and_prediction_too(tmp_path):
+    seen = {}
+
+    class Learner(Regression):
+        def training_step(self, batch, batch_idx):
+            seen["train"] = self.net(batch[0]).dtype
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            seen["validate"] = self.net(batch[0]).dtype
+
+        def test_step(self, batch, batch_idx):
+            seen["test"] = self.net(batch[0]).dtype
+
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
+    module, data = Learner(), loader_of(make_batches(2))
+    trainer = make_trainer(tmp_path, precision=MixedPrecision("bfloat16", fp32_modules="net.4"))
+    trainer.fit(module, data, data)
+    trainer.test(module, data, verbose=False)
+    assert seen == dict.fromkeys(("train", "validate", "test"), torch.float32)
+    assert {output.dtype for output in trainer.predict(module, data)} == {torch.float32}
+    plain = make_trainer(tmp_path, precision="bf16-mixed").predict(module, data)
+    assert {output.dtype for output in plain} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_leaves_nothing_behind(tmp_path, fails):
+    class Failing(Regression):
+        def training_step(self, batch, batch_idx):
+            assert "forward" in vars(self.net[4])
+            if fails:
+                raise KeyError("in the forward")
+            return super().training_step(batch, batch_idx)
+
+    module = Failing()
+    before = [dict(vars(part)) for part in module.net.modules()]
+    trainer = make_trainer(tmp_path, precision=MixedPrecision("bfloat16", fp32_modules=["net.*"]))
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    if fails:
+        with pytest.raises(KeyError):
+            trainer.fit(module, loader_of(make_batches(2)))
+    else:
+        trainer.fit(module, loader_of(make_batches(2)))
+    assert [vars(part).keys() for part in module.net.modules()] == [kept.keys() for kept in before]
+    assert torch.backends.mha.get_fastpath_enabled() is fastpath is True
+
+
+def test_a_forward_of_the_modules_own_comes_back():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    own = net[0].forward = lambda x: F.linear(x, net[0].weight) * 0
+    with session(net, "0"):
+        assert torch.equal(net[0](torch.ones(1, 4)), torch.zeros(1, 4))
+        assert net[0](torch.ones(1, 4)).dtype is torch.float32
+    assert net[0].forward is own
+
+
+def test_a_forward_that_somebody_put_there_meanwhile_stays():
+    net = nn.Sequential(nn.Linear(4, 4))
+    with session(net, "0"):
+        ours = net[0].forward
+        theirs = net[0].forward = lambda x: ours(x)
+    assert net[0].forward is theirs
+
+
+def test_a_second_run_may_choose_others(tmp_path):
+    module, data = Regression(), loader_of(make_batches(2))
+    for patterns, expected in ((["net.4"], torch.float32), ([], torch.bfloat16), (["net.0"], torch.bfloat16)):
+        seen = []
+
+        class Looking(Callback):
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, seen=seen):
+                with trainer.precision_plugin.forward_context():
+                    seen.append(pl_module.net(batch[0]).dtype)
+
+        plugin = MixedPrecision("bfloat16", fp32_modules=patterns)
+        make_trainer(tmp_path, precision=plugin, callbacks=[Looking()]).fit(module, data)
+        assert set(seen) == {expected}
+
+
+def test_modules_that_the_strategy_replaces_are_chosen_after_that(tmp_path):
+    """As ``sync_batchnorm`` does, on GPUs only."""
+
+    class Replacing(SingleDeviceStrategy):
+        def setup(self, trainer):
+            self.model.net[1] = nn.LayerNorm(16)  # with the weights that the old one had
+            super().setup(trainer)
+
+    batches, chosen = make_batches(3), MixedPrecision("bfloat16", fp32_modules=["net.1"])
+    trainer = partial(fit_and_watch, tmp_path, batches=batches, precision=chosen)
+    _, ours = trainer(Regression(), accelerator="auto", strategy=Replacing(CPU))
+    assert_same(ours, train_by_hand(ByHand(*make_net(), chosen=(1,)), batches, precision="bf16-mixed"))
+
+
+# --- copies --------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_made_during_a_run_has_weights_of_its_own():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with session(net, "1"):
+        twin = copy.deepcopy(net)
+        with torch.no_grad():
+            twin[1].weight.zero_()
+            twin[1].bias.fill_(7.0)
+        assert torch.equal(twin(torch.ones(1, 4)), torch.full((1, 4), 7.0))  # float32
+        assert not torch.equal(net(torch.ones(1, 4)), torch.full((1, 4), 7.0))
+    assert torch.equal(twin(torch.ones(1, 4)), torch.full((1, 4), 7.0))  # and works outside
+
+
+def test_a_module_pickled_during_a_run():
+    net, file = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), io.BytesIO()
+    with session(net, "1"):
+        torch.save(net, file)
+        keys = list(net.state_dict())
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert torch.equal(again(torch.ones(1, 4)), net(torch.ones(1, 4)))  # a module like any other
+    assert keys == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+class CopyLate(Callback):
+    """Copies the module in the middle of a run, as weight averaging does."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.copied = copy.deepcopy(pl_module.net)
+
+
+def test_weight_averaging(tmp_path):
+    batches, late = make_batches(4), CopyLate()
+    chosen = MixedPrecision("bfloat16", fp32_modules=["net.4"])
+    module = Regression()
+    fit_and_watch(tmp_path, module, batches, precision=chosen, callbacks=[WeightAveraging(), late])
+    theirs = train_by_hand(ByHand(*make_net(), chosen=(4,)), batches, precision="bf16-mixed")
+    mean = torch.stack([weights[-1] for weights in theirs.weights]).mean(0)
+    torch.testing.assert_close(module.net[4].bias, mean, rtol=1e-6, atol=1e-6)
+    for mine, before in zip(late.copied.parameters(), theirs.weights[-2], strict=True):
+        assert torch.equal(mine, before)
+
+
+# --- around and inside of what torch does with modules --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("precision", BOTH)
+def test_activation_checkpointing(tmp_path, precision, reentrant):
+    """The recomputation in the backward pass happens outside of the run's autocast, and is the same."""
+
+    class Recomputed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x.requires_grad_(), use_reentrant=reentrant)
+
+    batches = make_batches(4)
+    plugin = MixedPrecision(BOTH[precision], fp32_modules=["net.4", "net.1"], cpu_kernels="native")
+    _, ours = fit_and_watch(tmp_path, Regression(Recomputed(*make_net())), batches, precision=plugin)
+    assert_same(ours, train_by_hand(ByHand(*make_net(), chosen=(1, 4)), batches, precision=precision))
+
+
+COMPILER_LOOKS = "ignore:The .grad attribute of a Tensor that is not a leaf"
+"""What torch.compile's own look at its inputs makes torch say."""
+
+
+@pytest.mark.parametrize("precision", BOTH)
+@pytest.mark.parametrize("recomputed", [["net.4"], ["net"], ["net.0", "net.4"]], ids=str)
+def test_the_callback_that_recomputes(tmp_path, precision, recomputed):
+    """It puts a forward of its own around ours."""
+    batches, module = make_batches(4), Regression()
+    plugin = MixedPrecision(BOTH[precision], fp32_modules=["net.4", "net.1"], cpu_kernels="native")
+    callback = ActivationCheckpointing(recomputed)
+    _, ours = fit_and_watch(tmp_path, module, batches, precision=plugin, callbacks=[callback])
+    assert_same(ours, train_by_hand(ByHand(*make_net(), chosen=(1, 4)), batches, precision=precision))
+    assert all("forward" not in vars(part) for part in module.modules())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module.net(batches[0][0]).dtype is torch.bfloat16
+
+
+def test_a_forward_that_comes_back_after_the_run_does_what_the_class_does():
+    net, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
+    with session(net, "0"):
+        ours = net[0].forward
+        net[0].forward = lambda x: ours(x)
+        assert net(x).dtype is torch.float32
+    net[0].forward = ours
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net(x).dtype is torch.bfloat16
+    with session(net, "0"):
+        assert net(x).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net(x).dtype is torch.bfloat16
+
+
+def test_a_run_inside_of_a_run():
+    net, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
+    with session(net, "0"):
+        with session(net, "0"):
+            assert net(x).dtype is torch.float32
+        assert net(x).dtype is torch.float32
+    assert "forward" not in vars(net[0])
+    assert running_in_float32(net) == set()
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def whole(net: Net) -> nn.Module:
+    return torch.compile(net, backend="aot_eager", fullgraph=True)
+
+
+def whole_in_place(net: Net) -> nn.Module:
+    net.compile(backend="aot_eager", fullgraph=True)
+    return net
+
+
+def part(net: Net) -> nn.Module:
+    net.head = torch.compile(net.head, backend="aot_eager", fullgraph=True)
+    return net
+
+
+def part_in_place(net: Net) -> nn.Module:
+    net.head.compile(backend="aot_eager", fullgraph=True)
+    return net
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings(COMPILER_LOOKS)
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("compiled", [whole, whole_in_place, part, part_in_place])
+def test_compiled_modules(compiled, has_hook, warm):
+    """Float32 also in graphs that were traced before the run; and no longer after it."""
+    net = Net()
+    if has_hook:
+        net.head.register_forward_hook(lambda module, args, output: None)
+    run = compiled(net)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    if warm:
+        with autocast:
+            assert head_dtype(run) is torch.bfloat16
+    with session(net, "head"):
+        assert head_dtype(run) is torch.float32
+        inside = run(torch.ones(2, 4))[1]
+        inside.sum().backward()
+    with autocast:
+        assert head_dtype(run) is torch.bfloat16
+    eager = Net()
+    with session(eager, "head"):
+        expected = eager(torch.ones(2, 4))[1]
+        expected.sum().backward()
+    assert torch.equal(inside, expected)
+    assert torch.equal(net.before.weight.grad, eager.before.weight.grad)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_lightning_module(tmp_path):
+    class Learner(Regression):
+        def training_step(self, batch, batch_idx):
+            output = self.net(batch[0])
+            return {"loss": F.mse_loss(output, batch[1]), "output": output.detach()}
+
+    seen = []
+
+    class Looking(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(outputs["output"].dtype)
+
+    compiled, data = torch.compile(Learner(), backend="aot_eager"), loader_of(make_batches(1))
+    for patterns in ((), ("net.4",), ()):
+        plugin = MixedPrecision("bfloat16", fp32_modules=patterns)
+        make_trainer(tmp_path, precision=plugin, callbacks=[Looking()]).fit(compiled, data)
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings(COMPILER_LOOKS)
+@pytest.mark.parametrize("patterns", [[], ["*.norm"], ["*.norm", "*.linear"]], ids=str)
+def test_compiled_blocks_share_a_graph(patterns):
+    """torch gives up on a function that it had to compile more than eight times."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.norm(x))
+
+    net = nn.Sequential(*(Block() for _ in range(12)))
+    for block in net:
+        block.compile(backend=backend)
+    with session(net, *patterns):
+        net(torch.ones(2, 4))
+    assert len(graphs) <= 2  # the first block's input is no result of another's
+
+
+class Encoder(LightningModule):
+    """torch's transformer layer: in evaluation it computes from its parts' weights without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch)
+
+
+def test_short_cuts_of_transformer_layers_are_off(tmp_path):
+    called = []
+
+    class Norm(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            called.append(x.dtype)
+            return super().forward(x)
+
+    module, data = Encoder(), loader_of([torch.randn(2, 3, 8)])
+    module.layer.norm1 = Norm(8)
+    make_trainer(tmp_path, precision="bf16-mixed").predict(module, data)
+    assert called == []
+    chosen = MixedPrecision("bfloat16", fp32_modules=["*.norm1"])
+    make_trainer(tmp_path, precision=chosen).predict(module, data)
+    assert called == [torch.float32]
+
+
+# --- names and patterns --------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(4), "attention": nn.MultiheadAttention(4, 2)}) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 2)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
+        self.end = nn.Identity()
+
+
+def found(model: nn.Module, *patterns: str) -> list[str]:
+    names = {module: plain_name(name) for name, module in model.named_modules()}
+    return [names[module] for module in find_modules(model, patterns)]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (("head",), ["head"]),
+        (("*.norm",), ["blocks.0.norm", "blocks.1.norm"]),
+        (("*norm",), ["blocks.0.norm", "blocks.1.norm", "norm"]),
+        (("head", "norm", "he*"), ["norm", "head"]),
+        (("blocks.1.*m",), ["blocks.1.norm"]),
+        (("blocks.[0].norm",), ["blocks.0.norm"]),
+        (("blocks.0",), ["blocks.0.norm", "blocks.0.attention", "blocks.0.attention.out_proj"]),
+        (("blocks.?.norm", "blocks"), [
+            "blocks.0.norm", "blocks.0.attention", "blocks.0.attention.out_proj",
+            "blocks.1.norm", "blocks.1.attention", "blocks.1.attention.out_proj",
+        ]),
+        ((), []),
+    ],
+)  # fmt: skip
+def test_which_modules_match(patterns, expected):
+    assert found(Model(), *patterns) == expected
+
+
+def test_a_star_is_every_module_that_is_called():
+    assert set(found(Model(), "*")) == {*found(Model(), "blocks"), "norm", "head", "end"}
+
+
+def test_a_module_with_two_names_is_found_by_either():
+    net = nn.ModuleDict({"a": nn.Linear(1, 1)})
+    net["b"] = net["a"]
+    assert find_modules(net, ["b"]) == find_modules(net, ["a"]) == [net["a"]]
+
+
+def test_what_wrappers_add_is_not_part_of_a_name():
+    net = Net(head=nn.Sequential(nn.Linear(4, 4)))
+    head = net.head
+    net.head = torch.compile(head, backend="eager")
+    assert find_modules(net, ["head"]) == [head]
+    assert find_modules(net, ["head.0"]) == [head[0]]
+    assert find_modules(torch.compile(net, backend="eager"), ["head.*"]) == [head[0]]
+    assert plain_name("net._orig_mod.block._checkpoint_wrapped_module.norm") == "net.block.norm"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("haed", r"'haed' matches no module of Model\. Did you mean 'head'\? Its modules: blocks, blocks\.0, "),
+        ("*.nrom", r"Did you mean '\*\.norm'\?"),
+        ("attention", r"Did you mean '\*\.attention'\?"),
+        ("Head", r"Did you mean 'head'\?"),
+        ("zzz", r"matches no module of Model\. Its modules: .* and 1 more\."),
+        ("scales", r"'scales' is scales, a ParameterList that nobody calls.* Name the module that uses it"),
+        ("*.out_proj", r"blocks\.0\.attention\.out_proj is never called.* Name the attention: 'blocks\.0\.attention'"),
+    ],
+)
+def test_patterns_that_cannot_be(pattern, message):
+    with pytest.raises(PrecisionError, match=message):
+        find_modules(Model(), ["head", pattern])
+
+
+@pytest.mark.parametrize("kind", [MixedPrecision, HalfPrecision])
+@pytest.mark.parametrize("given", [[""], [3], [None], ["head", nn.Linear(1, 1)]])
+def test_things_that_are_no_patterns(kind, given):
+    with pytest.raises(PrecisionError, match=r"fp32_modules with .* expected names of modules or patterns"):
+        kind("bfloat16", fp32_modules=given)
+
+
+@pytest.mark.parametrize("kind", [MixedPrecision, HalfPrecision])
+def test_a_single_string_is_one_pattern(kind):
+    assert kind("bfloat16", fp32_modules="head").fp32_modules == ("head",)
+    assert kind("bfloat16", fp32_modules=["a", "b"]).fp32_modules == ("a", "b")
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+@pytest.mark.parametrize("kind", [MixedPrecision, HalfPrecision])
+def test_a_pattern_without_a_match_ends_a_run_before_its_first_batch(tmp_path, kind, stage):
+    def never(*_):
+        raise AssertionError
+
+    class Never(Regression):
+        training_step = never
+
+    if stage == "validate":
+        Never.validation_step = never
+    trainer = make_trainer(tmp_path, precision=kind("bfloat16", fp32_modules=["net.0", "net.9"]))
+    module = Never()
+    with pytest.raises(PrecisionError, match=r"'net\.9' matches no module of Never.*Did you mean 'net\.[0-4]'"):
+        getattr(trainer, stage)(module, loader_of(make_batches(1)))
+    assert all("forward" not in vars(part) for part in module.net.modules())
+
+
+def test_scripted_modules_are_refused(recwarn):
+    net = nn.ModuleDict({"script": torch.jit.script(nn.Linear(1, 1)), "head": nn.Linear(1, 1)})
+    with pytest.raises(PrecisionError, match=r"'scr\*' matches script, whose forward torch\.jit has compiled"):
+        find_modules(net, ["scr*"])
+    assert find_modules(net, ["head"]) == [net["head"]]
+
+
+def test_who_runs_in_float32_now():
+    net = Net(head=nn.Sequential(nn.Linear(4, 4)))
+    with in_float32(find_modules(net, ["head"]), "cpu"):
+        assert running_in_float32(net) == {net.head, net.head[0]}
+    assert running_in_float32(net) == set()
+
+
+def test_adam_states_of_chosen_modules_resume(tmp_path):
+    """A checkpoint in the middle, and on from it: as without the interruption."""
+    batches = make_batches(6)
+    chosen = partial(MixedPrecision, "bfloat16", fp32_modules=["net.4"])
+    _, straight = fit_and_watch(tmp_path, Regression(optimizer=adam), batches, precision=chosen(), max_epochs=2)
+    trainer = make_trainer(tmp_path, precision=chosen())
+    trainer.fit(Regression(optimizer=adam), loader_of(batches))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    module = Regression(make_net(seed=5), optimizer=adam)
+    again = make_trainer(tmp_path, precision=chosen(), max_epochs=2)
+    again.fit(module, loader_of(batches), ckpt_path=tmp_path / "half.ckpt")
+    for mine, other in zip(module.net.parameters(), straight.weights[-1], strict=True):
+        assert torch.equal(mine, other)

@@ -1,0 +1,430 @@
+"""Everything in 16 bits: to the bit a loop written by hand, what keeps its dtype, and what one is warned of."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryPrecisionRecallCurve
+
+from tests.support import (
+    OPTIMIZERS,
+    Regression,
+    Trace,
+    adam,
+    assert_same,
+    fit_and_watch,
+    loader_of,
+    loss_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    momentum,
+    sgd,
+)
+from trainer.errors import PrecisionError
+from trainer.precision import HalfPrecision, cpu_fp16
+from trainer.precision.dtypes import cast
+
+CPU = torch.device("cpu")
+DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+both = pytest.mark.parametrize("precision", DTYPES)
+vanishing = pytest.mark.filterwarnings("ignore:precision='16-true' keeps weights and gradients in float16")
+
+
+def by_hand(net: nn.Module, batches: Any, dtype: torch.dtype, optimizer: Any = sgd) -> Trace:
+    """The loop with the model, and the batches, in ``dtype``."""
+    trace, stepper = Trace(), optimizer(net.parameters())
+    for batch in batches:
+        stepper.zero_grad()
+        loss = loss_of(net, cast(batch, dtype))
+        loss.backward()
+        stepper.step()
+        trace.skipped.append(False)
+        trace.scales.append(1.0)
+        trace.next_scales.append(1.0)
+        trace.after_batch(loss, net, stepper)
+    return trace
+
+
+# --- what it computes ----------------------------------------------------------------------------------------------
+
+
+@vanishing
+@both
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum-fused", "adamw"])
+@pytest.mark.parametrize("kernels", ["native", "fast"])
+def test_the_weights_are_those_of_a_loop_written_by_hand(tmp_path, precision, optimizer, kernels):
+    if (precision, optimizer) == ("16-true", "adamw"):
+        make = partial(OPTIMIZERS[optimizer], eps=1e-4)
+    else:
+        make = OPTIMIZERS[optimizer]
+    batches, dtype = make_batches(6), DTYPES[precision]
+    plugin = HalfPrecision(dtype, cpu_kernels=kernels)
+    trainer, ours = fit_and_watch(tmp_path, Regression(optimizer=make), batches, precision=plugin)
+    fast = kernels == "fast" and precision == "16-true"
+    with cpu_fp16.fast_fp16_kernels() if fast else torch.enable_grad():
+        theirs = by_hand(make_net().to(dtype), batches, dtype, make)
+    assert_same(ours, theirs)
+    assert (trainer.precision, trainer.scaler.is_enabled()) == (precision, False)
+    assert {weight.dtype for weight in ours.weights[-1]} == {dtype}
+
+
+def test_bf16_true_is_lightnings(tmp_path):
+    batches, modules = make_batches(5), (Regression(optimizer=momentum), Regression(optimizer=momentum))
+    make_trainer(tmp_path, precision="bf16-true").fit(modules[0], loader_of(batches))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lightning.Trainer(
+            accelerator="cpu", precision="bf16-true", max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        ).fit(modules[1], loader_of(batches))  # fmt: skip
+    for mine, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@vanishing
+@both
+def test_new_tensors_have_the_dtype_inside_the_forward_only(tmp_path, precision):
+    seen, dtype = {}, DTYPES[precision]
+
+    class Looking(Regression):
+        def training_step(self, batch, batch_idx):
+            seen["training_step"] = torch.zeros(1).dtype
+            assert batch[0].dtype is dtype
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            seen["validation_step"] = torch.zeros(1).dtype
+            assert batch[0].dtype is dtype
+
+        def on_before_backward(self, loss):
+            seen["on_before_backward"] = torch.zeros(1).dtype
+            assert loss.dtype is dtype
+
+    data = loader_of(make_batches(2))
+    make_trainer(tmp_path, precision=precision).fit(Looking(), data, data)
+    assert seen == {"training_step": dtype, "validation_step": dtype, "on_before_backward": torch.float32}
+
+
+def test_the_default_dtype_survives_an_exception(tmp_path):
+    class Failing(Regression):
+        def training_step(self, batch, batch_idx):
+            raise KeyError("in the forward")
+
+    with pytest.raises(KeyError):
+        make_trainer(tmp_path, precision="bf16-true").fit(Failing(), loader_of(make_batches(1)))
+    assert torch.get_default_dtype() is torch.float32
+
+
+# --- what is converted, and what is not -----------------------------------------------------------------------------
+
+
+class Mixture(LightningModule):
+    """Parameters and buffers of many dtypes, and metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.frequencies = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.mean = MeanMetric()
+        self.curve = BinaryPrecisionRecallCurve(thresholds=101)
+
+
+@both
+def test_floating_point_parameters_and_buffers_are_converted(precision):
+    module, dtype = Mixture(), DTYPES[precision]
+    mask, counts = module.mask, module.counts
+    assert HalfPrecision(dtype).convert_module(module) is module
+    kinds = {name: tensor.dtype for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    assert kinds.pop("mask") is torch.bool
+    assert kinds.pop("counts") is torch.int64
+    assert kinds.pop("frequencies") is torch.complex64
+    assert kinds.pop("net.1.num_batches_tracked") is torch.int64
+    assert kinds.pop("curve.thresholds") is torch.float32
+    assert set(kinds.values()) == {dtype}
+    assert module.mask is mask
+    assert module.counts is counts
+    assert torch.equal(counts, torch.arange(3))
+    assert "cache" not in module.state_dict()
+    assert module.dtype is dtype
+    assert module.mean.mean_value.dtype is torch.float32
+
+
+def test_metrics_count_beyond_what_bfloat16_can_hold(tmp_path):
+    class Counting(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def validation_step(self, batch, batch_idx):
+            self.mean(torch.tensor(float(batch_idx % 2)))
+            self.log("mean", self.mean)
+
+        def on_validation_epoch_end(self):
+            self.weight = float(self.mean.weight)
+
+    module = Counting()
+    trainer = make_trainer(tmp_path, precision="bf16-true", num_sanity_val_steps=0)
+    trainer.validate(module, loader_of([0.0] * 600), verbose=False)
+    assert module.weight == 600.0  # 256 where a bfloat16 counts
+    assert trainer.callback_metrics["mean"] == 0.5
+
+
+def test_batches():
+    x, nested = HalfPrecision("bfloat16").convert_batch(
+        [torch.ones(2), {"y": torch.ones(2).double(), "n": torch.ones(2).long(), "s": "text"}]
+    )
+    assert (x.dtype, nested["y"].dtype, nested["n"].dtype) == (torch.bfloat16, torch.bfloat16, torch.int64)
+    assert nested["s"] == "text"
+
+
+# --- modules that stay in float32 ----------------------------------------------------------------------------------
+
+
+class ByHand(nn.Sequential):
+    """``make_net`` in 16 bits but for two layers, as one writes it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        layers = make_net()
+        super().__init__(*(layer if i in (1, 4) else layer.to(dtype) for i, layer in enumerate(layers)))
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self):
+            x = layer(x.float()).to(self.dtype) if i in (1, 4) else layer(x)
+        return x
+
+
+@vanishing
+@both
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("optimizer", ["momentum", "sgd-fused"])
+def test_fp32_modules_are_those_of_a_loop_written_by_hand(tmp_path, precision, recomputes, optimizer):
+    class Recomputed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False) if recomputes else super().forward(x)
+
+    batches, dtype, make = make_batches(5), DTYPES[precision], OPTIMIZERS[optimizer]
+    plugin = HalfPrecision(dtype, fp32_modules=["net.1", "net.4"], cpu_kernels="native")
+    module = Regression(Recomputed(*make_net()), optimizer=make)
+    _, ours = fit_and_watch(tmp_path, module, batches, precision=plugin)
+    assert_same(ours, by_hand(ByHand(dtype), batches, dtype, make))
+    assert {module.net[i].weight.dtype for i in (1, 4)} == {torch.float32}
+    assert module.net[0].weight.dtype is dtype
+    assert "forward" not in vars(module.net[1])
+
+
+def test_weights_of_fp32_modules_keep_their_bits():
+    net = make_net()
+    before = copy.deepcopy(net[4].state_dict())
+    HalfPrecision("bfloat16", fp32_modules="4").convert_module(net)
+    assert all(torch.equal(value, before[name]) for name, value in net[4].state_dict().items())
+    assert net[0].weight.dtype is torch.bfloat16
+
+
+def test_inside_of_an_fp32_module_nothing_is_rounded():
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.extend([x.dtype, self.inner(x).dtype, torch.zeros(1).dtype])
+            return self.inner(x)
+
+    seen: list[torch.dtype] = []
+    net, plugin = nn.Sequential(Looking()), HalfPrecision("bfloat16", fp32_modules=["0", "0.inner"])
+    plugin.convert_module(net)
+    with plugin.session(net, CPU), plugin.autocast():
+        assert net(torch.ones(1, 4).bfloat16()).dtype is torch.bfloat16
+        assert torch.zeros(1).dtype is torch.bfloat16
+    assert seen == [torch.float32] * 3
+
+
+def test_an_embedding_in_float32_feeds_layers_in_bfloat16():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    plugin = HalfPrecision("bfloat16", fp32_modules="0")
+    plugin.convert_module(net)
+    with plugin.session(net, CPU), plugin.autocast():
+        assert net(torch.arange(3)).dtype is torch.bfloat16
+    assert net[0].weight.dtype is torch.float32
+
+
+def test_compiled_fp32_modules():
+    torch.compiler.reset()
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(2, 4).bfloat16()
+    plugin = HalfPrecision("bfloat16", fp32_modules="1")
+    plugin.convert_module(net)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with plugin.session(net, CPU), plugin.autocast():
+        expected = net(x)
+        assert torch.equal(compiled(x), expected)
+    by_hand = net[2](net[1](net[0](x).float()).bfloat16())
+    assert torch.equal(expected, by_hand)
+    torch.compiler.reset()
+
+
+# --- warnings and refusals -----------------------------------------------------------------------------------------
+
+
+def test_float16_weights_are_warned_of_once(tmp_path):
+    with pytest.warns(UserWarning, match=r"gradients below 6e-8 vanish.*Use precision='16-mixed'") as caught:
+        trainer = make_trainer(tmp_path, precision="16-true")
+    with warnings.catch_warnings(record=True) as later:
+        warnings.simplefilter("always")
+        trainer.fit(Regression(), loader_of(make_batches(2)))
+        make_trainer(tmp_path, precision="bf16-true")
+    assert len(caught) == 1
+    assert [str(w.message) for w in later if "float16" in str(w.message)] == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "warns"),
+    [
+        (adam, "Adam has eps=1e-08"),
+        (partial(torch.optim.AdamW, fused=True), "AdamW has eps=1e-08"),
+        (partial(torch.optim.RMSprop, eps=6e-5), "RMSprop has eps=6e-05"),
+        (partial(adam, eps=1e-4), None),
+        (sgd, None),
+    ],
+)
+def test_an_eps_that_float16_cannot_hold(tmp_path, optimizer, warns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for precision in ("16-true", "bf16-true", "16-mixed"):
+            trainer = make_trainer(tmp_path, precision=precision)
+            trainer.fit(Regression(optimizer=optimizer), loader_of(make_batches(1)))
+    said = [str(w.message) for w in caught if "eps=" in str(w.message) and "has eps" in str(w.message)]
+    assert [text.split(" and float16 weights")[0] for text in said] == ([warns] if warns else [])
+    assert all("Use eps=1e-4" in text for text in said)
+
+
+@pytest.mark.parametrize(("eps", "finite"), [(1e-8, False), (1e-4, True)])
+def test_what_that_warning_is_about(eps, finite):
+    """torch's Adam, one gradient of which is exactly zero, as behind any ReLU."""
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    weight.grad = torch.tensor([0.0, 1e-4], dtype=torch.float16)
+    torch.optim.Adam([weight], lr=1e-3, eps=eps).step()
+    assert bool(weight.isfinite().all()) is finite
+
+
+def test_fp32_modules_have_an_eps_of_their_own():
+    weight = nn.Parameter(torch.ones(2))
+    HalfPrecision("float16").check_optimizers([torch.optim.Adam([weight])])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "float32"}, r"Got dtype='float32', expected 'bfloat16' or 'float16'"),
+        ({"dtype": torch.float64}, r"Got dtype=torch.float64"),
+        ({"cpu_kernels": "slow"}, r"Got cpu_kernels='slow', expected 'auto', 'fast' or 'native'"),
+    ],
+)
+def test_impossible_arguments(arguments, message):
+    with pytest.raises(PrecisionError, match=message):
+        HalfPrecision(**arguments)
+
+
+def test_emulated_bfloat16_is_a_warning(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    with pytest.warns(UserWarning, match=r"Tesla V100 has no bfloat16 units: precision='bf16-true' is emulated"):
+        HalfPrecision("bfloat16").check(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("kernels", "users"), [("auto", 1), ("fast", 1), ("native", 0)])
+def test_the_kernels_of_a_cpu(monkeypatch, kernels, users):
+    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: False)
+    monkeypatch.setattr(cpu_fp16, "pays", lambda module: True)
+    with HalfPrecision("float16", cpu_kernels=kernels).session(make_net(), CPU):
+        assert cpu_fp16._users == users
+    assert cpu_fp16._users == 0
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def saved_by(folder: Any, precision: str) -> dict[str, Any]:
+    """The checkpoint of a short run, which is also in ``folder``."""
+    trainer = make_trainer(folder, precision=precision)
+    trainer.fit(Regression(optimizer=momentum), loader_of(make_batches(4)))
+    trainer.save_checkpoint(folder / f"{precision}.ckpt")
+    return torch.load(folder / f"{precision}.ckpt", weights_only=True)
+
+
+def test_a_checkpoint_continues_to_the_bit(tmp_path):
+    batches, straight = loader_of(make_batches(4)), Regression(optimizer=momentum)
+    make_trainer(tmp_path, precision="bf16-true", max_epochs=2).fit(straight, batches)
+    first = make_trainer(tmp_path, precision="bf16-true")
+    first.fit(Regression(optimizer=momentum), batches)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    stored = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    assert {value.dtype for value in stored["state_dict"].values()} == {torch.bfloat16}
+    resumed = Regression(make_net(seed=9), optimizer=momentum)
+    again = make_trainer(tmp_path, precision="bf16-true", max_epochs=2)
+    again.fit(resumed, batches, ckpt_path=tmp_path / "half.ckpt")
+    for mine, theirs in zip(resumed.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@vanishing
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ("32-true", "bf16-true"), ("bf16-true", "32-true"), ("32-true", "16-true"), ("16-true", "32-true"),
+        ("bf16-mixed", "bf16-true"), ("bf16-true", "bf16-mixed"), ("bf16-true", "64-true"), ("16-true", "bf16-true"),
+    ],
+)  # fmt: skip
+def test_resuming_in_another_precision(tmp_path, saved, resumed):
+    """Weights and momentum arrive in the dtype of the run that resumes, rounded once, and training goes on."""
+    kind = {**DTYPES, "64-true": torch.float64}.get(resumed, torch.float32)
+    stored = saved_by(tmp_path, saved)
+    arrived = {}
+
+    class Looking(Regression):
+        def on_train_start(self):
+            optimizer = self.trainer.optimizers[0]
+            arrived["weights"] = {name: value.clone() for name, value in self.state_dict().items()}
+            arrived["momentum"] = [optimizer.state[p]["momentum_buffer"].clone() for p in self.parameters()]
+
+    module = Looking(make_net(seed=7), optimizer=momentum)
+    trainer = make_trainer(tmp_path, precision=resumed, max_epochs=2)
+    trainer.fit(module, loader_of(make_batches(4)), ckpt_path=tmp_path / f"{saved}.ckpt")
+    for name, value in stored["state_dict"].items():
+        assert arrived["weights"][name].dtype is kind
+        assert torch.equal(arrived["weights"][name], value.to(kind))
+    states = stored["optimizer_states"][0]["state"].values()
+    for mine, theirs in zip(arrived["momentum"], states, strict=True):
+        assert mine.dtype is kind
+        assert torch.equal(mine, theirs["momentum_buffer"].to(kind))
+    assert trainer.global_step == 8
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    assert not torch.equal(module.net[4].weight, arrived["weights"]["net.4.weight"])
+
+
+def test_float32_weights_into_a_model_with_fp32_modules(tmp_path):
+    class Validated(Regression):
+        def validation_step(self, batch, batch_idx):
+            assert self.net(batch[0]).dtype is torch.bfloat16
+
+    stored = saved_by(tmp_path, "32-true")["state_dict"]
+    module, plugin = Validated(make_net(seed=7)), HalfPrecision("bfloat16", fp32_modules=["net.4"])
+    make_trainer(tmp_path, precision=plugin).validate(
+        module, loader_of(make_batches(1)), ckpt_path=tmp_path / "32-true.ckpt", verbose=False
+    )
+    assert torch.equal(module.net[4].weight, stored["net.4.weight"])
+    assert torch.equal(module.net[0].weight, stored["net.0.weight"].bfloat16())

@@ -1,0 +1,119 @@
+"""Which layers have sizes that Tensor Cores do not like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from trainer.errors import ConfigurationError
+from trainer.precision.devices import tensor_cores
+from trainer.precision.fp32_modules import plain_name, running_in_float32
+
+MULTIPLE = 8
+"""Elements of 16 bits that make the 16 bytes by which Tensor Cores like their operands aligned."""
+
+_IMAGE_CHANNELS = 4
+_Convolutions = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+class Misaligned(NamedTuple):
+    """A layer with sizes that are not multiples of 8.
+
+    Attributes:
+        name: as in ``named_modules()``.
+        kind: the name of its class.
+        sizes: those sizes by the name of the dimension; in a convolution with groups, those of one group.
+    """
+
+    name: str
+    kind: str
+    sizes: dict[str, int]
+
+    def __str__(self) -> str:
+        changes = (f"{name} {size} -> {_next_multiple(size)}" for name, size in self.sizes.items())
+        return f"{self.name} ({self.kind}): {', '.join(changes)}"
+
+
+class AlignmentAdvisor(Callback):
+    """Says once, when a fit starts, which linear and convolution layers have sizes that are not multiples of 8.
+
+    Tensor Cores compute 16-bit products most efficiently on such sizes: linear layers' features and convolutions'
+    channels, says NVIDIA's guide Train With Mixed Precision (and to do the same with the batch size, the vocabulary
+    and the sequence length, which are no layer's). Silent where the precision is not a 16-bit one, where the device
+    has no Tensor Cores, and where all is well. On by default in 16-bit precisions on a GPU.
+
+    Args:
+        everywhere: also without Tensor Cores, and in any precision: to look at a model before it goes to a GPU.
+        max_lines: layers to list, at least 1; the others are counted.
+
+    Raises:
+        ConfigurationError: ``max_lines`` below 1.
+    """
+
+    def __init__(self, everywhere: bool = False, max_lines: int = 10) -> None:
+        if max_lines < 1:
+            raise ConfigurationError(f"Got max_lines={max_lines!r}, expected a number of lines, at least 1.")
+        self.everywhere = everywhere
+        self.max_lines = max_lines
+        self._said = ""
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Look at the layers."""
+        is_half = trainer.precision.startswith(("16-", "bf16-"))
+        if not self.everywhere and not (is_half and tensor_cores(trainer.strategy.root_device)):
+            return
+        found = list(misaligned(pl_module))
+        message = self._message(found)
+        if found and message != self._said:
+            self._said = message  # once, also where the same module is fitted again
+            rank_zero_info(message)
+
+    def _message(self, found: list[Misaligned]) -> str:
+        layers = "1 layer has others" if len(found) == 1 else f"{len(found)} layers have others"
+        lines = [
+            f"Tensor Cores are fastest where sizes of 16-bit products are multiples of {MULTIPLE}."
+            f" {layers}; they could be padded:",
+            *map(str, found[: self.max_lines]),
+        ]
+        if len(found) > self.max_lines:
+            lines.append(f"and {len(found) - self.max_lines} more")
+        return "\n  ".join(lines)
+
+
+def misaligned(root: nn.Module) -> Iterator[Misaligned]:
+    """The linear and convolution layers of ``root`` with sizes that are not multiples of 8.
+
+    Not counted: layers that ``fp32_modules`` keeps in float32; depthwise convolutions, which are no matrix products;
+    the up to four channels of images, for which NVIDIA's libraries have kernels of their own (Convolutional Layers
+    User's Guide, "Channels In And Out"); lazy layers without a size yet.
+    """
+    in_float32 = running_in_float32(root)
+    for path, layer in root.named_modules():
+        sizes = {name: size for name, size in _sizes(layer) if size % MULTIPLE}
+        if sizes and layer not in in_float32:
+            yield Misaligned(plain_name(path), type(layer).__name__, sizes)
+
+
+def _sizes(layer: nn.Module) -> Iterator[tuple[str, int]]:
+    if isinstance(layer, nn.Linear):
+        yield from (("in_features", layer.in_features), ("out_features", layer.out_features))
+    elif isinstance(layer, _Convolutions) and not 1 < layer.groups == layer.in_channels:
+        each = " per group" if layer.groups > 1 else ""
+        if layer.in_channels > _IMAGE_CHANNELS:
+            yield f"in_channels{each}", layer.in_channels // layer.groups
+        yield f"out_channels{each}", layer.out_channels // layer.groups
+
+
+def _next_multiple(size: int) -> int:
+    return -(-size // MULTIPLE) * MULTIPLE

@@ -1,0 +1,78 @@
+"""``auto``: the fastest precision that the device has hardware for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from lightning_utilities.core import rank_zero
+
+from trainer.precision.base import Precision
+from trainer.precision.devices import native_bfloat16, tensor_cores
+from trainer.precision.full import FullPrecision
+from trainer.precision.mixed import MixedPrecision
+
+
+class AutoPrecision(Precision):
+    """``bf16-mixed`` where the device computes in bfloat16 natively, else ``16-mixed`` where it has Tensor Cores,
+    else ``32-true``. It says once which one it is, and why; ``trainer.precision`` is the name of that one.
+
+    Every process asks its own device: where they differ, name a precision.
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: of the loss scale, for where
+            it becomes ``16-mixed``; as in :class:`~trainer.precision.MixedPrecision`.
+        cpu_kernels: how float16 is computed on a CPU; likewise.
+        fp32_modules: modules that run in float32 all the same; likewise, and nothing to do in ``32-true``.
+
+    Raises:
+        PrecisionError: settings out of range.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        max_scale: float | None = None,
+        cpu_kernels: Literal["auto", "fast", "native"] = "auto",
+        fp32_modules: str | Sequence[str] = (),
+    ) -> None:
+        mixed = partial(
+            MixedPrecision,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            cpu_kernels=cpu_kernels,
+            fp32_modules=fp32_modules,
+        )
+        self._bfloat16, self._float16 = mixed("bfloat16"), mixed("float16")
+
+    def for_device(self, device: torch.device) -> Precision:
+        """The precision for ``device``; one line in the log says which and why."""
+        choice, reason = self.choose(device)
+        if getattr(rank_zero.rank_zero_only, "rank", 0) == 0:
+            rank_zero.log.info(f"precision='auto' is {choice.name} here: {reason}.")
+        return choice
+
+    def choose(self, device: torch.device) -> tuple[Precision, str]:
+        """The precision for ``device``, and the reason for it in words."""
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type.upper()}"
+        if native_bfloat16(device):
+            return self._bfloat16, f"{where} computes in bfloat16 natively"
+        if tensor_cores(device):
+            return self._float16, f"{where} has Tensor Cores, but no bfloat16 units"
+        if device.type == "cuda":
+            return FullPrecision(), f"{where} has neither bfloat16 units nor Tensor Cores"
+        if device.type == "cpu":
+            return FullPrecision(), "this CPU has no bfloat16 instructions that torch uses"
+        return FullPrecision(), f"torch cannot tell whether {where} device computes in bfloat16 natively"

@@ -1,0 +1,93 @@
+"""What a device computes natively, as far as torch can tell."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from trainer.precision import cpu_fp16
+
+_CPU_BFLOAT16 = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
+"""Names of instructions in ``torch.cpu.get_capabilities()``; the last two are ARM's."""
+
+# Chips of compute capability 7.5 without Tensor Cores, TU116 and TU117, by the names they are sold under: GeForce GTX
+# 1630 to 1660, GeForce MX450 and MX550, (Quadro) T400 to T2000, CMP 30HX. NVIDIA's Turing cards with Tensor Cores are
+# called RTX, T4, T10, T40, or CMP 40HX and 50HX.
+_TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]50\b|\bT([4-6][05]0|1000|1200|2000)\b|\bCMP 30HX", re.IGNORECASE)
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether ``device`` computes in bfloat16 by itself, not by emulation.
+
+    CUDA: compute capability 8.0 (Ampere) and above. ROCm and XPU: as torch says. CPU: it has instructions for it
+    (AMX-BF16, AVX512-BF16, ARM's BF16) and torch was built with oneDNN, whose kernels use them. MPS: False, for torch
+    cannot tell.
+    """
+    if device.type == "cuda":
+        # torch.cuda.is_bf16_supported, but of this device and not of the current one
+        return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "xpu":
+        return bool(torch.xpu.is_bf16_supported(including_emulation=False))
+    return device.type == "cpu" and torch.backends.mkldnn.is_available() and _cpu_has_bfloat16()  # type: ignore[no-untyped-call]
+
+
+def tensor_cores(device: torch.device) -> bool:
+    """Whether ``device`` is an NVIDIA GPU with Tensor Cores for float16.
+
+    Compute capability 7.0 (Volta), 7.2 (Xavier) and above have them; of 7.5 (Turing), the GTX 16 series and its like
+    do not, which only their names tell.
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (7, 5):
+        return _TURING_WITHOUT.search(torch.cuda.get_device_name(device)) is None
+    return capability >= (7, 0)
+
+
+def warn_of_emulation(name: str, instead: str, device: torch.device) -> None:
+    """Warn where ``device`` is a GPU that can compute in bfloat16 but has no units for it.
+
+    Args:
+        name: of the bfloat16 precision that was asked for.
+        instead: the one to advise.
+        device: where.
+    """
+    if device.type == "cuda" and not native_bfloat16(device):
+        warnings.warn(
+            f"{torch.cuda.get_device_name(device)} has no bfloat16 units: precision={name!r} is emulated"
+            f" and slow there. Use precision={instead!r}.",
+            stacklevel=3,
+        )
+
+
+def float16_kernels(
+    choice: str, dtype: torch.dtype, module: nn.Module, device: torch.device
+) -> AbstractContextManager[None]:
+    """A context with the kernels that compute ``module`` in ``dtype`` on ``device``: ours, or torch's own.
+
+    Args:
+        choice: ``"fast"``, ``"native"`` or ``"auto"``, which is fast on CPUs without float16 instructions for modules
+            that are large enough to gain. Only float16 on a CPU has a choice.
+        dtype: of the products.
+        module: what is run.
+        device: where.
+    """
+    if device.type != "cpu" or dtype is not torch.float16 or choice == "native":
+        return nullcontext()
+    if choice == "fast" or (not cpu_fp16.native_fp16() and cpu_fp16.pays(module)):
+        return cpu_fp16.fast_fp16_kernels()
+    return nullcontext()
+
+
+def _cpu_has_bfloat16() -> bool:
+    query = getattr(torch.cpu, "get_capabilities", None)
+    if query is not None:
+        capabilities = query()
+        return any(capabilities.get(name, False) for name in _CPU_BFLOAT16)
+    # torch 2.10; x86 only. Every CPU with AMX tiles has AMX-BF16.
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

@@ -1,0 +1,65 @@
+"""Casting nested data, and the dtype of newly made tensors: what several precisions share."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+
+def cast(data: Any, dtype: torch.dtype) -> Any:
+    """``data`` with every floating-point tensor in it as ``dtype``; other tensors, and what is no tensor, as it is."""
+    return apply_to_collection(
+        data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, allow_frozen=True
+    )
+
+
+def widen(data: Any) -> Any:
+    """``data`` with every floating-point tensor in it as float32, float64 excepted.
+
+    The rule of ``torch.amp.custom_fwd(cast_inputs=torch.float32)``. Where there is nothing to cast, the very same
+    object comes back: a list that a module fills for its caller is not replaced by a copy.
+    """
+    if isinstance(data, Tensor):
+        return _float32(data)
+    cast_some: list[bool] = []
+
+    def one(tensor: Tensor) -> Tensor:
+        wide = _float32(tensor)
+        if wide is not tensor:
+            cast_some.append(True)
+        return wide
+
+    wide = apply_to_collection(data, Tensor, one, allow_frozen=True)
+    return wide if cast_some else data
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    keeps = not tensor.is_floating_point() or tensor.dtype is torch.float64
+    return tensor if keeps else tensor.float()  # which is the tensor itself where it is float32 already
+
+
+class DefaultDtype:
+    """Sets torch's default dtype inside, restores it outside. Not re-entrant; may be used again and again.
+
+    Args:
+        dtype: of the tensors that are made inside without saying which (``torch.zeros(3)``).
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._inside = dtype
+        self._outside = torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        self._outside = torch.get_default_dtype()
+        if self._outside is not self._inside:  # asking costs nothing, setting a microsecond
+            torch.set_default_dtype(self._inside)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._outside is not self._inside:
+            torch.set_default_dtype(self._outside)

@@ -1,0 +1,143 @@
+"""``bf16-true`` and ``16-true``: weights, batches and all arithmetic in 16 bits; nothing is scaled."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from trainer.errors import PrecisionError
+from trainer.precision.base import Precision
+from trainer.precision.devices import float16_kernels, warn_of_emulation
+from trainer.precision.dtypes import DefaultDtype, cast
+from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_NAMES = {torch.float16: "16-true", torch.bfloat16: "bf16-true"}
+
+
+class HalfPrecision(Precision):
+    """Everything in 16 bits: half the memory of float32 for weights, gradients and optimizer states.
+
+    What it costs: an update smaller than 1/256 of a weight (bfloat16; 1/2048 in float16) is rounded away, so low
+    learning rates stand still, and in float16 gradients below 6e-8 are zero. The mixed precisions keep float32
+    weights for just these reasons.
+
+    Args:
+        dtype: ``"bfloat16"`` or ``"float16"``.
+        fp32_modules: modules that keep float32 weights and compute in float32, by name or pattern as in
+            :class:`~trainer.precision.MixedPrecision`. Their inputs are cast to float32, and their outputs back to
+            ``dtype``, which the layer that comes next expects. A weight that is shared with another module stays
+            in float32 there too.
+        cpu_kernels: how float16 is computed on a CPU, as in :class:`~trainer.precision.MixedPrecision`.
+
+    Raises:
+        PrecisionError: an unknown dtype or kind of kernels, or patterns that are no strings.
+    """
+
+    def __init__(
+        self,
+        dtype: Literal["bfloat16", "float16"] | torch.dtype = "bfloat16",
+        fp32_modules: str | Sequence[str] = (),
+        cpu_kernels: Literal["auto", "fast", "native"] = "auto",
+    ) -> None:
+        resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if resolved not in _NAMES:
+            raise PrecisionError(f"Got dtype={dtype!r}, expected 'bfloat16' or 'float16'.")
+        if cpu_kernels not in ("auto", "fast", "native"):
+            raise PrecisionError(f"Got cpu_kernels={cpu_kernels!r}, expected 'auto', 'fast' or 'native'.")
+        self.dtype: torch.dtype = resolved
+        self.name = _NAMES[resolved]
+        self.fp32_modules = check_patterns(fp32_modules)
+        self.cpu_kernels = cpu_kernels
+        self._default_dtype = DefaultDtype(resolved)
+
+    def check(self, device: torch.device) -> None:
+        """Warn of what float16 weights do to small gradients, and of GPUs that only emulate bfloat16."""
+        if self.dtype is torch.bfloat16:
+            warn_of_emulation(self.name, "16-mixed", device)
+        else:
+            warnings.warn(
+                "precision='16-true' keeps weights and gradients in float16 and does not scale the loss: gradients"
+                " below 6e-8 vanish, and so do updates below 1/2048 of a weight. Use precision='16-mixed', which has"
+                " float32 weights and a loss scale, or 'bf16-true', which has float32's range.",
+                stacklevel=2,
+            )
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Warn of an ``eps`` that float16 cannot hold apart from zero (Adam's default is 1e-8).
+
+        Adam's second moment is the mean of squared gradients, and 0 in float16 for gradients below about 5e-3. What
+        is left to divide by is ``eps``: as 0 it makes weights NaN in the first step, and when tiny, far too large.
+        The bound is float16's smallest normal number, 6.1e-5.
+        """
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                eps = group.get("eps")
+                has_float16 = any(parameter.dtype is torch.float16 for parameter in group["params"])
+                if has_float16 and eps is not None and eps < torch.finfo(torch.float16).tiny:
+                    warnings.warn(
+                        f"{type(optimizer).__name__} has eps={eps:g} and float16 weights: where its squared gradients"
+                        " are zero in float16 it divides by that, and weights become infinite or NaN. Use"
+                        " eps=1e-4, SGD, or precision='16-mixed'.",
+                        stacklevel=2,
+                    )
+                    break
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """All floating-point parameters and buffers in ``dtype``, except in ``fp32_modules`` and in metrics.
+
+        Metrics keep their dtype because a sum of ones in bfloat16 ends at 256.
+
+        Raises:
+            PrecisionError: a pattern of ``fp32_modules`` that matches no module.
+        """
+        kept = {part for chosen in find_modules(module, self.fp32_modules) for part in chosen.modules()}
+        parameters = [
+            (parameter, parameter.data)
+            for owner in module.modules()
+            for parameter in owner.parameters(recurse=False)
+            if owner in kept or not parameter.is_floating_point()
+        ]
+        buffers = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if owner in kept or isinstance(owner, Metric) or not buffer.is_floating_point()
+        ]
+        # `type`, not `to`: a LightningModule's `dtype` follows, and torchmetrics leaves its states alone. It takes
+        # integers too, complex numbers, and weights that are to keep their bits; they are put back.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Casting complex values to real")
+            module.type(self.dtype)
+        for parameter, data in parameters:
+            parameter.data = data
+        for owner, name, buffer in buffers:
+            setattr(owner, name, buffer)
+        return module
+
+    @contextmanager
+    def session(self, module: nn.Module, device: torch.device) -> Iterator[None]:
+        """Choose the float16 kernels of a CPU, and set up ``fp32_modules``.
+
+        Raises:
+            PrecisionError: a pattern of ``fp32_modules`` that matches no module.
+        """
+        in_full = find_modules(module, self.fp32_modules)
+        kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
+        with kernels, in_float32(in_full, device.type, back_to=self.dtype):
+            yield
+
+    def convert_batch(self, batch: Any) -> Any:
+        """All floating-point tensors of the batch in ``dtype``."""
+        return cast(batch, self.dtype)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Tensors that the forward makes (``torch.zeros(3)``) have ``dtype`` too."""
+        return self._default_dtype
