@@ -35,7 +35,7 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess:
 def test_there_is_something_to_test():
     assert len(blocks("python")) == 3
     assert len(blocks("yaml")) == 1
-    assert len(commands()) == 4
+    assert len(commands()) == 5
 
 
 def test_the_python_runs(tmp_path):
@@ -55,7 +55,9 @@ def test_the_commands_run(command, tmp_path):
         assert "resnet50" in run(words, tmp_path).stdout
         return
     done = run([*words, *QUICK], tmp_path)
-    if "-m" in words[3:]:
+    if words[3] == "compare":
+        assert list(tmp_path.glob("multirun/resnet50/*/compare.md"))
+    elif "-m" in words[3:]:
         assert done.stdout.count("completed") >= 3
     else:
         assert list(tmp_path.glob("outputs/resnet50/*/result.json"))
