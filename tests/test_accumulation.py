@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.accumulation import AccumulationWindow, weight_in, zero_loss
+from trainer.accumulation import AccumulationWindow, zero_loss
 from trainer.errors import ConfigurationError
+from trainer.step_output import weight_in
 
 FIRST, MIDDLE, LAST = (True, False), (False, False), (False, True)
 
@@ -297,29 +298,3 @@ def test_zero_loss_has_exact_zeros_for_every_trainable_parameter():
     assert torch.equal(one.grad, torch.zeros(2))
     assert torch.equal(other.grad, torch.zeros(2))
     assert frozen.grad is None
-
-
-# --- what training_step returns -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("output", [torch.tensor(1.0), {"loss": torch.tensor(1.0)}, None])
-def test_no_weight(output):
-    assert weight_in(output) is None
-
-
-@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor([[3.0]], dtype=torch.float64)])
-def test_a_weight_is_a_number_on_the_host(weight):
-    read = weight_in({"weight": weight})
-    assert read == 3.0
-    assert type(read) is float
-
-
-def test_a_weight_on_a_device_is_not_read():
-    weight = weight_in({"weight": torch.ones(1, dtype=torch.int64, device="meta")})
-    assert (weight.shape, weight.dtype, weight.device.type) == ((), torch.float32, "meta")
-
-
-@pytest.mark.parametrize("weight", [-1, math.inf, math.nan, "3", None, True, torch.ones(2), [3]])
-def test_impossible_weights(weight):
-    with pytest.raises(ConfigurationError, match=r"Got 'weight': .*expected one number, at least 0"):
-        weight_in({"weight": weight})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -174,27 +174,3 @@ def zero_loss(parameters: Iterable[Tensor]) -> Tensor:
     """
     trainable = [p for p in parameters if p.requires_grad]
     return torch.stack([p.reshape(-1)[:0].sum() for p in trainable]).sum()
-
-
-def weight_in(output: object) -> Weight | None:
-    """The ``"weight"`` that ``training_step`` returned beside its loss; None without one.
-
-    Returns:
-        A number, or a 0-dim float32 tensor if it is on a device: reading it would be a host-device synchronisation.
-
-    Raises:
-        ConfigurationError: not a number or a tensor of one element, or negative, or not finite.
-    """
-    if not isinstance(output, Mapping) or "weight" not in output:
-        return None
-    weight = output["weight"]
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        if weight.device.type != "cpu":
-            return weight.detach().reshape(()).float()
-        weight = weight.item()
-    if isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight < math.inf:
-        return float(weight)
-    raise ConfigurationError(
-        f"Got 'weight': {weight!r} in the dict that `training_step` returned, expected one number, at least 0: how much"
-        " the batch counts in an accumulation window (samples, tokens). Call it otherwise if you mean something else."
-    )

@@ -5,17 +5,16 @@ Read ``FitLoop.run``, ``train_batch`` and ``update_weights``: they are the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer import optimization
-from trainer.accumulation import AccumulationWindow, weight_in
+from trainer.accumulation import AccumulationWindow
 from trainer.data import TrainingBatches
-from trainer.engine import Engine, Weight
-from trainer.errors import ConfigurationError
+from trainer.engine import Engine
 from trainer.hooks import NO_HOOKS, Hook, Hooks
 from trainer.limits import FitLimits
 from trainer.metrics import MetricStore, PublishedMetrics, Recorder
@@ -23,6 +22,7 @@ from trainer.optimization import Schedules, StepOutcome
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.progress import FitProgress
+from trainer.step_output import loss_in, outputs_of
 
 Clip = Callable[[Optimizer], Tensor | None]
 """Clips one optimizer's gradients in place; returns their norm before that, if it measured it."""
@@ -235,7 +235,7 @@ class FitLoop:
 
     def share_of(self, output: Any) -> Tensor | None:
         """What the batch adds to the window's mean loss: what to run backward on. None for nothing."""
-        loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
+        loss, weight = loss_in(output)
         if loss is not None:
             loss = self.window.share(loss, weight)
         return self.window.close(loss, self.optimizers, self.engine) if self.window.is_last else loss
@@ -352,38 +352,3 @@ class FitLoop:
 
 def _as_it_is(value: Any, *_: Any) -> Any:
     return value
-
-
-def loss_in(output: Any) -> tuple[Tensor | None, Weight | None]:
-    """The loss in what ``training_step`` returned, if that is not the loss itself, and the weight beside it.
-
-    None stands for "nothing to learn from this batch"; so does a weight of 0.
-
-    Raises:
-        ConfigurationError: something else than a tensor, a dict with one, or None; or a weight that is no number.
-    """
-    if output is None:
-        return None, None
-    if not isinstance(output, Mapping):
-        raise ConfigurationError(
-            "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step"
-            f" will be skipped). Got {type(output).__name__}."
-        )
-    loss, weight = output.get("loss"), weight_in(output)
-    if not isinstance(loss, Tensor):
-        raise ConfigurationError(
-            "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
-            f" and hold a tensor. Got the keys {list(output)} and loss={loss!r}."
-        )
-    counts_nothing = isinstance(weight, float) and weight == 0.0  # a tensor is not read
-    return (None, None) if counts_nothing else (loss, weight)
-
-
-def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any]:
-    """What ``on_train_batch_end`` is given: the (normalised) loss without its graph, and a dict's other items."""
-    if loss is None or output is None:
-        return {}
-    if isinstance(output, Tensor):
-        return {"loss": loss.detach()}
-    rest = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
-    return {**rest, "loss": loss.detach()}

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError
-from trainer.fit_loop import FitLoop, outputs_of
+from trainer.fit_loop import FitLoop
 from trainer.optimization import needs_closure
+from trainer.step_output import outputs_of
 
 Closure = Callable[[], Any]
 

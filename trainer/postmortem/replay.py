@@ -14,9 +14,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from trainer.accumulation import weight_in
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState, RandomState
+from trainer.step_output import loss_in
 
 OnLoss = Callable[[Tensor], None]
 
@@ -90,9 +90,10 @@ def run(trainer: Any, recorded: RecordedBatch, on_loss: OnLoss) -> None:
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     with _another(trainer.loop.precision.autocast()):
         output = module.training_step(recorded.batch, *([recorded.batch_idx] if takes_index else []))
-    loss, weight = (output.get("loss"), weight_in(output)) if isinstance(output, Mapping) else (output, None)
-    counts_nothing = isinstance(weight, float) and weight == 0.0  # a tensor is not read
-    if module.automatic_optimization and loss is not None and not counts_nothing:
+    if not module.automatic_optimization:
+        return
+    loss, weight = loss_in(output)
+    if loss is not None:
         on_loss(copy(recorded.window).share(loss, weight))
 
 
