@@ -106,13 +106,14 @@ def test_mixed_precision_reports_its_scale():
     assert result()["scale"] == 1024.0
 
 
-def test_auto_reports_what_it_became(monkeypatch):
+def test_auto_reports_what_it_became(monkeypatch, capsys):
     from trainer.precision import auto
 
     monkeypatch.setattr(auto, "native_bfloat16", lambda device: True)
     assert main(["fit", *LINE, "logger=none", "precision=auto", "hydra.run.dir=run"]) == 0
     assert result(Path("run"))["precision"] == "bf16-mixed"
     assert "precision='auto' is bf16-mixed here: this CPU computes" in Path("run/fit.log").read_text()
+    assert "precision='auto' is bf16-mixed here: this CPU computes in bfloat16 natively." in capsys.readouterr().err
 
 
 def test_modules_that_stay_in_float32_reach_the_plugin():

@@ -102,7 +102,10 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
 
     data = build(settings["data"], "data", allowed)
     module = build(settings["model"], "model", allowed)
-    return module, data, trainer_class(**arguments)
+    trainer = trainer_class(**arguments)
+    if is_first() and (said := getattr(arguments["precision"], "said", "")):
+        print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
+    return module, data, trainer
 
 
 def _build_all(nodes: dict[str, Any] | None, key: str, allowed: list[str]) -> list[Any]:

@@ -27,6 +27,9 @@ class AutoPrecision(Precision):
         cpu_kernels: how float16 is computed on a CPU; likewise.
         fp32_modules: modules that run in float32 all the same; likewise, and nothing to do in ``32-true``.
 
+    Attributes:
+        said: what it has become, and why; empty before.
+
     Raises:
         PrecisionError: settings out of range.
     """
@@ -55,13 +58,15 @@ class AutoPrecision(Precision):
             cpu_kernels=cpu_kernels,
             fp32_modules=fp32_modules,
         )
+        self.said = ""
         self._bfloat16, self._float16 = mixed("bfloat16"), mixed("float16")
 
     def for_device(self, device: torch.device) -> Precision:
         """The precision for ``device``; one line in the log says which and why."""
         choice, reason = self.choose(device)
+        self.said = f"precision='auto' is {choice.name} here: {reason}."
         if getattr(rank_zero.rank_zero_only, "rank", 0) == 0:
-            rank_zero.log.info(f"precision='auto' is {choice.name} here: {reason}.")
+            rank_zero.log.info(self.said)
         return choice
 
     def choose(self, device: torch.device) -> tuple[Precision, str]:
