@@ -310,7 +310,7 @@ class FitLoop:
         skipped, scale, next_scale = self.scaler.settle()
         self.skipped = list(skipped)
         self.schedules.confirm(except_of=self.skipped)
-        skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in skipped))
+        skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in skipped)) if skipped else ()
         outcome = StepOutcome(bool(skipped), scale, next_scale, self.grad_norm, stepped, skipping)
         self.outcome, self.grad_norm = outcome, None
         self.progress.skipped_steps += outcome.skipped

@@ -90,7 +90,7 @@ class LightningEngine:
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return int(getattr(self.strategy, "world_size", 1))
+        return self.strategy.world_size if isinstance(self.strategy, DDPStrategy) else 1
 
     @property
     def global_rank(self) -> int:
