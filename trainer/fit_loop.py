@@ -116,7 +116,7 @@ class FitLoop:
         self.transfer = transfer
         self.optimizers = optimizers
         self.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
-        self.unsettled = ()
+        self.unsettled, self.outcome, self.grad_norm = (), None, None
         self.window.reset()
         self.schedules = schedules
         self.clip_gradients = clip_gradients
@@ -320,6 +320,8 @@ class FitLoop:
 
     def advance_schedules(self) -> None:
         """Step the schedules that follow this batch."""
+        if not self.schedules.revocable:
+            self.settle()
         if self.has_updated:
             self.advance_by_step()
         if self.progress.is_last_batch:
@@ -347,6 +349,8 @@ class FitLoop:
             self.window.close(None, self.optimizers, self.engine)
             self.update_weights()
             self.settle()
+            self.advance_by_step()
+            self.progress.windows += 1
         self.window.reset()
 
 

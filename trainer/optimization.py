@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -53,6 +54,8 @@ class Schedules:
         configs: the schedules; a live list (stock callbacks exchange its items).
         step: how one is stepped: ``LightningModule.lr_scheduler_step(scheduler, metric)``.
         metrics: where a plateau schedule's monitor is looked up.
+        revocable: whether a step of a schedule changes nothing but the schedule and its optimizer's groups, so that
+            it can be taken back.
     """
 
     def __init__(
@@ -60,11 +63,13 @@ class Schedules:
         configs: list[ScheduleConfig],
         step: Callable[[Any, Any], None],
         metrics: Callable[[], Mapping[str, Any]],
+        revocable: bool = True,
     ) -> None:
+        self.revocable = revocable
         self._configs = configs
         self._step = step
         self._metrics = metrics
-        self._tentative: list[tuple[ScheduleConfig, dict[str, Any], list[tuple[dict[str, Any], dict[str, Any]]]]] = []
+        self._tentative: list[_Step] = []
 
     def __bool__(self) -> bool:
         return bool(self._configs)
@@ -101,16 +106,18 @@ class Schedules:
             if on_plateau and metric is None:
                 continue
             if tentatively:
-                self._tentative.append((config, config.scheduler.state_dict(), _rates_of(config)))
-            self._step(config.scheduler, metric)
+                step = _Step(config)
+                self._step(config.scheduler, metric)
+                step.end()
+                self._tentative.append(step)
+            else:
+                self._step(config.scheduler, metric)
 
     def confirm(self, except_of: Collection[Optimizer] = ()) -> None:
         """Take back the tentative steps of the schedules of these optimizers; let the others stand."""
-        for config, state, rates in reversed(self._tentative):
-            if except_of and _belongs(config, except_of):
-                config.scheduler.load_state_dict(state)
-                for group, values in rates:
-                    _restore(group, values)
+        for step in reversed(self._tentative):
+            if except_of and _belongs(step.config, except_of):
+                step.take_back()
         self._tentative.clear()
 
     def _monitored(self, config: ScheduleConfig) -> Any:
@@ -131,22 +138,47 @@ def _belongs(config: ScheduleConfig, optimizers: Collection[Optimizer]) -> bool:
     return own is None or any(own is optimizer for optimizer in optimizers)
 
 
-def _rates_of(config: ScheduleConfig) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """For each parameter group, what a schedule may change in it: learning rate, momentum, ..."""
-    groups = getattr(getattr(config.scheduler, "optimizer", None), "param_groups", [])
-    return [(group, {key: _copy(value) for key, value in group.items() if key != "params"}) for group in groups]
+class _Step:
+    """One step of a schedule that may be taken back: made before it, ended after it.
+
+    Args:
+        config: of the schedule.
+    """
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self.config = config
+        self._state = deepcopy(config.scheduler.state_dict())
+        self._groups: list[dict[str, Any]] = getattr(getattr(config.scheduler, "optimizer", None), "param_groups", [])
+        self._before = [_values_of(group) for group in self._groups]
+        self._changes: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def end(self) -> None:
+        """See what the step has changed in the parameter groups: learning rate, momentum, ..."""
+        for group, before in zip(self._groups, self._before, strict=True):
+            for key, after in _values_of(group).items():
+                if key not in before or not _same(before[key], after):
+                    self._changes.append((group, key, before.get(key), after))
+
+    def take_back(self) -> None:
+        """Put the schedule back, and what it changed, where nobody has set it to something else since."""
+        self.config.scheduler.load_state_dict(self._state)
+        for group, key, before, after in self._changes:
+            if isinstance(before, Tensor):
+                group[key].copy_(before)  # in place: a compiled optimizer holds on to the tensor
+            elif group[key] == after:
+                group[key] = before
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _values_of(group: dict[str, Any]) -> dict[str, Any]:
+    items = ((key, value) for key, value in group.items() if key != "params")
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in items}
 
 
-def _restore(group: dict[str, Any], values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, Tensor):
-            group[key].copy_(value)  # in place: a compiled optimizer holds on to the tensor
-        else:
-            group[key] = value
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of a group are the same. Tensors are not read, they may be on a GPU: they count as changed."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False
+    return bool(one == other)
 
 
 def clear_gradients(optimizer: Optimizer) -> None:

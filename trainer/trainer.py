@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -594,7 +594,8 @@ class Trainer(TrainerBase):
     def _schedules(self, hooks: Hooks) -> Schedules:
         # manual optimization steps its schedules itself
         configs = self.engine.schedules if self._module.automatic_optimization else []
-        return Schedules(configs, hooks.of_module("lr_scheduler_step"), lambda: self.callback_metrics)
+        revocable = hooks.override_of("lr_scheduler_step") is None  # what a module's own does, nobody can take back
+        return Schedules(configs, hooks.of_module("lr_scheduler_step"), lambda: self.callback_metrics, revocable)
 
     def _clipping(self, hooks: Hooks) -> Clip | None:
         """What clips the gradients: the module's own way, the callbacks, or nothing."""
@@ -694,16 +695,20 @@ class Trainer(TrainerBase):
             yield
         except BaseException as error:
             self.state.status = TrainerStatus.INTERRUPTED
-            for callback in self.callbacks:
-                callback.on_exception(self, self.module, error)
-            if self.datamodule is not None:
-                self.datamodule.on_exception(error)
-            self.engine.on_exception(error)
-            for logger in self.loggers:
-                logger.finalize("failed")
-            if self.module is not None:
-                self._release()
-            self.state.stage = None
+            try:
+                with suppress(Exception):  # what is raised is `error`; but who asks later wants to know
+                    self.loop.settle()
+                for callback in self.callbacks:
+                    callback.on_exception(self, self.module, error)
+                if self.datamodule is not None:
+                    self.datamodule.on_exception(error)
+                self.engine.on_exception(error)
+                for logger in self.loggers:
+                    logger.finalize("failed")
+            finally:
+                if self.module is not None:
+                    self._release()
+                self.state.stage = None
             raise
         self.state.status, self.state.stage = TrainerStatus.FINISHED, None
 

@@ -253,6 +253,7 @@ def test_a_fused_momentum_is_not_left_uninitialised(monkeypatch, dampening, step
         scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
         scaler.readback.arrives_at_once = not late
         optimizer = sgd(p, momentum=0.9, dampening=dampening, fused=True)
+        optimizer.state[p]  # a look makes an entry
         for i, slope in enumerate(slopes):
             p.grad = None
             backward(scaler, p, slope)
@@ -319,6 +320,18 @@ def test_a_plain_optimizer_is_settled_at_once():
     scaler.update()
     assert scaler.is_settled
     assert scaler.settle() == ((optimizer,), 8.0, 4.0)
+
+
+def test_asking_for_the_scale_takes_nothing_from_who_settles():
+    scaler, p = late_scaler(init_scale=8.0), parameter()
+    optimizer = sgd(p, fused=True)
+    backward(scaler, p, INF)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.current_scale == scaler.current_scale == 4.0
+    assert scaler.is_settled
+    assert scaler.settle() == ((optimizer,), 8.0, 4.0)
+    assert scaler.settle() == ((), 4.0, 4.0)
 
 
 @pytest.mark.parametrize("ask", [lambda s: s.current_scale, lambda s: s.update(), lambda s: s.forget_steps()])

@@ -26,6 +26,10 @@ class ScalerCheckpoint(Callback):
     def __init__(self) -> None:
         self._unused: dict[str, Any] = {}
 
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """A fit begins without what an earlier one was given."""
+        self._unused = {}
+
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the scaler's state. Between updates there is always one to save, and never half of one."""
         state = trainer.scaler.state_dict() or self._unused
@@ -33,19 +37,21 @@ class ScalerCheckpoint(Callback):
             checkpoint[KEY] = state
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore it, or say why not."""
+        """Restore it, or say why not. Evaluating a checkpoint does not touch the scaler."""
+        if not trainer.training:
+            return
         state = checkpoint.get(KEY) or checkpoint.get(OLD_KEY)
         enabled = trainer.scaler.is_enabled()
         self._unused = dict(state) if state and not enabled else {}
         if state and enabled:
             trainer.scaler.load_state_dict(state)
-        elif enabled and trainer.training:
+        elif enabled:
             _say(
                 f"The checkpoint has no loss-scaler state (it was saved by a run without loss scaling), but"
                 f" precision={trainer.precision!r} scales the loss. The scale starts anew at"
                 f" {trainer.scaler.current_scale:g}; a few steps may be skipped until it has settled."
             )
-        elif state and trainer.training:
+        elif state:
             _say(
                 f"The checkpoint has a loss-scaler state (scale {state['scale']:g}), but"
                 f" precision={trainer.precision!r} does not scale the loss. The state is not used, and kept in the"

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 from ctypes import c_float
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -101,14 +102,15 @@ class LossScaler(torch.amp.GradScaler):
         self._host_tracker = 0
         self._checks: list[_Check] = []
         self._unsettled: list[_Check] = []
+        self._settled: Settled | None = None
         self._wants_scaler: dict[type, bool] = {}
         self._inverse = (0.0, torch.zeros(()))
+        self._with_momentum: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     @property
     def current_scale(self) -> float:
-        """The scale in force (1 when disabled), from the host's own account of it."""
-        if self._unsettled:
-            self.settle()
+        """The scale in force (1 when disabled), from the host's own account of it. Takes nothing from `settle`."""
+        self._resolve()
         return self._host_scale
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -153,7 +155,7 @@ class LossScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self.settle()  # the update before, if nobody has asked for it
+        self.settle()  # of the update before, if nobody has asked
         checks, self._checks = self._checks, []
         self._per_optimizer_states.clear()
         if new_scale is not None:
@@ -179,23 +181,29 @@ class LossScaler(torch.amp.GradScaler):
         return self.readback.arrives_at_once or all(check.overflowed is not None for check in self._unsettled)
 
     def settle(self) -> Settled:
-        """What became of the last ``update``.
+        """What became of the last ``update``; asked again, nothing new.
 
         A plain optimizer's answer is on the host already: it was read to decide. A fused one's was sent by
         ``update``; if the device has not got that far, this waits for it.
         """
+        self._resolve()
+        settled, self._settled = self._settled, None
+        return settled or Settled((), self._host_scale, self._host_scale)
+
+    def _resolve(self) -> None:
+        """Read what the last ``update`` sent, if nobody has, and keep the answer for :meth:`settle`."""
         checks, self._unsettled = self._unsettled, []
-        scale = self._host_scale
         if not checks:
-            return Settled((), scale, scale)
+            return
         unread = [check for check in checks if check.overflowed is None]
         if unread:
             numbers = iter(self.readback.wait())
             for check in unread:
                 check.overflowed = sum(next(numbers) for _ in check.found_inf) > 0
+        scale = self._host_scale
         self._follow(any(check.overflowed for check in checks))
         skipped = {id(check.optimizer): check.optimizer for check in checks if check.stepped and check.overflowed}
-        return Settled(tuple(skipped.values()), scale, self._host_scale)
+        self._settled = Settled(tuple(skipped.values()), scale, self._host_scale)
 
     def forget_steps(self) -> None:
         """Forget what an interrupted run left between ``unscale_`` and ``update``. Scale and tracker stay."""
@@ -204,6 +212,16 @@ class LossScaler(torch.amp.GradScaler):
         self.settle()
         self._per_optimizer_states.clear()
         self._checks = []
+        self._with_momentum.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._resolve()
+        state = {**super().__getstate__(), "before_unscale": None}
+        del state["_with_momentum"]  # which optimizers there are is no part of it
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_with_momentum": WeakKeyDictionary()})
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with ``min_scale`` and ``max_scale``; {} when disabled."""
@@ -266,20 +284,34 @@ class LossScaler(torch.amp.GradScaler):
             self._wants_scaler[kind] = "grad_scaler" in inspect.signature(optimizer.step).parameters
         if self._wants_scaler[kind]:
             return fused.step(*args, **kwargs, grad_scaler=self)  # type: ignore[no-any-return]
-        states_before = len(optimizer.state)
+        starting = self._momentum_starting(optimizer) if isinstance(optimizer, SGD) else []
         fused.grad_scale = None  # the gradients are unscaled
         fused.found_inf = _any_of(check.found_inf, check.found_inf[0].device)
         try:
             result: float | None = optimizer.step(*args, **kwargs)
         finally:
             del fused.grad_scale, fused.found_inf
-        if isinstance(optimizer, SGD) and len(optimizer.state) > states_before and check.read():
+        if starting and check.read():
             # A fused SGD allocates its momentum uninitialised, for its kernel to fill; a kernel that skips does not,
-            # and the next step would use whatever lay in memory. What is new stands last: dicts keep their order.
+            # and the next step would use whatever lay in memory.
             # A host-device synchronisation, until a first step has gone through.
-            for parameter in list(optimizer.state)[states_before:]:
-                del optimizer.state[parameter]
+            for parameter in starting:
+                optimizer.state[parameter].pop("momentum_buffer", None)
         return result
+
+    def _momentum_starting(self, optimizer: SGD) -> list[Tensor]:
+        """The parameters whose momentum the coming step will allocate; looked for until all of them have theirs."""
+        groups = [group for group in optimizer.param_groups if group["momentum"]]
+        number = sum(len(group["params"]) for group in groups)
+        if self._with_momentum.get(optimizer) == number:
+            return []
+        state = optimizer.state  # a defaultdict: looking something up would make it
+        without = [
+            p for group in groups for p in group["params"] if p not in state or "momentum_buffer" not in state[p]
+        ]
+        if not without:
+            self._with_momentum[optimizer] = number
+        return [p for p in without if p.grad is not None]
 
     def _expect_no_gradients(self, optimizer: Optimizer) -> None:
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
