@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -812,3 +813,36 @@ def test_none_in_any_position_of_a_window(tmp_path, precision, missing):
         optimizer.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6 if precision == "32-true" else 2e-3)
+
+
+def test_a_window_that_is_left_early_is_a_step_for_everybody(tmp_path):
+    """The schedule's, and the loggers' axis."""
+
+    class Ending(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            return -1 if batch_idx == 3 else None
+
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    module = Ending(schedule=schedule, interval="step")
+    trainer, _ = fit_and_watch(tmp_path, module, make_batches(8), accumulate_grad_batches=2, max_epochs=2)
+    assert trainer.global_step == trainer.progress.windows == 4
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
+
+
+def test_the_share_of_a_batch_gives_its_loss_back(tmp_path):
+    seen = []
+
+    class Losses(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            seen.append((outputs["loss"] / trainer.loss_share).item())
+
+    batches = masked_batches(5)
+    for _, _, mask in batches:
+        mask[0] = True
+    net, expected = make_net(), []
+    for x, y, mask in batches:
+        expected.append(F.mse_loss(net(x[mask]), y[mask]).item())
+    module = Tokens(net, optimizer=partial(sgd, lr=0.0))
+    loader = DataLoader(Unsized(batches), batch_size=None)
+    make_trainer(tmp_path, accumulate_grad_batches=3, callbacks=[Losses()]).fit(module, loader)
+    assert seen == pytest.approx(expected)

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import pytest
 from lightning.pytorch import Callback
 
-from tests.support import Regression, fit_and_watch, make_batches, native_fp16
+from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
 from trainer.progress import EvalProgress, FitProgress
 
 
@@ -95,3 +96,49 @@ def test_the_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
     assert restored == FitProgress(
         epoch=4, epochs_trained=4, batch_idx=-1, batches=40, batches_started=40, optimizer_steps=20, windows=20
     )
+
+
+def test_a_batch_that_failed_is_trained_again_after_a_resume(tmp_path):
+    """Its checkpoint is written while it is under way."""
+    trained = []
+
+    class Fails(Regression):
+        fails = True
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3 and self.fails:
+                raise RuntimeError("now")
+            trained.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    module, batches = Fails(), loader_of(make_batches(6))
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(RuntimeError, match="now"):
+        trainer.fit(module, batches)
+    trainer.save_checkpoint(tmp_path / "failed.ckpt")
+    module.fails = False
+    make_trainer(tmp_path).fit(module, batches, ckpt_path=tmp_path / "failed.ckpt")
+    assert trained == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_batch_end"])
+def test_an_interrupted_fit_goes_on_counting_in_the_next(tmp_path, hook):
+    epochs = []
+
+    class Interrupts(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            epochs.append(trainer.current_epoch)
+
+    def interrupt(*_):
+        delattr(callback, hook)
+        raise KeyboardInterrupt
+
+    callback = Interrupts()
+    trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=3)
+    setattr(callback, hook, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Regression(), loader_of(make_batches(2)))
+    trainer.fit(Regression(), loader_of(make_batches(2)))
+    assert epochs == ([0, 1, 2] if hook == "on_train_epoch_end" else [0, 0, 1, 2])
+    assert trainer.progress.windows == trainer.global_step
+    assert trainer.current_epoch == 3

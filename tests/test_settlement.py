@@ -388,3 +388,100 @@ def test_averages_leave_skipped_steps_out(tmp_path, late, kind, optimizer, windo
         assert callback.average.n_averaged == expected.n_averaged
     else:
         assert "on_after_optimizer_step" not in vars(callback)
+
+
+# --- what others do meanwhile ---------------------------------------------------------------------------------------
+
+
+class Reads(Watch):
+    """Asks for the scale, where a gradient penalty would."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, lambda trainer, *_: trainer.scaler.current_scale)
+
+    def on_train_batch_start(self, *_: Any) -> None: ...
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_who_asks_for_the_scale_takes_the_outcome_from_nobody(tmp_path, late, hook):
+    module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
+    watch = Reads(hook)
+    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
+    trainer.fit(module, loader_of(make_batches(8, gains={2: 1e30, 5: 1e30})))
+    assert [i for i, skipped in enumerate(watch.trace.skipped) if skipped] == [2, 5]
+    assert (trainer.skipped_steps, trainer.lr_scheduler_configs[0].scheduler.last_epoch) == (2, 6)
+
+
+def test_an_interrupted_run_is_settled(tmp_path, late):
+    """So that "interrupt, then save" works, and what was skipped is counted."""
+
+    class Interrupt(Watch):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                raise KeyboardInterrupt
+
+    module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
+    callbacks = [ScaleMonitor(), Interrupt()]
+    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=callbacks, **UNIMPORTANT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(module, loader_of(make_batches(6, gains={2: 1e30})))
+    assert trainer.skipped_steps == 1
+    trainer.save_checkpoint(tmp_path / "now.ckpt")
+    saved = torch.load(tmp_path / "now.ckpt", weights_only=True)
+    assert saved["lr_schedulers"][0]["last_epoch"] == 2
+    assert saved["amp_trainer"]["progress"]["batch_idx"] == 2  # the last that was trained
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_user_sets_in_the_groups_is_not_taken_back(tmp_path, late, fused):
+    used = []
+
+    class WarmUp(Watch):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.01 * batch_idx
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            used.append((optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[0]["lr"]))
+
+    make = partial(torch.optim.SGD, lr=0.1, fused=fused)
+    module = Regression(optimizer=make, schedule=partial(lr_scheduler.ExponentialLR, gamma=0.5), interval="step")
+    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[WarmUp()], **UNIMPORTANT)
+    trainer.fit(module, loader_of(make_batches(5, gains={2: 1e30})))
+    assert used == [(0.01 * i, rate) for i, rate in enumerate([0.1, 0.05, 0.025, 0.025, 0.0125])]
+
+
+class Counting(lr_scheduler.LRScheduler):
+    """Keeps a list of its own, in place."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.steps: list[int] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.steps.append(1)
+        return [0.1 / len(self.steps) for _ in self.optimizer.param_groups]
+
+
+class OwnStep(Regression):
+    """Counts for itself when its schedule steps."""
+
+    calls = 0
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.calls += 1
+        self.optimizers().param_groups[0]["lr"] = 0.01 * (1 + self.calls)
+
+
+@pytest.mark.parametrize("kind", [Regression, OwnStep])
+def test_state_that_a_snapshot_would_miss(tmp_path, late, kind):
+    rates = []
+    for fused in (False, True):
+        watch = RatesOfUpdates()
+        module = kind(optimizer=partial(torch.optim.SGD, lr=0.1, fused=fused), schedule=Counting, interval="step")
+        trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
+        trainer.fit(module, loader_of(make_batches(6, gains={2: 1e30})))
+        rates.append([rate for rate, _ in watch.rates])
+    assert rates[0] == rates[1]
+    assert rates[0][2] == rates[0][3]

@@ -34,6 +34,7 @@ class AccumulationWindow:
         size: batches in the current window, as far as its start could tell.
         backwards: batches in the current window so far that had a loss.
         is_first, is_last: whether the current batch opens, and closes, the window.
+        factor: what the current batch's loss was multiplied by, to be its share.
 
     Raises:
         ConfigurationError: ``batches`` is not a whole number, or below 1.
@@ -50,6 +51,7 @@ class AccumulationWindow:
         self.backwards = 0
         self.is_first = True
         self.is_last = True
+        self.factor: Weight = 1.0
         self._position = -1
         self._unit: Weight = 1.0  # the first weight, which the others are measured by
         self._total: Weight = 0.0  # sum of the weights
@@ -87,6 +89,7 @@ class AccumulationWindow:
             self._position += 1
             self.is_first = False
         self._before = self.backwards, self._total
+        self.factor = 1.0
         self.is_last = is_last_batch or self._position + 1 >= self.size
 
     def share(self, loss: Tensor, weight: Weight | None = None) -> Tensor:
@@ -111,11 +114,12 @@ class AccumulationWindow:
         self.backwards = backwards + 1
         self._total = total + (1.0 if weight is None else weight)
         if weight is None:
-            self._unit = 1.0
+            self._unit, self.factor = 1.0, 1.0 / self.size
             return loss if self.size == 1 else loss / self.size
         if not backwards:
             self._unit = weight if isinstance(weight, float) else torch.where(weight > 0, weight, 1.0)
-        return loss * (weight / (self._unit * self.size))
+        self.factor = weight / (self._unit * self.size)
+        return loss * self.factor
 
     def close(self, loss: Tensor | None, optimizers: Iterable[Optimizer], engine: Engine) -> Tensor | None:
         """Make the window's gradients the mean over what it really holds. Called before its last backward pass.
@@ -146,8 +150,12 @@ class AccumulationWindow:
                 gradients = gradients_of(optimizers)
                 if gradients:
                     torch._foreach_mul_(gradients, correction)
+                self.factor = self.factor * correction
                 loss = None if loss is None else loss * correction
-        return zero_loss(engine.model.parameters()) if loss is None and processes > 1 else loss
+        if loss is None and processes > 1:
+            loss = zero_loss(engine.model.parameters())
+            engine.expect_backward(loss)
+        return loss
 
 
 def count_windows(batches: int, sizes: Iterable[int], straddle: bool) -> int:

@@ -79,6 +79,9 @@ class Engine(Protocol):
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
 
+    def expect_backward(self, loss: Tensor) -> None:
+        """A backward pass will come that is not that of the last forward."""
+
     def sum(self, value: Weight) -> Weight:
         """The sum of ``value`` over the processes. On a GPU it stays there, and nothing waits for it."""
 

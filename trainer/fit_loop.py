@@ -66,7 +66,7 @@ class FitLoop:
         self.metrics = MetricStore(training=True)
         self.limits = limits
         self.outcome: StepOutcome | None = None
-        self.grad_norm: Tensor | None = None
+        self.grad_norms: dict[Optimizer, Tensor] = {}
         self.unsettled: tuple[int, ...] = ()
         self.has_updated = False
         self.skipped: list[Optimizer] = []
@@ -116,7 +116,7 @@ class FitLoop:
         self.transfer = transfer
         self.optimizers = optimizers
         self.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
-        self.unsettled, self.outcome, self.grad_norm = (), None, None
+        self.unsettled, self.outcome, self.grad_norms = (), None, {}
         self.window.reset()
         self.schedules = schedules
         self.clip_gradients = clip_gradients
@@ -213,6 +213,7 @@ class FitLoop:
         batch = self.transfer(batch)
         progress.batch_idx = batch_idx
         progress.batches_started += 1
+        progress.is_trained = False
         progress.is_last_batch = is_last
         progress.in_batch = True
         self.has_updated = False
@@ -253,6 +254,7 @@ class FitLoop:
         """Step the schedules, announce the end, log."""
         progress, closes_window = self.progress, self.window.is_last
         progress.batches += 1
+        progress.is_trained = True
         progress.closing = closes_window
         if progress.is_last_batch or self.limits.logging_is_due():
             self.settle()  # an epoch's metrics and a row for the loggers do not wait for the next update
@@ -287,9 +289,8 @@ class FitLoop:
     def expose_gradients(self, optimizer: Optimizer) -> None:
         """Let the hooks see the true, unclipped gradients; then clip them."""
         self.hooks.on_before_optimizer_step(optimizer)
-        if self.clip_gradients is not None:
-            norm = self.clip_gradients(optimizer)
-            self.grad_norm = norm if norm is not None else self.grad_norm
+        if self.clip_gradients is not None and (norm := self.clip_gradients(optimizer)) is not None:
+            self.grad_norms[optimizer] = norm
 
     def finish_update(self, stepped: tuple[int, ...]) -> None:
         """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
@@ -311,8 +312,8 @@ class FitLoop:
         self.skipped = list(skipped)
         self.schedules.confirm(except_of=self.skipped)
         skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in skipped)) if skipped else ()
-        outcome = StepOutcome(bool(skipped), scale, next_scale, self.grad_norm, stepped, skipping)
-        self.outcome, self.grad_norm = outcome, None
+        norm, self.grad_norms = optimization.total_norm(self.grad_norms), {}
+        outcome = self.outcome = StepOutcome(bool(skipped), scale, next_scale, norm, stepped, skipping)
         self.progress.skipped_steps += outcome.skipped
         if not self.hooks.on_after_optimizer_step.is_empty:
             for index in stepped:

@@ -22,8 +22,8 @@ class StepOutcome(NamedTuple):
             whether any of them was.
         scale: the loss scale that the gradients were computed with; 1 without a scaler.
         next_scale: the loss scale from the next batch on.
-        grad_norm: total norm of the gradients before clipping, unscaled; a 0-dim tensor on the gradients'
-            device, inf or nan when skipped; None where nothing measured it.
+        grad_norm: total norm of the gradients before clipping, unscaled, over all optimizers whose gradients were
+            measured; a 0-dim tensor on the gradients' device, inf or nan when skipped; None where nothing measured it.
         optimizers: the indices (in ``trainer.optimizers``) of those that were to step.
         skipped_optimizers: the indices of those among them that skipped a step.
     """
@@ -202,6 +202,15 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer evaluates the loss itself (LBFGS, SAM): its ``step`` has a closure without default."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:
+    """The L2 norm of all gradients together, from that of each optimizer's (of its last step); None without any."""
+    each = list(norms.values())
+    if len(each) < 2:
+        return each[0] if each else None
+    total: Tensor = torch.linalg.vector_norm(torch.stack(each))
+    return total
 
 
 def clip_gradients(

@@ -28,6 +28,8 @@ class FitProgress:
         windows: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
             window's last batch (after that batch is logged).
         is_last_batch: whether the batch of ``batch_idx`` is its epoch's last. The fit loop, when a batch starts.
+        is_trained: whether the batch of ``batch_idx`` is trained: False from its start until its weight update is over.
+            The fit loop.
         in_batch: whether a batch is being trained, ``on_train_batch_end`` included. The fit loop.
         closing: whether a window has closed that ``windows`` does not count yet. The fit loop.
     """
@@ -41,6 +43,7 @@ class FitProgress:
     skipped_steps: int = 0
     windows: int = 0
     is_last_batch: bool = False
+    is_trained: bool = True
     in_batch: bool = False
     closing: bool = False
 
@@ -49,12 +52,25 @@ class FitProgress:
         """Batches of the current epoch that have started."""
         return self.batch_idx + 1
 
+    @property
+    def batches_trained_this_epoch(self) -> int:
+        """Batches of the current epoch that are trained."""
+        return self.batch_idx + self.is_trained
+
+    def start_anew(self) -> None:
+        """After an interrupted run: what was trained counts, and the epoch that was not starts from its beginning."""
+        self.windows += self.closing
+        self.epoch = self.epochs_trained
+        self.batch_idx = -1
+        self.is_last_batch = self.in_batch = self.closing = False
+        self.is_trained = True
+
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint keeps: the counters as they will be when the current batch, or epoch, is over."""
         over = self.epochs_trained > self.epoch
         return {
             "epoch": self.epochs_trained,
-            "batch_idx": -1 if over else self.batch_idx,
+            "batch_idx": -1 if over else self.batches_trained_this_epoch - 1,
             "batches": self.batches,
             "optimizer_steps": self.optimizer_steps,
             "skipped_steps": self.skipped_steps,
@@ -70,6 +86,7 @@ class FitProgress:
         self.skipped_steps = state["skipped_steps"]
         self.windows = state["windows"]
         self.is_last_batch = self.in_batch = self.closing = False
+        self.is_trained = True
 
 
 @dataclass

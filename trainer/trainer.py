@@ -358,6 +358,11 @@ class Trainer(TrainerBase):
         return self.loop.outcome
 
     @property
+    def loss_share(self) -> float | Tensor:
+        """What the current batch's loss was multiplied by, to be its share of its accumulation window's mean."""
+        return self.loop.window.factor
+
+    @property
     def skipped_steps(self) -> int:
         """Weight updates skipped so far because a gradient was not finite. Waits as ``step_outcome`` does."""
         self.loop.settle()
@@ -506,7 +511,7 @@ class Trainer(TrainerBase):
             checkpoints.restore_training(self, self._checkpoint, loop_state.progress_from)
             self._refuse_past_the_end()
         elif fitting:
-            self.progress.batch_idx = -1  # an epoch that was interrupted starts anew
+            self.progress.start_anew()
         self._checkpoint = {}  # free the memory
         self.engine.barrier("run-stage")
         module.zero_grad()
@@ -611,7 +616,8 @@ class Trainer(TrainerBase):
         """``LightningModule.clip_gradients``: on true gradients, also when nobody has unscaled them yet."""
         self.loop.settle()
         self.scaler.unscale_(optimizer)
-        self.loop.grad_norm = clip_gradients(optimizer, limit, algorithm)
+        if (norm := clip_gradients(optimizer, limit, algorithm)) is not None:
+            self.loop.grad_norms[optimizer] = norm
 
     def _val_check_batch(self, batches: TrainingBatches) -> float:
         interval, num_batches = self.val_check_interval, batches.num_batches

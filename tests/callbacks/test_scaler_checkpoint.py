@@ -69,6 +69,7 @@ def test_scale_and_tracker_go_into_every_checkpoint_and_come_back(tmp_path):
 @pytest.mark.parametrize("key", [KEY, OLD_KEY])
 def test_lightnings_checkpoints_of_any_age(tmp_path, key):
     trainer = make_trainer(tmp_path, precision="16-mixed")
+    trainer.training = True
     ScalerCheckpoint().on_load_checkpoint(trainer, None, {key: SAVED})
     assert trainer.scaler.get_scale() == trainer.scaler.current_scale == 1024.0
     assert trainer.scaler._init_growth_tracker == 7
@@ -119,6 +120,18 @@ def test_evaluating_a_checkpoint_says_nothing(tmp_path):
 
     trainer = make_trainer(tmp_path, precision="16-mixed")
     trainer.validate(Validated(), loader_of(make_batches(1)), ckpt_path=tmp_path / "fp32.ckpt", verbose=False)
+
+
+def test_evaluating_a_checkpoint_leaves_the_scaler_alone(tmp_path):
+    trainer, path = fit_and_save(tmp_path, native_fp16(init_scale=256.0))
+
+    class Validated(Regression):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    other = make_trainer(tmp_path, precision=native_fp16(init_scale=64.0))
+    other.validate(Validated(), loader_of(make_batches(1)), ckpt_path=path, verbose=False)
+    assert other.scaler.get_scale() == 64.0 != trainer.scaler.get_scale()
 
 
 def test_nothing_is_saved_without_a_scaler():

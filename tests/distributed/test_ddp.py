@@ -156,6 +156,11 @@ def test_none_on_one_rank_hangs_nobody_and_takes_nothing_from_the_others(
     assert found["global_step"] == (1 if name == "none in a whole window on both" else 2)
 
 
+def test_none_where_ddp_looks_for_unused_parameters(ranks: list[dict[str, Any]]) -> None:
+    """Its forward found no tensor in None, and took all parameters for unused."""
+    assert_close({"weights": by_hand({(1, 1), (0, 2)})}, ranks[0]["none, looking for unused"], 1e-6)
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_weighted_windows_over_ranks_with_unequal_counts_are_one_big_batch(
     ranks: list[dict[str, Any]], precision: str
@@ -239,7 +244,8 @@ def test_a_run_of_one_process_is_resumed_on_two(
 def test_nothing_of_ours_warns(launched: tuple[str, Path]) -> None:
     for line in launched[0].splitlines():
         if "Warning" in line:
-            assert "val_dataloader" in line or "DistributedSampler" in line, line
+            theirs = ("val_dataloader", "DistributedSampler", "find_unused_parameters=True was specified")
+            assert any(text in line for text in theirs), line
 
 
 def test_torchrun_does_what_the_built_in_launcher_does(tmp_path: Path, ranks: list[dict[str, Any]]) -> None:

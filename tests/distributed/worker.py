@@ -212,6 +212,11 @@ def scenarios(folder: Path) -> dict[str, Any]:
         found[f"manual {name}"] = fit(Manual(), strategy=strategy, precision=precision_of(name), limit_val_batches=0)
     for name, where in none_everywhere().items():
         found[name] = fit(Regression(none_at=where), accumulate_grad_batches=3, max_epochs=1, limit_val_batches=0)
+    unused = DDPStrategy(find_unused_parameters=True)
+    found["none, looking for unused"] = fit(
+        Regression(none_at={(1, 1), (0, 2)}), accumulate_grad_batches=3, max_epochs=1, strategy=unused,
+        limit_val_batches=0,
+    )  # fmt: skip
     for name in ("32-true", "16-mixed"):
         arguments = {"accumulate_grad_batches": 3, "precision": precision_of(name), "limit_val_batches": 0}
         found[f"weighted {name}"] = fit(Weighted(), **arguments)

@@ -90,7 +90,7 @@ class Curves(Callback):
         self._batches = batches + 1
         if batches % self.losses.stride:
             return
-        loss = training_loss(trainer, outputs, batch_idx)
+        loss = training_loss(trainer, outputs)
         if loss is not None:
             # On a GPU `item` would wait for the device. A copy, because CUDA graphs reuse their outputs.
             self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss.detach().clone())
@@ -338,15 +338,14 @@ class Series:
         self.stride = state_dict["stride"]
 
 
-def training_loss(trainer: "pl.Trainer", outputs: Any, batch_idx: int) -> Tensor | None:
+def training_loss(trainer: "pl.Trainer", outputs: Any) -> Tensor | None:
     """The loss of a batch, as ``training_step`` returned it, from what ``on_train_batch_end`` is given.
 
-    The latter is divided by the number of batches in the accumulation window, and that is undone here.
+    The latter is the batch's share of its accumulation window's mean, and that is undone here.
 
     Args:
-        trainer: Says how many batches a window and the epoch have.
+        trainer: Says what the share is.
         outputs: A dict with a "loss", a tensor, or anything else.
-        batch_idx: Zero-based, within the epoch.
 
     Returns:
         A tensor with one element, unread, or None if there is no loss.
@@ -354,7 +353,5 @@ def training_loss(trainer: "pl.Trainer", outputs: Any, batch_idx: int) -> Tensor
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
-    window = trainer.accumulate_grad_batches
-    if window == 1:
-        return loss
-    return loss * min(window, trainer.num_training_batches - batch_idx // window * window)
+    share = trainer.loss_share  # type: ignore[attr-defined]  # ours
+    return loss if isinstance(share, float) and share == 1.0 else loss / share

@@ -137,7 +137,7 @@ class ProgressBar(LightningProgressBar):
         row.seen += 1
         due = self._clock() >= self._due
         if due or row.completed == row.total:  # the last loss goes into the epoch's line
-            self._loss = training_loss(trainer, outputs, batch_idx)
+            self._loss = training_loss(trainer, outputs)
         if due:
             self._refresh(trainer, pl_module)
 

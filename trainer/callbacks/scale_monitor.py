@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError
-from trainer.optimization import StepOutcome
+from trainer.optimization import StepOutcome, total_norm
 from trainer.precision.underflow import Underflow, UnderflowProbe
 
 
@@ -107,7 +107,7 @@ class ScaleMonitor(Callback):
         self._names: dict[int, str] = {}
         self._probe: UnderflowProbe | None = None
         self._probed_at = 0
-        self._norms: list[Tensor] = []
+        self._norms: dict[Optimizer, Tensor] = {}
         self._logs_norm = True
 
     @property
@@ -118,7 +118,10 @@ class ScaleMonitor(Callback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Ask to see the gradients before they are unscaled."""
         self._logs_norm = not any(getattr(callback, "log_norm", False) for callback in trainer.callbacks)
-        self._norms = []
+        self._norms = {}
+        self._steps = self._recent_skips = self._steps_outside = 0
+        self._recent.clear()
+        self._warned.clear()
         if self.every_n_steps and trainer.scaler.is_enabled():
             self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
             self._probe = UnderflowProbe(pl_module.device.type)
@@ -137,7 +140,7 @@ class ScaleMonitor(Callback):
         if self._logs_norm and self._is_due(trainer):
             gradients = [parameter.grad for _, parameter in _with_gradient(optimizer)]
             if gradients:
-                self._norms.append(torch.nn.utils.get_total_norm(gradients))
+                self._norms[optimizer] = torch.nn.utils.get_total_norm(gradients)
 
     def on_after_optimizer_step(
         self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
@@ -145,10 +148,10 @@ class ScaleMonitor(Callback):
         """Look at one step."""
         if optimizer is not trainer.optimizers[outcome.optimizers[0]]:
             return
-        if self._norms and not outcome.skipped:
-            norm = self._norms[0] if len(self._norms) == 1 else torch.stack(self._norms).norm()
+        norm = total_norm(self._norms)
+        if norm is not None and not outcome.skipped:
             pl_module.log("grad_norm", norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True)
-        self._norms = []
+        self._norms = {}
         if not trainer.scaler.is_enabled():
             return
         self._steps += 1

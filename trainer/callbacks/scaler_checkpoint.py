@@ -28,7 +28,8 @@ class ScalerCheckpoint(Callback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """A fit begins without what an earlier one was given."""
-        self._unused = {}
+        if stage == "fit":
+            self._unused = {}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the scaler's state. Between updates there is always one to save, and never half of one."""

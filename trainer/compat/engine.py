@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.compat.optimizers import set_up_optimizers
@@ -147,6 +149,11 @@ class LightningEngine:
         """``tensor`` reduced over the processes."""
         reduced: Tensor = self.strategy.reduce(tensor, group=group, reduce_op=op)
         return reduced
+
+    def expect_backward(self, loss: Tensor) -> None:
+        """Let a DDP that looks for unused parameters look at this loss: its forward has found them all unused."""
+        if isinstance(self.model, DistributedDataParallel) and self.model.find_unused_parameters:
+            prepare_for_backward(self.model, loss)
 
     def sum(self, value: Weight) -> Weight:
         """The sum over the processes; without the barrier of the strategy's ``reduce``, at which the host waits."""

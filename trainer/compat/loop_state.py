@@ -15,7 +15,7 @@ def loops_of(fit: FitProgress, val: EvalProgress, automatic: bool) -> dict[str, 
         val: those of the validation inside it.
         automatic: whether optimization is automatic; Lightning counts optimizer steps in either of two places.
     """
-    started = fit.batches_this_epoch
+    started, in_hook = fit.batches_trained_this_epoch, fit.in_batch and fit.is_trained
     inside_epoch = fit.epochs_trained == fit.epoch and started > 0
     epochs_started = fit.epochs_trained + inside_epoch
     stepped, none = _pair(fit.optimizer_steps), _pair(0)
@@ -24,8 +24,8 @@ def loops_of(fit: FitProgress, val: EvalProgress, automatic: bool) -> dict[str, 
             "state_dict": {},
             "epoch_loop.state_dict": {"_batches_that_stepped": fit.windows},
             "epoch_loop.batch_progress": {
-                "total": _quad(fit.batches, fit.batches - fit.in_batch),
-                "current": _quad(started, started - fit.in_batch),
+                "total": _quad(fit.batches, fit.batches - in_hook),
+                "current": _quad(started, started - in_hook),
                 "is_last_batch": fit.is_last_batch,
             },
             "epoch_loop.scheduler_progress": none,
