@@ -25,7 +25,8 @@ Lightning does not have::
                   on_before_optimizer_step   at a window's last batch; gradients are unscaled and unclipped
                 * configure_gradient_clipping
                   (the optimizer steps)
-                + on_after_optimizer_step    with the StepOutcome
+                + on_after_optimizer_step    with the StepOutcome; of a fused optimizer on a GPU, just before the next
+                                             update or when somebody asks, whichever is first
                 * lr_scheduler_step          unless the step was skipped
                   on_train_batch_end
                   validation, where it is due:

@@ -262,18 +262,23 @@ def test_a_folder_of_ones_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("window", "batch_idx", "factor"), [(1, 0, 1), (4, 0, 4), (4, 7, 4), (4, 8, 2), (4, 9, 2), (20, 3, 10)]
+    ("trainer", "factor"),
+    [
+        ({"accumulate_grad_batches": 4, "loss_share": 1.0}, 1),
+        ({"accumulate_grad_batches": 4, "loss_share": 0.5}, 2),
+        ({"accumulate_grad_batches": 4, "loss_share": torch.tensor(0.125)}, 8),
+        ({"accumulate_grad_batches": 4}, 4),  # Lightning's own
+    ],
 )
-def test_training_loss_undoes_the_division_by_the_window(window, batch_idx, factor):
-    trainer = SimpleNamespace(accumulate_grad_batches=window, num_training_batches=10)
+def test_training_loss_is_what_training_step_returned(trainer, factor):
     loss = torch.tensor(0.5)
     for outputs in (loss, {"loss": loss}):
-        assert training_loss(trainer, outputs, batch_idx).item() == 0.5 * factor
+        assert training_loss(SimpleNamespace(**trainer), outputs).item() == 0.5 * factor
 
 
 @pytest.mark.parametrize("outputs", [None, {}, {"loss": 1.0}, {"logits": torch.zeros(1)}, torch.zeros(2)])
 def test_no_training_loss(outputs):
-    assert training_loss(SimpleNamespace(), outputs, 0) is None
+    assert training_loss(SimpleNamespace(), outputs) is None
 
 
 def test_wrong_arguments():

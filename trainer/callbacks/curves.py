@@ -353,5 +353,5 @@ def training_loss(trainer: "pl.Trainer", outputs: Any) -> Tensor | None:
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
-    share = trainer.loss_share  # type: ignore[attr-defined]  # ours
+    share = getattr(trainer, "loss_share", 1.0 / trainer.accumulate_grad_batches)  # `lightning.Trainer` has but this
     return loss if isinstance(share, float) and share == 1.0 else loss / share

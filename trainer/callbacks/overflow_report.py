@@ -202,7 +202,7 @@ class OverflowReport(Callback):
             trainer.save_checkpoint(path)
             lines.append(
                 f"Weights, optimizers, schedules, buffers and the loss scale from before step {before.step} are in"
-                f" {path}; a run that resumes from it goes on with the batch after this one."
+                f" {path}; a run that resumes from it begins with the batch that is under way."
             )
         if broken := [name for name, buffer in module.named_buffers() if not _is_finite(buffer)]:
             lines.append(

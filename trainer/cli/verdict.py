@@ -247,7 +247,7 @@ def _judge_quality(run: Run, first: Run, metric: Metric, tolerance: float | None
     """The clause on the metric and, if it is too far off, what that means."""
     value, reference = run.metric(metric.name), first.metric(metric.name)
     if value is None or reference is None:
-        return f"no {metric.name} to compare", None
+        return f"no {metric.name} to compare", f"{metric.name} was not logged by both runs."
     difference, unit = metric.difference(value, reference)
     worse = -difference if metric.higher_is_better else difference
     if not math.isfinite(difference):
