@@ -138,7 +138,8 @@ class ScaleMonitor(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the norm of the true gradients, where nobody else does."""
         if self._logs_norm and self._is_due(trainer):
-            gradients = [parameter.grad for _, parameter in _with_gradient(optimizer)]
+            found = [parameter.grad for _, parameter in _with_gradient(optimizer)]
+            gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
             if gradients:
                 self._norms[optimizer] = torch.nn.utils.get_total_norm(gradients)
 
