@@ -365,7 +365,9 @@ def test_inside_inference_mode(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch 2.10's dynamo does that
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated", "ignore:The .grad attribute"
+)  # of torch 2.10's dynamo
 def test_compiled_modules_run_eagerly(tmp_path):
     torch._dynamo.reset()
     module = Regression(sequential(Amplifier(), 4))
