@@ -382,6 +382,17 @@ def test_gradients_of_any_kind_are_unscaled_as_by_torch(kinds):
         assert torch.equal(ours, theirs)
 
 
+def test_another_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        scaler, p = LossScaler("cpu", init_scale=8.0), nn.Parameter(torch.ones(2, dtype=torch.float32))
+        assert train(scaler, p, sgd(p), INF) is True
+        assert train(scaler, p, sgd(p, fused=True)) is False
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(p, torch.zeros(2))
+
+
 def test_steps_of_an_interrupted_run_are_forgotten():
     scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
     optimizer = sgd(p)

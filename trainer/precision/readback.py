@@ -33,7 +33,7 @@ class Readback:
         if device.type != "cuda":
             return
         if self._pinned is None or len(self._pinned) < len(numbers):
-            self._pinned = torch.empty(len(numbers), pin_memory=True)
+            self._pinned = torch.empty(len(numbers), dtype=torch.float32, pin_memory=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         assert self._event is not None
         together = numbers[0].reshape(1)

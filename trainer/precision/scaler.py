@@ -123,7 +123,7 @@ class LossScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY and self._scale is not None:
             if self.before_unscale is not None:
                 self.before_unscale(optimizer)
-            found_inf = torch.zeros((), device=self._scale.device)
+            found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
             found = self._unscale_grads_(optimizer, self._inverse_scale(self._scale), found_inf, False)
             state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
             if found:
