@@ -98,6 +98,8 @@ def main() -> None:
     rank = torch.distributed.get_rank()
     found["collapse"] = collapse(folder)
     torch.save(found, folder / f"rank_{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # before the interpreter ends, with gloo's threads alive
 
 
 if __name__ == "__main__":

@@ -277,6 +277,8 @@ def main() -> None:
         if isinstance(result, dict):
             result.pop("trainer", None)
     torch.save(found, folder / f"rank_{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # else gloo's threads may be alive when the interpreter ends: an abort
 
 
 if __name__ == "__main__":
