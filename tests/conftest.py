@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+
+from trainer.precision.readback import Readback
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -11,3 +15,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As on a GPU. Returns the account of who waits for what the device found, to be filled."""
+    account: list[str] = []
+    arrives = Readback.__init__
+
+    def init(self: Readback, device: str) -> None:
+        arrives(self, device)
+        self.arrives_at_once = False
+
+    def wait(self: Readback, original: Any = Readback.wait) -> list[float]:
+        account.append("wait")
+        numbers: list[float] = original(self)
+        return numbers
+
+    monkeypatch.setattr(Readback, "__init__", init)
+    monkeypatch.setattr(Readback, "wait", wait)
+    return account

@@ -328,7 +328,6 @@ def test_a_weight_in_a_custom_function_and_outside_of_it(tmp_path, precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("pattern", [self_distillation, weight_used_directly])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_a_forward_without_gradients_before_one_with_them_on_a_gpu(tmp_path, precision, pattern):

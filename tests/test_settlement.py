@@ -29,31 +29,10 @@ from tests.support import (
 )
 from tests.test_side_doors import Outcomes, Pair, train_pair
 from trainer.callbacks import GradientClipping, ScaleMonitor
-from trainer.precision.readback import Readback
 
 POISON = {0: 1e30, 4: 1e30, 5: float("nan"), 9: 1e30, 19: 1e30}
 SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
 UNIMPORTANT = {"log_every_n_steps": 0}  # a row for the loggers settles; here nobody wants one
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As on a GPU. Returns the account of who waits for what the device found, to be filled."""
-    account: list[str] = []
-    arrives = Readback.__init__
-
-    def init(self: Readback, device: str) -> None:
-        arrives(self, device)
-        self.arrives_at_once = False
-
-    def wait(self: Readback, original: Any = Readback.wait) -> list[float]:
-        account.append("wait")
-        numbers: list[float] = original(self)
-        return numbers
-
-    monkeypatch.setattr(Readback, "__init__", init)
-    monkeypatch.setattr(Readback, "wait", wait)
-    return account
 
 
 def clip(parameters: Any) -> torch.Tensor:

@@ -147,7 +147,6 @@ def test_no_default_on_a_cpu(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("precision", "number"), [("16-mixed", 1), ("32-true", 0)])
 def test_the_default_on_a_gpu(tmp_path, caplog, precision, number):
     trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, precision=precision)

@@ -17,7 +17,6 @@ from torch import nn
 from tests.postmortem.layers import Amplifier, Huge, Nan, OwnCode, Residual, sequential
 from tests.postmortem.test_replay import ByHand, Everything, assert_equal, everything
 from tests.support import OPTIMIZERS, Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
-from tests.test_settlement import late  # noqa: F401 - a fixture
 from trainer import Trainer
 from trainer.callbacks import OverflowReport
 from trainer.errors import ConfigurationError, LossScaleCollapse

@@ -355,7 +355,6 @@ def test_a_real_training_that_fails_stays_alone(project):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_real_trainings_on_a_gpu(project):
     done = command_line("compare", *LINE, "trainer=gpu", "precision=32,16", "hydra.sweep.dir=jobs")
     assert done.returncode == 0, done.stderr

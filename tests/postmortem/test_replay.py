@@ -13,7 +13,6 @@ from torchmetrics import MeanSquaredError
 
 from tests.postmortem.layers import Amplifier, sequential
 from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
-from tests.test_settlement import late  # noqa: F401 - a fixture
 from trainer.callbacks import OverflowReport
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import Recorder

@@ -105,7 +105,6 @@ def test_every_other_plugin_stays_what_it_is():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_this_gpu(tmp_path):
     trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, precision="auto")
     expected = "bf16-mixed" if torch.cuda.get_device_capability() >= (8, 0) else "16-mixed"
