@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from trainer.compat.callbacks import overrides
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
+from trainer.compat.errors import adopt
 from trainer.compat.logging import ModuleLog, ResultsView
 from trainer.compat.precision import PrecisionAdapter
 from trainer.compat.views import EvalLoopView, FitLoopView
@@ -30,6 +31,8 @@ from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
 from trainer.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.progress import FitProgress
+
+adopt()
 
 
 class TrainerBase:

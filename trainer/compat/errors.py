@@ -1,0 +1,16 @@
+"""Our configuration errors are Lightning's, too: code that catches ``MisconfigurationException`` goes on to catch them.
+
+``trainer.errors`` may not import Lightning, which takes seconds: the command line answers typos with it.
+"""
+
+from __future__ import annotations
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from trainer.errors import ConfigurationError
+
+
+def adopt() -> None:
+    """Make ``ConfigurationError`` a ``MisconfigurationException``; once is enough."""
+    if not issubclass(ConfigurationError, MisconfigurationException):
+        ConfigurationError.__bases__ = (*ConfigurationError.__bases__, MisconfigurationException)
