@@ -1,0 +1,52 @@
+"""Programs written for Lightning run under our Trainer with one import changed, and come to the same end."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+PROGRAMS = Path(__file__).parent / "programs"
+IMPORT = re.compile(r"^from lightning import (.*), Trainer, (.*)$", re.MULTILINE)
+
+
+def run(name: str, folder: Path, *, with_ours: bool) -> dict[str, Any]:
+    """What the program's ``main`` returns; ``with_ours`` changes its import, and nothing else."""
+    source = (PROGRAMS / f"{name}.py").read_text()
+    if with_ours:
+        source, changed = IMPORT.subn(r"from lightning import \1, \2\nfrom trainer import Trainer", source)
+        assert changed == 1
+    namespace: dict[str, Any] = {"__name__": f"tests.programs.{name}"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(compile(source, f"{name}.py", "exec"), namespace)
+        result: dict[str, Any] = namespace["main"](str(folder))
+    result["warnings"] = {str(warning.message).replace(str(folder), "") for warning in caught}
+    return result
+
+
+def assert_close(theirs: Any, mine: Any, where: str) -> None:
+    if isinstance(theirs, dict):
+        assert theirs.keys() == mine.keys(), where
+        for key, value in theirs.items():
+            assert_close(value, mine[key], f"{where}.{key}")
+    elif isinstance(theirs, (float, list, Tensor)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=lambda text: f"{where}: {text}")
+    else:
+        assert theirs == mine, where
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), [("autoencoder", 108), ("gan", 48), ("language_model", 24), ("finetuning", 60)]
+)
+def test_one_import_changes(name: str, steps: int, tmp_path: Path) -> None:
+    theirs = run(name, tmp_path / "theirs", with_ours=False)
+    mine = run(name, tmp_path / "ours", with_ours=True)
+    assert mine.pop("warnings") <= theirs.pop("warnings")  # Lightning has opinions, on num_workers for one
+    assert_close(theirs, mine, name)
+    assert mine["steps"] == steps
