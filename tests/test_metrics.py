@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.parity import CLASSES, Classifier, Learner, RecordingLogger, data, lightning, lightnings_noise_ignored, ours
 from trainer.errors import ConfigurationError
 from trainer.metrics import LoggedValue, LogOptions, MetricStore, PublishedMetrics, Recorder, StageMetrics, to_scalars
+from trainer.progress import FitProgress
 
 
 def not_reduced(tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
@@ -204,7 +205,9 @@ def test_to_scalars() -> None:
 
 def test_a_recorder_adds_the_epoch_and_heeds_a_logged_step() -> None:
     logger, published = RecordingLogger(), PublishedMetrics()
-    recorder = Recorder(published, lambda: 7)
+    progress = FitProgress()
+    progress.epoch = 7
+    recorder = Recorder(published, progress)
     recorder.send({"a": 1.0}, 3)  # nobody listens
     assert published.logged == {}
     recorder.loggers = [logger]

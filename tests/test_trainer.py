@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -842,3 +844,15 @@ def test_a_thousand_epochs_are_not_trained_without_a_word() -> None:
     with pytest.warns(UserWarning, match="`max_epochs` was not set. Setting it to 1000 epochs"):
         trainer.fit(module, data(2))
     assert trainer.max_epochs == 1000
+
+
+@pytest.mark.parametrize("copied", [lambda trainer: pickle.loads(pickle.dumps(trainer)), deepcopy])
+@pytest.mark.parametrize("arguments", [{}, {"precision": "16-mixed", "gradient_clip_val": 1.0}])
+def test_a_trainer_can_be_copied_before_and_after_a_run(copied: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
+    trainer = Trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=tmp_path, **arguments)
+    assert copied(trainer).max_epochs == 1
+    trainer.fit(Classifier(), data(4), data(2))
+    other = copied(trainer)
+    assert other.global_step == 2
+    assert other.scaler.get_scale() == trainer.scaler.get_scale()
+    assert_same_weights(other.lightning_module, trainer.lightning_module)

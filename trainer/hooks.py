@@ -209,5 +209,9 @@ class _NoScope:
         return None
 
 
-NO_HOOKS = Hooks(None, None, (), _NoScope(), lambda owner, name: False, lambda callback: False)
+def _none(owner: object, name: str = "") -> bool:
+    return False
+
+
+NO_HOOKS = Hooks(None, None, (), _NoScope(), _none, _none)
 """The hooks of a loop that has no run yet: all empty."""

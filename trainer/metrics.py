@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigurationError
+from trainer.progress import FitProgress
 
 _FLUSH_EVERY = 256
 """Values that wait before they are reduced together: one stack and one sum in the place of 256 additions."""
@@ -303,13 +304,13 @@ class Recorder:
 
     Args:
         published: whose ``logged`` dictionary remembers what was sent.
-        epoch: the current epoch, which goes along with every row.
+        progress: knows the current epoch, which goes along with every row.
     """
 
-    def __init__(self, published: PublishedMetrics, epoch: Callable[[], int]) -> None:
+    def __init__(self, published: PublishedMetrics, progress: FitProgress) -> None:
         self.loggers: list[Any] = []
         self._published = published
-        self._epoch = epoch
+        self._progress = progress
 
     def send(self, metrics: dict[str, Any], step: int, *, exact_step: bool = False) -> None:
         """One row for every logger. Reading the values is a host-device synchronisation on a GPU.
@@ -325,7 +326,7 @@ class Recorder:
         scalars = to_scalars(metrics)
         if not exact_step:
             step = int(scalars.pop("step", step))
-            scalars.setdefault("epoch", self._epoch())
+            scalars.setdefault("epoch", self._progress.epoch)
         for logger in self.loggers:
             logger.log_metrics(metrics=scalars, step=step)
             logger.save()

@@ -41,10 +41,10 @@ from trainer.compat.engine import LightningEngine
 from trainer.compat.logging import ModuleScope, attach_log, detach_log
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.data import TrainingBatches, Transfer
-from trainer.errors import CheckpointError, ConfigurationError
+from trainer.errors import ConfigurationError
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import Clip, FitLoop
-from trainer.hooks import Hooks
+from trainer.hooks import Hook, Hooks
 from trainer.limits import FitLimits
 from trainer.metrics import PublishedMetrics, Recorder, to_scalars
 from trainer.optimization import Schedules, StepOutcome, clip_gradients, needs_closure
@@ -209,7 +209,7 @@ class Trainer(TrainerBase):
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
         self.progress = FitProgress()
         self.published = PublishedMetrics()
-        self.recorder = Recorder(self.published, lambda: self.progress.epoch)
+        self.recorder = Recorder(self.published, self.progress)
         self.recorder.loggers = assembly.build_loggers(logger, self._default_root_dir, fast_dev_run=bool(fast_dev_run))
         shared: dict[str, Any] = {
             "engine": self.engine,
@@ -335,9 +335,12 @@ class Trainer(TrainerBase):
             filepath: where to; a path or a URL.
             weights_only: leave out what only resuming needs.
             storage_options: passed to the checkpoint IO plugin.
+
+        Raises:
+            AttributeError: no run has brought a module yet.
         """
         if self.module is None:
-            raise CheckpointError(
+            raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
@@ -600,13 +603,15 @@ class Trainer(TrainerBase):
         # manual optimization steps its schedules itself
         configs = self.engine.schedules if self._module.automatic_optimization else []
         revocable = hooks.override_of("lr_scheduler_step") is None  # what a module's own does, nobody can take back
-        return Schedules(configs, hooks.of_module("lr_scheduler_step"), lambda: self.callback_metrics, revocable)
+        return Schedules(
+            configs, hooks.of_module("lr_scheduler_step"), partial(getattr, self, "callback_metrics"), revocable
+        )
 
     def _clipping(self, hooks: Hooks) -> Clip | None:
         """What clips the gradients: the module's own way, the callbacks, or nothing."""
         own = hooks.override_of("configure_gradient_clipping")
         if own is not None:
-            return lambda optimizer: own(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
+            return partial(_clip_by_module, own, self)
         clippers = [callback for callback in self.callbacks if isinstance(callback, GradientClipping)]
         if len(clippers) < 2:
             return clippers[0].clip if clippers else None
@@ -815,6 +820,10 @@ class Trainer(TrainerBase):
             return -1
         self._epochs_by_default = True
         return 1000
+
+
+def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:
+    clip(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
 def _clip_in_turn(clippers: list[GradientClipping], optimizer: Optimizer) -> Tensor | None:

@@ -176,7 +176,7 @@ def test_hooks_may_add_to_a_checkpoint_and_read_it_back(tmp_path: Path) -> None:
 
 
 def test_saving_before_a_run_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="only possible if a model is attached"):
+    with pytest.raises(AttributeError, match="only possible if a model is attached"):
         ours().save_checkpoint(tmp_path / "x.ckpt")
 
 

@@ -136,7 +136,7 @@ class LightningEngine:
         if self.strategy.model is not module:
             step = partial(self.strategy._forward_redirection, self.strategy.model, module, name)  # type: ignore[arg-type]
         if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
-            return lambda batch, batch_idx, *more: step(batch, *more)
+            return partial(_without_batch_idx, step)
         return step
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
@@ -206,6 +206,10 @@ class LightningEngine:
     def teardown(self) -> None:
         """Unwrap the module and move it back to the CPU."""
         self.strategy.teardown()
+
+
+def _without_batch_idx(step: Callable[..., Any], batch: Any, batch_idx: int, *more: Any) -> Any:
+    return step(batch, *more)
 
 
 def _refuse_lightning_precision(plugin: Any, where: str) -> None:
