@@ -276,7 +276,7 @@ class Trainer(TrainerBase):
         self.should_stop = False
         with self._running(TrainerFn.FITTING):
             self._attach(model, given, datamodule, ckpt_path)
-            self.engine.launch(self._run, weights_only)
+            self.engine.launch(self._run, self.module, weights_only)
 
     def validate(
         self,
@@ -321,7 +321,7 @@ class Trainer(TrainerBase):
         loop.keep_predictions = return_predictions is not False
         with self._running(TrainerFn.PREDICTING):
             self._attach(model, {RunningStage.PREDICTING: dataloaders}, datamodule, ckpt_path)
-            self.engine.launch(self._run, weights_only)
+            self.engine.launch(self._run, self.module, weights_only)
         if not loop.keep_predictions:
             return None
         return loop.predictions[0] if len(loop.predictions) == 1 else list(loop.predictions)
@@ -420,7 +420,7 @@ class Trainer(TrainerBase):
     ) -> list[dict[str, float]]:
         with self._running(fn):
             self._attach(model, {_STAGES[fn]: dataloaders}, datamodule, ckpt_path)
-            results: list[dict[str, float]] = self.engine.launch(self._run, weights_only) or []
+            results: list[dict[str, float]] = self.engine.launch(self._run, self.module, weights_only) or []
         if verbose and self.is_global_zero:
             _print_table(fn.value, results)
         return results
@@ -451,8 +451,14 @@ class Trainer(TrainerBase):
         module.trainer = self  # type: ignore[assignment]
         self.data.attach(module, given, datamodule)
 
-    def _run(self, weights_only: bool | None) -> Any:
-        """One run in this process: set up, train or evaluate, tear down."""
+    def _run(self, module: LightningModule, weights_only: bool | None) -> Any:
+        """One run in this process: set up, train or evaluate, tear down.
+
+        The module is an argument because launchers look there for modules whose memory processes must not share.
+        """
+        module.trainer = self  # type: ignore[assignment]  # again: neither takes its trainer along to a process
+        if self.datamodule is not None:
+            self.datamodule.trainer = self  # type: ignore[assignment]
         self._set_up(weights_only)
         result: Any = None
         if self.state.fn is TrainerFn.FITTING:
