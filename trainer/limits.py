@@ -22,6 +22,7 @@ class FitLimits:
     Attributes:
         val_check_batch: batches between validations within an epoch; inf for its end. Set when a run starts.
         should_stop: whether training is to end after the current batch, if the minima are met.
+        interruption: what to raise when the current batch is over: a signal has come. None for nothing.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class FitLimits:
         self.log_every_n_steps = log_every_n_steps
         self.val_check_batch: float = float("inf")
         self.should_stop = False
+        self.interruption: BaseException | None = None
         self._progress = progress
 
     def fill_in(self, max_epochs: int) -> None:
@@ -62,7 +64,13 @@ class FitLimits:
         return self.max_epochs not in (None, -1) and self._progress.epochs_trained + 1 >= self.max_epochs
 
     def epoch_is_done(self) -> bool:
-        """Whether to leave the current epoch before its last batch."""
+        """Whether to leave the current epoch before its last batch.
+
+        Raises:
+            BaseException: the ``interruption``, where there is one.
+        """
+        if self.interruption is not None:
+            raise self.interruption
         stepped_all = self.max_steps != -1 and self._progress.optimizer_steps >= self.max_steps
         return stepped_all or (self.should_stop and self.may_stop())
 

@@ -7,6 +7,7 @@ From ``fit`` to a module's ``training_step`` there are four functions: ``Trainer
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -41,6 +43,7 @@ from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
 from trainer.compat.logging import ModuleScope, attach_log, detach_log
+from trainer.compat.signals import Signals, ctrl_c_ignored, requeued_checkpoint
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.data import TrainingBatches, Transfer
 from trainer.errors import ConfigurationError
@@ -261,6 +264,7 @@ class Trainer(TrainerBase):
         self.validate_loop = self.fit_loop.epoch_loop.val_loop
         self.test_loop = EvalLoopView(self, self.eval_loops[RunningStage.TESTING], RunningStage.TESTING)
         self.predict_loop = EvalLoopView(self, self.eval_loops[RunningStage.PREDICTING], RunningStage.PREDICTING)
+        self._signal_connector = Signals(self, [self.loop.limits, *self.eval_loops.values()])
         self._announce()
 
     # --- what users call --------------------------------------------------------------------------------------
@@ -543,6 +547,7 @@ class Trainer(TrainerBase):
         elif fitting:
             self.progress.start_anew()
         self._checkpoint = {}  # free the memory
+        self._signal_connector.register_signal_handlers()
         self.engine.barrier("run-stage")
         module.zero_grad()
         if not fitting:
@@ -724,6 +729,7 @@ class Trainer(TrainerBase):
         self.engine.teardown()
         self._session.close()
         self.data.release()
+        self._signal_connector.teardown()
 
     @contextmanager
     def _running(self, fn: TrainerFn) -> Iterator[None]:
@@ -731,24 +737,34 @@ class Trainer(TrainerBase):
         self.state.fn, self.state.stage, self.state.status = fn, _STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
+        except KeyboardInterrupt as error:
+            rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
+            with ctrl_c_ignored():
+                self._interrupt(error)
+                self.engine.kill()
+            sys.exit(1)
         except BaseException as error:
-            self.state.status = TrainerStatus.INTERRUPTED
-            try:
-                with suppress(Exception):  # what is raised is `error`; but who asks later wants to know
-                    self.loop.settle()
-                for callback in self.callbacks:
-                    callback.on_exception(self, self.module, error)
-                if self.datamodule is not None:
-                    self.datamodule.on_exception(error)
-                self.engine.on_exception(error)
-                for logger in self.loggers:
-                    logger.finalize("failed")
-            finally:
-                if self.module is not None:
-                    self._release()
-                self.state.stage = None
+            self._interrupt(error)
             raise
         self.state.status, self.state.stage = TrainerStatus.FINISHED, None
+
+    def _interrupt(self, error: BaseException) -> None:
+        """A run has raised ``error``: tell everybody, give back what it holds."""
+        self.state.status = TrainerStatus.INTERRUPTED
+        try:
+            with suppress(Exception):  # what is raised is `error`; but who asks later wants to know
+                self.loop.settle()
+            for callback in self.callbacks:
+                callback.on_exception(self, self.module, error)
+            if self.datamodule is not None:
+                self.datamodule.on_exception(error)
+            self.engine.on_exception(error)
+            for logger in self.loggers:
+                logger.finalize("failed")
+        finally:
+            if self.module is not None:
+                self._release()
+            self.state.stage = None
 
     @property
     def _module(self) -> LightningModule:
@@ -796,6 +812,14 @@ class Trainer(TrainerBase):
     def _resolve_ckpt_path(self, given: str | Path | None, *, model_given: bool) -> str | Path | None:
         """The file that ``ckpt_path`` means; None for none."""
         fn = self._function
+        if given == "hpc" or (given is None and SLURMEnvironment.detect()):
+            requeued = requeued_checkpoint(self)
+            if requeued is None and given is not None:
+                raise ConfigurationError(
+                    f'`.{fn}(ckpt_path="hpc")` is set but no HPC checkpoint was found: expected a file hpc_ckpt_*.ckpt'
+                    f" in {self.default_root_dir}."
+                )
+            given = requeued
         if given is None:
             if model_given:
                 return None

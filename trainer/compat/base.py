@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from trainer.compat.engine import LightningEngine
 from trainer.compat.errors import adopt
 from trainer.compat.logging import ModuleLog, ResultsView
 from trainer.compat.precision import PrecisionAdapter
+from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
@@ -69,8 +71,8 @@ class TrainerBase:
     barebones: bool
     enable_autolog_hparams: bool
     _model_registry: str | None
+    _signal_connector: Signals
 
-    received_sigterm = False
     reload_dataloaders_every_n_epochs = 0
     _val_check_time_interval = None
 
@@ -148,6 +150,10 @@ class TrainerBase:
     @property
     def _accelerator_connector(self) -> Any:
         return self.engine.connector
+
+    @property
+    def _checkpoint_connector(self) -> Any:
+        return SimpleNamespace(hpc_save_path=_CheckpointConnector.hpc_save_path)
 
     @property
     def _data_connector(self) -> Any:
@@ -378,6 +384,11 @@ class TrainerBase:
     def interrupted(self) -> bool:
         """Whether the last run was interrupted."""
         return self.state.status is TrainerStatus.INTERRUPTED
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether a SIGTERM has come; the run ends after the current batch."""
+        return self._signal_connector.received_sigterm
 
     @property
     def _active_loop(self) -> Any:
