@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import logging
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from tests.support import make_trainer
+from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import Trainer
-from trainer.arguments import parse_limits
-from trainer.callbacks import GradientAccumulation, GradientClipping
+from trainer.arguments import BAREBONES, parse_limits
+from trainer.callbacks import GradientAccumulation, GradientClipping, ScalerCheckpoint
 from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
 
 INF = float("inf")
@@ -80,7 +83,7 @@ def test_sanity_steps(given, steps):
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ({"fast_dev_run": -1}, ConfigurationError, r"fast_dev_run=-1, expected True, False or a number"),
+        ({"fast_dev_run": -1}, ConfigurationError, r"fast_dev_run=-1 is not a valid.*True, False or a number"),
         ({"max_epochs": -2}, ConfigurationError, r"`max_epochs` must be.*passed in -2"),
         ({"max_steps": -2}, ConfigurationError, r"`max_steps` must be.*passed in -2"),
         ({"num_sanity_val_steps": -2}, ConfigurationError, r"num_sanity_val_steps=-2, expected a number"),
@@ -89,7 +92,6 @@ def test_sanity_steps(given, steps):
         ({"val_check_interval": 1.5}, ConfigurationError, r"1.5 for val_check_interval"),
         ({"check_val_every_n_epoch": 1.5}, ConfigurationError, r"check_val_every_n_epoch.*found 1.5"),
         ({"check_val_every_n_epoch": 0}, ConfigurationError, r"check_val_every_n_epoch=0, expected at least 1"),
-        ({"check_val_every_n_epoch": None}, ConfigurationError, r"check_val_every_n_epoch=None and val_check_int"),
         (
             {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
             ConfigurationError,
@@ -112,9 +114,7 @@ def test_batches_over_all_epochs():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"barebones": True}, UnsupportedError, r"barebones=True, expected its default False: .* not supported yet"),
         ({"reload_dataloaders_every_n_epochs": 2}, UnsupportedError, r"reload_dataloaders_every_n_epochs=2"),
-        ({"model_registry": "somewhere"}, UnsupportedError, r"model_registry='somewhere'"),
         ({"limit_train_batches": 1.5}, ConfigurationError, r"1.5 for limit_train_batches"),
         ({"max_epochs": -3}, ConfigurationError, r"max_epochs"),
         ({"precision": "17-mixed"}, PrecisionError, r"precision='17-mixed'.*Did you mean '16-mixed'"),
@@ -126,7 +126,7 @@ def test_batches_over_all_epochs():
         ({"accumulate_grad_batches": 0}, ConfigurationError, r"accumulate_grad_batches=0"),
         ({"accumulate_grad_batches": 2.0}, ConfigurationError, r"accumulate_grad_batches=2.0"),
         ({"gradient_clip_val": -1.0}, ConfigurationError, r"Got -1.0 as the limit of gradient clipping"),
-        ({"gradient_clip_val": "1"}, ConfigurationError, r"Got '1' as the limit of gradient clipping"),
+        ({"gradient_clip_val": "1"}, TypeError, r"`gradient_clip_val` should be an int or a float. Got '1'"),
         ({"gradient_clip_algorithm": "both"}, ConfigurationError, r"gradient_clip_algorithm='both', expected 'norm'"),
         ({"profiler": "quick"}, ConfigurationError, r"profiler='quick', expected one of simple, advanced, pytorch"),
         (
@@ -156,9 +156,7 @@ def test_the_trainer_refuses(tmp_path, arguments, kind, message):
         make_trainer(tmp_path, **arguments)
 
 
-def test_arguments_are_given_by_name():
-    with pytest.raises(TypeError):
-        Trainer("cpu")
+def test_an_unknown_argument():
     with pytest.raises(TypeError, match="acumulate"):
         Trainer(acumulate_grad_batches=2)
 
@@ -166,7 +164,7 @@ def test_arguments_are_given_by_name():
 @pytest.mark.parametrize("off", [0, 0.0, None])
 def test_a_limit_of_zero_clips_nothing(tmp_path, off):
     trainer = make_trainer(tmp_path, gradient_clip_val=off)
-    assert trainer.gradient_clip_val is None
+    assert trainer.gradient_clip_val == off
     assert not any(isinstance(callback, GradientClipping) for callback in trainer.callbacks)
 
 
@@ -182,15 +180,85 @@ def test_short_forms_become_callbacks_and_attributes(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "epochs", "steps", "least"),
     [
-        ({"max_epochs": None}, 1000, -1, 0),
-        ({"max_epochs": None, "max_steps": 5}, -1, 5, 0),
-        ({"max_epochs": 3, "max_steps": 5}, 3, 5, 0),
-        ({"max_epochs": None, "max_time": "00:00:01:00"}, -1, -1, 0),
-        ({"max_epochs": 3, "min_steps": 2}, 3, -1, 1),
+        ({"max_epochs": None}, None, -1, None),
+        ({"max_epochs": None, "max_steps": 5}, None, 5, None),
+        ({"max_epochs": 3, "max_steps": 5}, 3, 5, None),
         ({"max_epochs": 3, "min_epochs": 2, "min_steps": 2}, 3, -1, 2),
-        ({"max_epochs": 3, "fast_dev_run": 4}, 1, 4, 0),
+        ({"max_epochs": 3, "fast_dev_run": 4}, 1, 4, None),
     ],
 )
 def test_how_long(tmp_path, arguments, epochs, steps, least):
     trainer = make_trainer(tmp_path, **arguments)
     assert (trainer.max_epochs, trainer.max_steps, trainer.min_epochs) == (epochs, steps, least)
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
+@pytest.mark.parametrize(
+    ("arguments", "epochs", "least"),
+    [
+        ({"max_epochs": None, "max_steps": 5}, -1, 0),
+        ({"max_epochs": None, "max_time": "00:00:01:00"}, -1, 0),
+        ({"max_epochs": 3, "min_steps": 2}, 3, 1),
+        ({"max_epochs": None}, 1000, 0),
+    ],
+)
+def test_what_nobody_said_is_filled_in_when_a_fit_starts(tmp_path, arguments, epochs, least):
+    trainer = make_trainer(tmp_path, **arguments)
+    warns = pytest.warns(PossibleUserWarning, match="`max_epochs` was not set") if epochs == 1000 else nullcontext()
+    with warns:
+        trainer.fit(Regression(), [])  # no data, no training
+    assert (trainer.max_epochs, trainer.min_epochs) == (epochs, least)
+
+
+# --- barebones -------------------------------------------------------------------------------------------------------
+
+ASKS = {
+    "enable_checkpointing": True,
+    "logger": True,
+    "enable_progress_bar": True,
+    "log_every_n_steps": 1,
+    "enable_model_summary": True,
+    "num_sanity_val_steps": 1,
+    "fast_dev_run": 1,
+    "detect_anomaly": True,
+    "profiler": "simple",
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_barebones_excludes(name):
+    assert ASKS.keys() == BAREBONES.keys()
+    with pytest.raises(ValueError, match=rf"`Trainer\(barebones=True, {name}={ASKS[name]!r}\)` was passed"):
+        Trainer(barebones=True, **{name: ASKS[name]})
+
+
+def test_barebones_is_bare(caplog):
+    with caplog.at_level(logging.INFO):
+        trainer = Trainer(barebones=True, accelerator="cpu", max_steps=2, precision="16-mixed", logger=False)
+    assert "running in `Trainer(barebones=True)` mode" in caplog.text
+    assert all(f"`{name}`" in caplog.text for name in BAREBONES)
+    assert [type(callback) for callback in trainer.callbacks] == [ScalerCheckpoint]
+    assert (trainer.barebones, trainer.loggers, trainer.log_every_n_steps, trainer.num_sanity_val_steps) == (
+        True,
+        [],
+        0,
+        0,
+    )
+
+
+def test_barebones_logs_nothing(tmp_path, caplog):
+    class Logs(Regression):
+        def training_step(self, batch, batch_idx):
+            self.log("loss", 1.0)
+            self.log_dict({"other": 2.0})
+            return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(barebones=True, accelerator="cpu", max_steps=2, default_root_dir=tmp_path)
+    with (
+        caplog.at_level(logging.INFO),
+        pytest.warns(UserWarning, match=r"trying to `self.log\(\)` but `Trainer\(barebones=True\)`"),
+    ):
+        trainer.fit(Logs(), loader_of(make_batches(3)))
+    assert "`Trainer(barebones=True)` started running" in caplog.text
+    assert (trainer.global_step, trainer.callback_metrics) == (2, {})
+    assert not list(tmp_path.iterdir())

@@ -57,7 +57,10 @@ def parse_limits(
         UnsupportedError: a time-based ``val_check_interval``.
     """
     if fast_dev_run < 0:
-        raise ConfigurationError(f"Got fast_dev_run={fast_dev_run!r}, expected True, False or a number of batches.")
+        raise ConfigurationError(
+            f"fast_dev_run={fast_dev_run!r} is not a valid configuration. It should be True, False or a number of"
+            " batches."
+        )
     if max_epochs is not None and max_epochs < -1:
         raise ConfigurationError(f"`max_epochs` must be a non-negative integer or -1. You passed in {max_epochs}.")
     if max_steps < -1:
@@ -73,7 +76,7 @@ def parse_limits(
         raise ConfigurationError(
             f"Got check_val_every_n_epoch={check_val_every_n_epoch}, expected at least 1, or None."
         )
-    if check_val_every_n_epoch is None and not isinstance(val_check_interval, int):
+    if check_val_every_n_epoch is None and isinstance(val_check_interval, float):
         raise ConfigurationError(
             f"Got check_val_every_n_epoch=None and val_check_interval={val_check_interval!r}, expected a whole number"
             " of batches as the interval where it does not follow the epochs."
@@ -105,6 +108,54 @@ def parse_limits(
     return limits
 
 
+BAREBONES = {
+    "enable_checkpointing": "Checkpointing can impact raw speed",
+    "logger": "Logging can impact raw speed",
+    "enable_progress_bar": "The progress bar can impact raw speed",
+    "log_every_n_steps": "Logging can impact raw speed",
+    "enable_model_summary": "The model summary can impact raw speed",
+    "num_sanity_val_steps": "The sanity check can impact raw speed",
+    "fast_dev_run": "A development run is not meant for measuring raw speed",
+    "detect_anomaly": "Looking for anomalies can impact raw speed",
+    "profiler": "Profiling can impact raw speed",
+}
+"""What ``barebones=True`` switches off, and why."""
+
+
+def check_barebones(**given: Any) -> None:
+    """Refuse what ``barebones=True`` switches off, where somebody asks for it.
+
+    Args:
+        **given: the arguments in ``BAREBONES``. None, False and 0 ask for nothing.
+
+    Raises:
+        ConfigurationError: one asks for something.
+    """
+    for name, why in BAREBONES.items():
+        if given[name] not in (None, 0):
+            raise ConfigurationError(
+                f"`Trainer(barebones=True, {name}={given[name]!r})` was passed. {why}, so it is disabled in barebones"
+                f" mode: leave {name} out."
+            )
+
+
+def check_clipping(value: Any, algorithm: Any) -> None:
+    """Check ``gradient_clip_val`` and ``gradient_clip_algorithm``.
+
+    Raises:
+        TypeError: the value is no number.
+        ConfigurationError: an unknown algorithm.
+    """
+    if value is not None and not isinstance(value, (int, float)):
+        raise TypeError(f"`gradient_clip_val` should be an int or a float. Got {value!r}.")
+    known = isinstance(algorithm, str) and algorithm.lower() in ("norm", "value")
+    if algorithm is not None and not known:
+        raise ConfigurationError(
+            f"`gradient_clip_algorithm` {algorithm} is invalid. Got gradient_clip_algorithm={algorithm!r}, expected"
+            " 'norm' or 'value'."
+        )
+
+
 def expect_default(**given: tuple[Any, Any]) -> None:
     """Refuse arguments that are not supported yet.
 
@@ -121,13 +172,13 @@ def expect_default(**given: tuple[Any, Any]) -> None:
             )
 
 
-def refuse_twice(argument: str, value: Any, callbacks: Sequence[Any], kind: type) -> None:
+def refuse_twice(argument: str, value: Any, default: Any, callbacks: Sequence[Any], kind: type) -> None:
     """Refuse a setting that an argument and a callback both make.
 
     Raises:
-        ConfigurationError: ``value`` is given and ``callbacks`` has one of ``kind``.
+        ConfigurationError: ``value`` is not its default (or None) and ``callbacks`` has one of ``kind``.
     """
-    if value is not None and any(isinstance(callback, kind) for callback in callbacks):
+    if value not in (None, default) and any(isinstance(callback, kind) for callback in callbacks):
         raise ConfigurationError(
             f"Got {argument}={value!r} and a {kind.__name__} callback, expected one of them: they set the same thing."
         )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary, Timer
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, Timer
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -19,7 +19,7 @@ from lightning.pytorch.profilers import (
     SimpleProfiler,
 )
 
-from trainer.arguments import refuse_twice
+from trainer.arguments import check_clipping, refuse_twice
 from trainer.callbacks.alignment_advisor import AlignmentAdvisor
 from trainer.callbacks.anomaly_detection import AnomalyDetection
 from trainer.callbacks.curves import Curves
@@ -54,6 +54,8 @@ def build_callbacks(
     enable_checkpointing: bool | None,
     enable_model_summary: bool | None,
     enable_progress_bar: bool | None,
+    default_checkpoint: Callable[[], Checkpoint],
+    barebones: bool,
     scales_loss: bool,
     detect_anomaly: bool,
     writes_logs: bool,
@@ -65,6 +67,8 @@ def build_callbacks(
         given: the user's.
         accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, max_time: short forms.
         enable_checkpointing, enable_model_summary, enable_progress_bar: False leaves the default out.
+        default_checkpoint: makes the default that saves.
+        barebones: whether to leave out what is there for the user's convenience.
         scales_loss: whether the precision scales the loss, so that steps may overflow.
         detect_anomaly: whether to look for nan; where the loss is not scaled, torch's own mode does.
         writes_logs: whether a picture of the curves belongs beside the logs.
@@ -78,8 +82,8 @@ def build_callbacks(
     def missing(kind: type) -> bool:
         return not any(isinstance(callback, kind) for callback in callbacks)
 
-    refuse_twice("accumulate_grad_batches", accumulate_grad_batches, callbacks, GradientAccumulation)
-    refuse_twice("gradient_clip_val", gradient_clip_val, callbacks, GradientClipping)
+    refuse_twice("accumulate_grad_batches", accumulate_grad_batches, 1, callbacks, GradientAccumulation)
+    refuse_twice("gradient_clip_val", gradient_clip_val, None, callbacks, GradientClipping)
     for enabled, kind, name, argument in (
         (enable_progress_bar, AnyProgressBar, "ProgressBar", "enable_progress_bar"),
         (enable_checkpointing, Checkpoint, "ModelCheckpoint", "enable_checkpointing"),
@@ -88,18 +92,11 @@ def build_callbacks(
             raise ConfigurationError(
                 f"Trainer was configured with `{argument}=False` but found `{name}` in callbacks list."
             )
-    if gradient_clip_algorithm not in (None, "norm", "value"):
-        raise ConfigurationError(
-            f"Got gradient_clip_algorithm={gradient_clip_algorithm!r}, expected 'norm' or 'value'."
-        )
-    if gradient_clip_val:
-        by_value = gradient_clip_algorithm == "value"
-        callbacks.append(
-            GradientClipping(clip_value=gradient_clip_val) if by_value else GradientClipping(max_norm=gradient_clip_val)
-        )
+    callbacks += build_clipping(gradient_clip_val, gradient_clip_algorithm)
     if max_time is not None and missing(Timer):
         callbacks.append(Timer(max_time))
-    defaults: list[tuple[bool, type, type]] = [
+    scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
+    defaults: list[tuple[bool, type, Callable[[], Any]]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
         (scales_loss, OverflowReport, OverflowReport),
         (scales_loss and detect_anomaly, AnomalyDetection, AnomalyDetection),
@@ -108,10 +105,24 @@ def build_callbacks(
         (enable_model_summary is not False, ModelSummary, _ModelSummary),
         (writes_logs, Curves, Curves),
         (enable_progress_bar is not False, RunSummary, RunSummary),  # after Curves, whose picture it lists
-        (enable_checkpointing is not False, Checkpoint, ModelCheckpoint),
+        (enable_checkpointing is not False, Checkpoint, default_checkpoint),
     ]
     callbacks += [default() for wanted, kind, default in defaults if wanted and missing(kind)]
     return callbacks
+
+
+def build_clipping(limit: float | None, algorithm: str | None) -> list[GradientClipping]:
+    """The callback that ``gradient_clip_val`` and ``gradient_clip_algorithm`` stand for; none for no limit, or 0.
+
+    Raises:
+        TypeError: a limit that is no number.
+        ConfigurationError: one below 0, or an unknown algorithm.
+    """
+    check_clipping(limit, algorithm)
+    if not limit:
+        return []
+    by_value = algorithm is not None and algorithm.lower() == "value"
+    return [GradientClipping(clip_value=limit) if by_value else GradientClipping(max_norm=limit)]
 
 
 def build_loggers(given: Logger | Iterable[Logger] | bool | None, folder: str, *, fast_dev_run: bool) -> list[Any]:

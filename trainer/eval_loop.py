@@ -33,6 +33,7 @@ class EvalLoop:
     Attributes:
         keep_predictions: whether to collect what ``predict_step`` returns.
         predictions: what it returned, a list for each dataloader.
+        interruption: what to raise when the current batch is over: a signal has come. None for nothing.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class EvalLoop:
         self.sanity_checking = False
         self.keep_predictions = False
         self.predictions: list[list[Any]] = []
+        self.interruption: BaseException | None = None
         # what belongs to one run; see prepare
         self.hooks: Hooks = NO_HOOKS
         self.module: nn.Module = nn.Module()
@@ -155,6 +157,8 @@ class EvalLoop:
             seen = progress.seen_batches
             self.recorder.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
             seen[dataloader_idx or 0] += 1
+        if self.interruption is not None:
+            raise self.interruption
 
     def close_dataloader(self) -> Metrics:
         """A dataloader's last batch is over: its metrics are those of the epoch now."""

@@ -12,26 +12,27 @@ class FitLimits:
 
     Args:
         progress: the counters that everything here is compared with.
-        max_epochs: epochs to train in all; -1 for no limit.
-        min_epochs: epochs before ``should_stop`` is heeded.
+        max_epochs: epochs to train in all; -1 for no limit. None where nobody said, until a fit starts.
+        min_epochs: epochs before ``should_stop`` is heeded; likewise.
         max_steps: optimizer steps (skipped ones included) to take in all; -1 for no limit.
-        min_steps: optimizer steps before ``should_stop`` is heeded.
+        min_steps: optimizer steps before ``should_stop`` is heeded; None for none.
         check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
         log_every_n_steps: weight updates between two rows in the loggers; 0 for none.
 
     Attributes:
         val_check_batch: batches between validations within an epoch; inf for its end. Set when a run starts.
         should_stop: whether training is to end after the current batch, if the minima are met.
+        interruption: what to raise when the current batch is over: a signal has come. None for nothing.
     """
 
     def __init__(
         self,
         progress: FitProgress,
         *,
-        max_epochs: int,
-        min_epochs: int = 0,
+        max_epochs: int | None,
+        min_epochs: int | None = None,
         max_steps: int = -1,
-        min_steps: int = 0,
+        min_steps: int | None = None,
         check_val_every_n_epoch: int | None = 1,
         log_every_n_steps: int = 50,
     ) -> None:
@@ -43,26 +44,40 @@ class FitLimits:
         self.log_every_n_steps = log_every_n_steps
         self.val_check_batch: float = float("inf")
         self.should_stop = False
+        self.interruption: BaseException | None = None
         self._progress = progress
+
+    def fill_in(self, max_epochs: int) -> None:
+        """What nobody has said, now that a fit starts: ``max_epochs``, and no ``min_epochs`` but with ``min_steps``."""
+        if self.max_epochs is None:
+            self.max_epochs = max_epochs
+        if self.min_epochs is None:
+            self.min_epochs = int(self.min_steps is not None)
 
     def fit_is_done(self) -> bool:
         """Whether no further epoch is to be trained."""
-        trained_all = self.max_epochs != -1 and self._progress.epochs_trained >= self.max_epochs
+        trained_all = self.max_epochs not in (None, -1) and self._progress.epochs_trained >= self.max_epochs
         return trained_all or self.epoch_is_done()
 
     def is_final_epoch(self) -> bool:
         """Whether the current epoch is known to be the last."""
-        return self.max_epochs != -1 and self._progress.epochs_trained + 1 >= self.max_epochs
+        return self.max_epochs not in (None, -1) and self._progress.epochs_trained + 1 >= self.max_epochs
 
     def epoch_is_done(self) -> bool:
-        """Whether to leave the current epoch before its last batch."""
+        """Whether to leave the current epoch before its last batch.
+
+        Raises:
+            BaseException: the ``interruption``, where there is one.
+        """
+        if self.interruption is not None:
+            raise self.interruption
         stepped_all = self.max_steps != -1 and self._progress.optimizer_steps >= self.max_steps
         return stepped_all or (self.should_stop and self.may_stop())
 
     def may_stop(self) -> bool:
         """Whether ``min_epochs`` and ``min_steps`` are met."""
         progress = self._progress
-        return progress.epochs_trained >= self.min_epochs and progress.optimizer_steps >= self.min_steps
+        return progress.epochs_trained >= (self.min_epochs or 0) and progress.optimizer_steps >= (self.min_steps or 0)
 
     def epoch_validates(self) -> bool:
         """Whether the current epoch is one with validation."""

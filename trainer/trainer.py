@@ -7,6 +7,7 @@ From ``fit`` to a module's ``training_step`` there are four functions: ``Trainer
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
@@ -33,12 +36,14 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import callbacks as ordering
-from trainer.compat import hparams, loop_state, modules
+from trainer.compat import hparams, loop_state, modules, registry
 from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
+from trainer.compat.environment import defaults_from_environment, log_devices
 from trainer.compat.logging import ModuleScope, attach_log, detach_log
+from trainer.compat.signals import Signals, ctrl_c_ignored, requeued_checkpoint
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.data import TrainingBatches, Transfer
 from trainer.errors import ConfigurationError
@@ -88,6 +93,7 @@ class Trainer(TrainerBase):
         PrecisionError: an unknown precision, one that the device cannot do, or one of Lightning's plugins.
     """
 
+    @defaults_from_environment
     def __init__(
         self,
         *,
@@ -116,7 +122,7 @@ class Trainer(TrainerBase):
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
-        accumulate_grad_batches: int | None = None,
+        accumulate_grad_batches: int | None = 1,
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
         deterministic: bool | Literal["warn"] | None = None,
@@ -133,11 +139,21 @@ class Trainer(TrainerBase):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
     ) -> None:
-        arguments.expect_default(
-            barebones=(barebones, False),
-            reload_dataloaders_every_n_epochs=(reload_dataloaders_every_n_epochs, 0),
-            model_registry=(model_registry, None),
-        )
+        arguments.expect_default(reload_dataloaders_every_n_epochs=(reload_dataloaders_every_n_epochs, 0))
+        if barebones:
+            arguments.check_barebones(
+                enable_checkpointing=enable_checkpointing,
+                logger=logger,
+                enable_progress_bar=enable_progress_bar,
+                log_every_n_steps=log_every_n_steps,
+                enable_model_summary=enable_model_summary,
+                num_sanity_val_steps=num_sanity_val_steps,
+                fast_dev_run=fast_dev_run,
+                detect_anomaly=detect_anomaly,
+                profiler=profiler,
+            )
+            enable_checkpointing = enable_progress_bar = enable_model_summary = logger = False
+            log_every_n_steps = num_sanity_val_steps = 0
         limits = arguments.parse_limits(
             fast_dev_run=fast_dev_run,
             overfit_batches=overfit_batches,
@@ -179,6 +195,8 @@ class Trainer(TrainerBase):
         self.val_check_interval = limits.val_check_interval
         self.num_sanity_val_steps = limits.num_sanity_val_steps
         self.enable_autolog_hparams = enable_autolog_hparams
+        self.barebones = barebones
+        self._model_registry = registry.model_name(model_registry)
         self.profiler = assembly.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
@@ -186,9 +204,10 @@ class Trainer(TrainerBase):
         self.module_log = None
         self.ckpt_path: Any = None
         self._checkpoint: dict[str, Any] = {}
-        self._epochs_by_default = False
         self._inference_mode = inference_mode
         self._detect_anomaly = detect_anomaly
+        self._gradient_clip_val = gradient_clip_val
+        self._gradient_clip_algorithm = gradient_clip_algorithm
         self._hooks: Hooks | None = None
         self._session = ExitStack()
 
@@ -201,6 +220,8 @@ class Trainer(TrainerBase):
             enable_checkpointing=enable_checkpointing,
             enable_model_summary=enable_model_summary,
             enable_progress_bar=enable_progress_bar,
+            default_checkpoint=registry.default_checkpoint(self._model_registry),
+            barebones=barebones,
             scales_loss=self.scaler.is_enabled(),
             detect_anomaly=detect_anomaly,
             writes_logs=logger is not False and not fast_dev_run,
@@ -224,10 +245,10 @@ class Trainer(TrainerBase):
             progress=self.progress,
             limits=FitLimits(
                 self.progress,
-                max_epochs=self._default_max_epochs(limits),
-                min_epochs=min_epochs if min_epochs is not None else int(min_steps is not None),
+                max_epochs=limits.max_epochs,
+                min_epochs=min_epochs,
                 max_steps=limits.max_steps,
-                min_steps=min_steps or 0,
+                min_steps=min_steps,
                 check_val_every_n_epoch=limits.check_val_every_n_epoch,
                 log_every_n_steps=50 if log_every_n_steps is None else log_every_n_steps,
             ),
@@ -243,12 +264,8 @@ class Trainer(TrainerBase):
         self.validate_loop = self.fit_loop.epoch_loop.val_loop
         self.test_loop = EvalLoopView(self, self.eval_loops[RunningStage.TESTING], RunningStage.TESTING)
         self.predict_loop = EvalLoopView(self, self.eval_loops[RunningStage.PREDICTING], RunningStage.PREDICTING)
-        if fast_dev_run:
-            self.loop.limits.log_every_n_steps = 1
-            rank_zero_info(
-                f"Running in `fast_dev_run` mode: will run the requested loop using {int(fast_dev_run)} batch(es)."
-                " Logging and checkpointing is suppressed."
-            )
+        self._signal_connector = Signals(self, [self.loop.limits, *self.eval_loops.values()])
+        self._announce()
 
     # --- what users call --------------------------------------------------------------------------------------
 
@@ -378,21 +395,32 @@ class Trainer(TrainerBase):
 
     @property
     def gradient_clip_val(self) -> float | None:
-        """The limit of the (first) GradientClipping callback."""
+        """The limit of the (first) GradientClipping callback; may be set between two runs."""
         clipping = self._first_callback(GradientClipping)
-        return None if clipping is None else clipping.limit
+        return self._gradient_clip_val if clipping is None else clipping.limit
+
+    @gradient_clip_val.setter
+    def gradient_clip_val(self, limit: float | None) -> None:
+        self._set_clipping(limit, self.gradient_clip_algorithm)
 
     @property
     def gradient_clip_algorithm(self) -> str | None:
-        """``"norm"``, ``"value"``, or None without clipping."""
+        """``"norm"`` or ``"value"``; None where nobody said, which is ``"norm"``. May be set between two runs."""
         clipping = self._first_callback(GradientClipping)
-        return None if clipping is None else clipping.algorithm
+        if clipping is None or self._gradient_clip_val is not None:
+            return self._gradient_clip_algorithm and self._gradient_clip_algorithm.lower()
+        algorithm: str = clipping.algorithm
+        return algorithm
+
+    @gradient_clip_algorithm.setter
+    def gradient_clip_algorithm(self, algorithm: str | None) -> None:
+        self._set_clipping(self.gradient_clip_val, algorithm)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Weight updates that the whole fit will attempt, for schedules that need to know; inf where nobody does."""
         loop = self.loop
-        if loop.limits.max_epochs == -1:
+        if loop.limits.max_epochs in (None, -1):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
         loaders = self.data.loaders(RunningStage.TRAINING)
         batches = 0 if loaders is None else loaders.num_batches()
@@ -473,10 +501,12 @@ class Trainer(TrainerBase):
 
     def _set_up(self, weights_only: bool | None) -> None:
         module, fitting = self._module, self.state.fn is TrainerFn.FITTING
-        if fitting and self._epochs_by_default:
-            rank_zero_warn(
-                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
-                " `max_epochs=-1`."
+        if fitting:
+            self.loop.limits.fill_in(self._default_max_epochs())
+        if self.barebones:
+            rank_zero_info(
+                "`Trainer(barebones=True)` started running. The progress bar is disabled so you might want to manually"
+                " print the progress in your model."
             )
         hparams.drop_unpicklable(module)
         self.engine.connect(module)
@@ -494,8 +524,9 @@ class Trainer(TrainerBase):
             self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
             checkpoints.restore_module_and_callbacks(self, self._checkpoint)
         self.published.clear()
-        self.module_log = attach_log(module, self)
-        self._session.callback(detach_log, module, self.callbacks)
+        if not self.barebones:  # there, Lightning's own `log` says that nothing is logged
+            self.module_log = attach_log(module, self)
+            self._session.callback(detach_log, module, self.callbacks)
         attach_averaging(self.callbacks)
         self._session.callback(detach_averaging, self.callbacks)
         self.engine.setup(fitting=fitting)
@@ -522,6 +553,7 @@ class Trainer(TrainerBase):
         elif fitting:
             self.progress.start_anew()
         self._checkpoint = {}  # free the memory
+        self._signal_connector.register_signal_handlers()
         self.engine.barrier("run-stage")
         module.zero_grad()
         if not fitting:
@@ -703,6 +735,7 @@ class Trainer(TrainerBase):
         self.engine.teardown()
         self._session.close()
         self.data.release()
+        self._signal_connector.teardown()
 
     @contextmanager
     def _running(self, fn: TrainerFn) -> Iterator[None]:
@@ -710,24 +743,34 @@ class Trainer(TrainerBase):
         self.state.fn, self.state.stage, self.state.status = fn, _STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
+        except KeyboardInterrupt as error:
+            rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
+            with ctrl_c_ignored():
+                self._interrupt(error)
+                self.engine.kill()
+            sys.exit(1)
         except BaseException as error:
-            self.state.status = TrainerStatus.INTERRUPTED
-            try:
-                with suppress(Exception):  # what is raised is `error`; but who asks later wants to know
-                    self.loop.settle()
-                for callback in self.callbacks:
-                    callback.on_exception(self, self.module, error)
-                if self.datamodule is not None:
-                    self.datamodule.on_exception(error)
-                self.engine.on_exception(error)
-                for logger in self.loggers:
-                    logger.finalize("failed")
-            finally:
-                if self.module is not None:
-                    self._release()
-                self.state.stage = None
+            self._interrupt(error)
             raise
         self.state.status, self.state.stage = TrainerStatus.FINISHED, None
+
+    def _interrupt(self, error: BaseException) -> None:
+        """A run has raised ``error``: tell everybody, give back what it holds."""
+        self.state.status = TrainerStatus.INTERRUPTED
+        try:
+            with suppress(Exception):  # what is raised is `error`; but who asks later wants to know
+                self.loop.settle()
+            for callback in self.callbacks:
+                callback.on_exception(self, self.module, error)
+            if self.datamodule is not None:
+                self.datamodule.on_exception(error)
+            self.engine.on_exception(error)
+            for logger in self.loggers:
+                logger.finalize("failed")
+        finally:
+            if self.module is not None:
+                self._release()
+            self.state.stage = None
 
     @property
     def _module(self) -> LightningModule:
@@ -775,6 +818,14 @@ class Trainer(TrainerBase):
     def _resolve_ckpt_path(self, given: str | Path | None, *, model_given: bool) -> str | Path | None:
         """The file that ``ckpt_path`` means; None for none."""
         fn = self._function
+        if given == "hpc" or (given is None and SLURMEnvironment.detect()):
+            requeued = requeued_checkpoint(self)
+            if requeued is None and given is not None:
+                raise ConfigurationError(
+                    f'`.{fn}(ckpt_path="hpc")` is set but no HPC checkpoint was found: expected a file hpc_ckpt_*.ckpt'
+                    f" in {self.default_root_dir}."
+                )
+            given = requeued
         if given is None:
             if model_given:
                 return None
@@ -802,10 +853,10 @@ class Trainer(TrainerBase):
                 )
                 return None
             return max(found, key=os.path.getmtime)
-        return given
+        return registry.fetch(given, self)
 
     def _refuse_past_the_end(self) -> None:
-        if self.max_epochs != -1 and self.current_epoch > self.max_epochs:
+        if self.max_epochs not in (None, -1) and self.current_epoch > self.max_epochs:
             raise ConfigurationError(
                 f"You restored a checkpoint with current_epoch={self.current_epoch}, but you have set"
                 f" Trainer(max_epochs={self.max_epochs}). Set max_epochs to the number of epochs in all."
@@ -819,12 +870,42 @@ class Trainer(TrainerBase):
             return AccumulationWindow(1 if given is None else given)
         return AccumulationWindow(accumulation.batches_in(0), accumulation.straddles_epochs)
 
-    def _default_max_epochs(self, limits: arguments.RunLimits) -> int:
-        if limits.max_epochs is not None:
-            return limits.max_epochs
+    def _set_clipping(self, limit: float | None, algorithm: str | None) -> None:
+        self._gradient_clip_val, self._gradient_clip_algorithm = limit, algorithm
+        others = [callback for callback in self.callbacks if not isinstance(callback, GradientClipping)]
+        self.callbacks = ordering.in_order([*others, *assembly.build_clipping(limit, algorithm)])
+
+    def _announce(self) -> None:
+        """Say what the arguments mean that change much, and what the machine has."""
+        if self.barebones:
+            rank_zero_info(
+                "You are running in `Trainer(barebones=True)` mode. All features that may impact raw speed have been"
+                " disabled to facilitate analyzing the Trainer overhead. Specifically, the following are deactivated: "
+                + ", ".join(f"`{name}`" for name in arguments.BAREBONES)
+                + ", `LightningModule.log(...)` and `LightningModule.log_dict(...)`, and the reports on overflows."
+            )
+        if self._detect_anomaly:
+            rank_zero_info(
+                "You have turned on `Trainer(detect_anomaly=True)`. This will significantly slow down compute speed and"
+                " is recommended only for model debugging."
+            )
+        if self.fast_dev_run:
+            rank_zero_info(
+                f"Running in `fast_dev_run` mode: will run the requested loop using {int(self.fast_dev_run)} batch(es)."
+                " Logging and checkpointing is suppressed."
+            )
+        log_devices(self)
+
+    def _default_max_epochs(self) -> int:
+        limits = self.loop.limits
         if limits.max_steps != -1 or self._first_callback(Timer) is not None:
             return -1
-        self._epochs_by_default = True
+        if limits.max_epochs is None:
+            rank_zero_warn(
+                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
+                " `max_epochs=-1`.",
+                category=PossibleUserWarning,
+            )
         return 1000
 
 

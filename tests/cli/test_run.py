@@ -173,11 +173,12 @@ def test_what_the_trainer_refuses_is_told_without_a_traceback(capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_interrupted(monkeypatch, capsys):
+@pytest.mark.parametrize("where", ["trainer.cli.run._execute", "trainer.fit_loop.FitLoop.run"])
+def test_interrupted(where, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.cli.run._execute", interrupt)
+    monkeypatch.setattr(where, interrupt)
     assert main(["fit", *LINE]) == 130
     assert capsys.readouterr().err.endswith("trainer: interrupted.\n")
     assert result()["status"] == "interrupted"

@@ -93,7 +93,7 @@ def test_what_the_trainer_shows_of_them() -> None:
 
     train, val = data(8), [data(4), data(6)]
     trainer = ours(max_epochs=1, limit_val_batches=2)
-    assert (trainer.num_training_batches, trainer.num_val_batches, trainer.train_dataloader) == (0, [], None)
+    assert (trainer.num_training_batches, trainer.num_val_batches, trainer.train_dataloader) == (float("inf"), [], None)
     trainer.fit(Two(), train, val)
     assert trainer.train_dataloader is train
     assert trainer.val_dataloaders == val

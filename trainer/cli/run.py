@@ -59,8 +59,10 @@ def run(config: DictConfig) -> dict[str, float]:
         started = time.monotonic()  # importing and building is not what a run is compared by
         _execute(settings, folder, module, data, trainer)
         result["status"] = "completed"
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
         result["status"] = "interrupted"
+        if isinstance(error.__context__, KeyboardInterrupt):  # what the Trainer makes of a Ctrl-C
+            raise KeyboardInterrupt from None
         raise
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"

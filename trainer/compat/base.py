@@ -6,7 +6,8 @@ that ``lightning.pytorch.Trainer`` has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
@@ -26,6 +28,7 @@ from trainer.compat.engine import LightningEngine
 from trainer.compat.errors import adopt
 from trainer.compat.logging import ModuleLog, ResultsView
 from trainer.compat.precision import PrecisionAdapter
+from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
@@ -65,12 +68,13 @@ class TrainerBase:
     test_loop: EvalLoopView
     predict_loop: EvalLoopView
 
-    barebones = False
-    received_sigterm = False
+    barebones: bool
+    enable_autolog_hparams: bool
+    _model_registry: str | None
+    _signal_connector: Signals
+
     reload_dataloaders_every_n_epochs = 0
-    enable_autolog_hparams = True
     _val_check_time_interval = None
-    _model_registry = None
 
     # --- devices and processes --------------------------------------------------------------------------------
 
@@ -148,6 +152,10 @@ class TrainerBase:
         return self.engine.connector
 
     @property
+    def _checkpoint_connector(self) -> Any:
+        return SimpleNamespace(hpc_save_path=_CheckpointConnector.hpc_save_path)
+
+    @property
     def _data_connector(self) -> Any:
         return self.data.connector
 
@@ -184,8 +192,10 @@ class TrainerBase:
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of one epoch; inf where nobody knows, 0 before a fit."""
-        return self.loop.batches.num_batches
+        """Batches of one epoch; inf where nobody knows, or not yet."""
+        training = RunningStage.TRAINING
+        loaders = self.data.loaders(training) if self.data.is_ready(training) else self.loop.batches.loaders
+        return float("inf") if loaders is None else loaders.num_batches()
 
     @property
     def num_val_batches(self) -> list[float]:
@@ -235,7 +245,7 @@ class TrainerBase:
         return self.data.is_defined(RunningStage.VALIDATING) and overrides(self.module, "validation_step")
 
     def _limits(self, stage: RunningStage) -> list[float]:
-        loaders = self.data.loaders(stage) if self.data.is_ready(stage) else None
+        loaders = self.data.loaders(stage) if self.data.is_ready(stage) else self.eval_loops[stage].loaders
         return [] if loaders is None else loaders.limits
 
     def _iterables(self, stage: RunningStage) -> Any:
@@ -269,13 +279,13 @@ class TrainerBase:
         self.loop.limits.should_stop = stop
 
     @property
-    def max_epochs(self) -> int:
-        """Epochs to train in all; -1 for no limit."""
+    def max_epochs(self) -> int | None:
+        """Epochs to train in all; -1 for no limit. None where nobody said, until a fit starts."""
         return self.loop.limits.max_epochs
 
     @property
-    def min_epochs(self) -> int:
-        """Epochs before ``should_stop`` is heeded."""
+    def min_epochs(self) -> int | None:
+        """Epochs before ``should_stop`` is heeded; likewise."""
         return self.loop.limits.min_epochs
 
     @property
@@ -284,7 +294,7 @@ class TrainerBase:
         return self.loop.limits.max_steps
 
     @property
-    def min_steps(self) -> int:
+    def min_steps(self) -> int | None:
         """Optimizer steps before ``should_stop`` is heeded."""
         return self.loop.limits.min_steps
 
@@ -294,9 +304,9 @@ class TrainerBase:
         return self.loop.limits.check_val_every_n_epoch
 
     @property
-    def val_check_batch(self) -> float:
-        """Batches between validations; inf for the end of the epoch."""
-        return self.loop.limits.val_check_batch
+    def val_check_batch(self) -> float | None:
+        """Batches between validations; inf for the end of the epoch, None before a fit."""
+        return None if self.loop.batches.loaders is None else self.loop.limits.val_check_batch
 
     @property
     def log_every_n_steps(self) -> int:
@@ -321,27 +331,49 @@ class TrainerBase:
 
     @training.setter
     def training(self, value: bool) -> None:
-        self.state.stage = RunningStage.TRAINING if value else None
+        self._set_stage(RunningStage.TRAINING, value)
 
     @property
     def validating(self) -> bool:
         """Whether validation runs."""
         return self.state.stage is RunningStage.VALIDATING
 
+    @validating.setter
+    def validating(self, value: bool) -> None:
+        self._set_stage(RunningStage.VALIDATING, value)
+
     @property
     def testing(self) -> bool:
         """Whether test runs."""
         return self.state.stage is RunningStage.TESTING
+
+    @testing.setter
+    def testing(self, value: bool) -> None:
+        self._set_stage(RunningStage.TESTING, value)
 
     @property
     def predicting(self) -> bool:
         """Whether predict runs."""
         return self.state.stage is RunningStage.PREDICTING
 
+    @predicting.setter
+    def predicting(self, value: bool) -> None:
+        self._set_stage(RunningStage.PREDICTING, value)
+
     @property
     def sanity_checking(self) -> bool:
         """Whether the sanity check runs."""
         return self.state.stage is RunningStage.SANITY_CHECKING
+
+    @sanity_checking.setter
+    def sanity_checking(self, value: bool) -> None:
+        self._set_stage(RunningStage.SANITY_CHECKING, value)
+
+    def _set_stage(self, stage: RunningStage, value: bool) -> None:
+        if value:
+            self.state.stage = stage
+        elif self.state.stage is stage:
+            self.state.stage = None
 
     @property
     def evaluating(self) -> bool:
@@ -352,6 +384,11 @@ class TrainerBase:
     def interrupted(self) -> bool:
         """Whether the last run was interrupted."""
         return self.state.status is TrainerStatus.INTERRUPTED
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether a SIGTERM has come; the run ends after the current batch."""
+        return self._signal_connector.received_sigterm
 
     @property
     def _active_loop(self) -> Any:
@@ -481,6 +518,16 @@ class TrainerBase:
         """The progress bar."""
         found: ProgressBar | None = self._first_callback(ProgressBar)
         return found
+
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules that are made inside have their weights on the device, and in the precision's dtype, at once.
+
+        Args:
+            empty_init: True leaves out the initialisation of weights, where a checkpoint will be loaded.
+        """
+        with self.strategy.tensor_init_context(empty_init=empty_init):
+            yield
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print``, once, from rank 0."""

@@ -17,7 +17,9 @@ import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_signal
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -202,6 +204,12 @@ class LightningEngine:
     def on_exception(self, error: BaseException) -> None:
         """Let the strategy add what it knows to the message; end the processes that it started."""
         self.strategy.on_exception(error)
+
+    def kill(self) -> None:
+        """End the processes that a launcher has started, at once."""
+        launcher = self.strategy.launcher
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            launcher.kill(_get_sigkill_signal())
 
     def teardown(self) -> None:
         """Unwrap the module and move it back to the CPU."""

@@ -40,6 +40,10 @@ class PrecisionAdapter(LightningPrecision):
         """Called by the strategy before it moves and wraps the module: which is converted by then (``engine``)."""
         return module
 
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Used by the strategy around the making of weights."""
+        return self.plugin.init_context()
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """Used by the model summary for its example forward."""
         return self.plugin.autocast()

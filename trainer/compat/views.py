@@ -123,7 +123,7 @@ class EpochLoopView:
         self._loop.limits.max_steps = steps
 
     @property
-    def min_steps(self) -> int:
+    def min_steps(self) -> int | None:
         """Optimizer steps before ``should_stop`` is heeded."""
         return self._loop.limits.min_steps
 
@@ -150,16 +150,16 @@ class FitLoopView:
         return SimpleNamespace(current=counts, total=counts)
 
     @property
-    def max_epochs(self) -> int:
+    def max_epochs(self) -> int | None:
         """Epochs to train in all."""
         return self._loop.limits.max_epochs
 
     @max_epochs.setter
-    def max_epochs(self, epochs: int) -> None:
+    def max_epochs(self, epochs: int | None) -> None:
         self._loop.limits.max_epochs = epochs
 
     @property
-    def min_epochs(self) -> int:
+    def min_epochs(self) -> int | None:
         """Epochs before ``should_stop`` is heeded."""
         return self._loop.limits.min_epochs
 
@@ -188,6 +188,11 @@ class FitLoopView:
         data = self._trainer.data
         loaders = data.loaders(RunningStage.TRAINING) if data.is_ready(RunningStage.TRAINING) else None
         return None if loaders is None else loaders.combined
+
+    @property
+    def done(self) -> bool:
+        """Whether no further epoch is to be trained."""
+        return self._loop.limits.fit_is_done()
 
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open

@@ -6,6 +6,8 @@
 ``check(device)``                once, when the Trainer is built. Raises if the device cannot do it.
 ``build_scaler(device)``         once, when the Trainer is built: the scaler that lives as long as the
                                  Trainer.
+``init_context()``               around the making of weights, in ``configure_model`` and under
+                                 ``trainer.init_module()``.
 ``convert_module(module)``       once a run, before weights are loaded into it and it is moved and wrapped.
 ``session(module, device)``      once a run: a context around everything from the first to the last batch.
 ``check_optimizers(optimizers)`` once a fit, when the optimizers have been made. Warns or raises.
@@ -70,6 +72,10 @@ class Precision:
         Always a scaler: a disabled one does nothing, and the loop has one code path.
         """
         return LossScaler(device.type, enabled=False)
+
+    def init_context(self) -> AbstractContextManager[object]:
+        """A context in which weights are made in the dtype that :meth:`convert_module` gives them."""
+        return _UNCHANGED
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """The module with its parameters in the dtype that this precision keeps them in."""

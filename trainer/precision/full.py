@@ -35,6 +35,10 @@ class DoublePrecision(Precision):
                 " or accelerator='cpu'."
             )
 
+    def init_context(self) -> AbstractContextManager[object]:
+        """Weights are float64 from the start."""
+        return DefaultDtype(torch.float64)
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """All floating-point parameters and buffers as float64."""
         return module.double()

@@ -1,0 +1,62 @@
+"""Trainer arguments from the environment, and what a Trainer says when it is built: as Lightning's does."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer as LightningTrainer
+
+from tests.parity import MAKERS, QUIET, lightnings_noise_ignored, ours
+from trainer import Trainer
+
+
+@pytest.mark.parametrize("kind", [LightningTrainer, Trainer])
+def test_the_environment_fills_in_what_is_not_given(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "7")
+    monkeypatch.setenv("PL_TRAINER_LIMIT_VAL_BATCHES", "0.5")
+    monkeypatch.setenv("PL_TRAINER_PRECISION", "bf16-mixed")
+    monkeypatch.setenv("PL_TRAINER_DEVICES", "3")
+    monkeypatch.setenv("PL_TRAINER_NO_SUCH_ARGUMENT", "3")
+    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "")
+    with lightnings_noise_ignored():
+        trainer = kind(**QUIET)  # which gives `devices`
+    assert (trainer.max_steps, trainer.limit_val_batches, trainer.precision) == (7, 0.5, "bf16-mixed")
+    assert (trainer.num_devices, trainer.max_epochs) == (1, None)
+
+
+def test_what_is_wrong_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "-7")
+    with pytest.raises(ValueError, match="passed in -7"):
+        ours()
+
+
+def test_a_subclass_passes_its_arguments_on() -> None:
+    class Mine(Trainer):
+        def __init__(self, extra: int, *args: Any, **arguments: Any) -> None:
+            super().__init__(*args, **arguments)
+            self.extra = extra
+
+    trainer = Mine(3, **QUIET, max_epochs=2)
+    assert (trainer.extra, trainer.max_epochs) == (3, 2)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'abc'"):
+        Mine(3, abc=1)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"fast_dev_run": 2}, {"detect_anomaly": True}], ids=str)
+def test_what_is_said_at_construction(arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    said = []
+    for make in MAKERS:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            make(**arguments)
+        said.append({record.message for record in caplog.records if "Tip" not in record.message})
+    assert said[0] == said[1]
+    assert "GPU available: False, used: False" in said[1]
+
+
+def test_a_gpu_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.pytorch.accelerators.CUDAAccelerator.is_available", lambda: True)
+    with pytest.warns(UserWarning, match="GPU available but not used"):
+        ours()

@@ -1,0 +1,52 @@
+"""``model_registry``: of no consequence without the package behind it, its work with it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.parity import Classifier, Learner, data, ours
+from trainer.compat import registry
+from trainer.errors import CheckpointError
+
+
+def test_without_the_package(tmp_path: Path) -> None:
+    trainer = ours(model_registry="team/model:v2", enable_checkpointing=True, default_root_dir=tmp_path)
+    assert [type(callback) for callback in trainer.checkpoint_callbacks] == [ModelCheckpoint]
+    with pytest.raises(CheckpointError, match="registry"):
+        trainer.validate(Classifier(), data(4), ckpt_path="registry")
+
+
+def test_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Uploads(ModelCheckpoint):
+        def __init__(self, model_registry: str) -> None:
+            super().__init__()
+            self.model_registry = model_registry
+
+    def download_model(name: str, download_dir: str) -> list[str]:
+        asked.append(name)
+        source.save_checkpoint(Path(download_dir) / "model.ckpt")
+        return ["model.ckpt"]
+
+    asked: list[str] = []
+    package, checkpoints = ModuleType("litmodels"), ModuleType("litmodels.integrations.checkpoints")
+    vars(package)["download_model"], vars(checkpoints)["LightningModelCheckpoint"] = download_model, Uploads
+    for module in (package, ModuleType("litmodels.integrations"), checkpoints):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for place in ("trainer.compat.registry", "lightning.pytorch.utilities.model_registry"):
+        monkeypatch.setattr(f"{place}.module_available", lambda name: True)
+    monkeypatch.setattr(registry, "RequirementCache", lambda requirement: True)
+
+    source: Any = ours(max_steps=1, default_root_dir=tmp_path)
+    source.fit(Learner(), data(4))
+    trainer = ours(model_registry="team/model:v2", enable_checkpointing=True, default_root_dir=tmp_path)
+    saver: Any = trainer.checkpoint_callback
+    assert (type(saver), saver.model_registry) == (Uploads, "team/model")
+    trainer.validate(Classifier(), data(4), ckpt_path="registry", verbose=False)
+    assert asked == ["team/model"]
+    assert trainer.ckpt_path == str(tmp_path / "team_model" / "model.ckpt")

@@ -1,0 +1,15 @@
+"""The Trainer's arguments from the environment, and what it says about the machine when it is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.trainer.setup import _log_device_info
+from lightning.pytorch.utilities.argparse import _defaults_from_env_vars as defaults_from_environment
+
+__all__ = ["defaults_from_environment", "log_devices"]
+
+
+def log_devices(trainer: Any) -> None:
+    """Say which kinds of devices there are and are used; warn of a GPU that is not."""
+    _log_device_info(trainer)

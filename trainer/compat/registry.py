@@ -1,0 +1,42 @@
+"""Lightning's model registry: ``Trainer(model_registry=...)`` and ``ckpt_path="registry:..."``.
+
+It is the work of the package ``litmodels``. Without it both are taken as Lightning takes them: the first is of no
+consequence, the second is a file's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities.model_registry import (
+    _is_registry,
+    download_model_from_registry,
+    find_model_local_ckpt_path,
+)
+from lightning_utilities.core.imports import RequirementCache, module_available
+
+
+def model_name(given: str | None) -> str | None:
+    """The name of the registered model, without its version."""
+    return given.split(":")[0] if given else None
+
+
+def default_checkpoint(model_registry: str | None) -> Callable[[], Checkpoint]:
+    """What makes the default checkpoint callback: one that uploads, where there is a registry."""
+    if not model_registry or not RequirementCache("litmodels >=0.1.7"):
+        return ModelCheckpoint
+    from litmodels.integrations.checkpoints import LightningModelCheckpoint  # type: ignore[import-not-found]
+
+    return partial(LightningModelCheckpoint, model_registry=model_registry)
+
+
+def fetch(ckpt_path: str | Path, trainer: Any) -> str | Path:
+    """The file that ``ckpt_path`` means: downloaded where it names a registered model, itself otherwise."""
+    if not _is_registry(ckpt_path) or not module_available("litmodels"):
+        return ckpt_path
+    download_model_from_registry(ckpt_path, trainer)
+    return find_model_local_ckpt_path(ckpt_path, trainer._model_registry, trainer.default_root_dir)
