@@ -38,7 +38,7 @@ from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
-from trainer.compat.logging import ModuleScope, attach_log, detach_log
+from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_results
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.data import TrainingBatches, Transfer
 from trainer.errors import ConfigurationError
@@ -183,7 +183,6 @@ class Trainer(TrainerBase):
         self.state = TrainerState()
         self.data = DataSource(self)
         self.module: LightningModule | None = None
-        self.module_log = None
         self.ckpt_path: Any = None
         self._checkpoint: dict[str, Any] = {}
         self._epochs_by_default = False
@@ -422,7 +421,7 @@ class Trainer(TrainerBase):
             self._attach(model, {_STAGES[fn]: dataloaders}, datamodule, ckpt_path)
             results: list[dict[str, float]] = self.engine.launch(self._run, weights_only) or []
         if verbose and self.is_global_zero:
-            _print_table(fn.value, results)
+            print_results(results, fn.value)
         return results
 
     def _attach(
@@ -488,7 +487,9 @@ class Trainer(TrainerBase):
             self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
             checkpoints.restore_module_and_callbacks(self, self._checkpoint)
         self.published.clear()
-        self.module_log = attach_log(module, self)
+        for metrics in (self.loop.metrics, *(loop.metrics for loop in self.eval_loops.values())):
+            metrics.clear()  # of an interrupted run, or of another module
+        attach_log(module, self)
         self._session.callback(detach_log, module, self.callbacks)
         attach_averaging(self.callbacks)
         self._session.callback(detach_averaging, self.callbacks)
@@ -829,18 +830,3 @@ def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:
 def _clip_in_turn(clippers: list[GradientClipping], optimizer: Optimizer) -> Tensor | None:
     norms = [clipper.clip(optimizer) for clipper in clippers]
     return norms[0]  # before any clipping
-
-
-def _print_table(stage: str, results: list[dict[str, float]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    # with several dataloaders, each has a column of its own and needs no suffix
-    columns = [{name.split("/dataloader_idx_")[0]: value for name, value in one.items()} for one in results]
-    names = sorted({name for column in columns for name in column})
-    if not names:
-        return
-    table = Table(f"{stage} metric".capitalize(), *(f"DataLoader {i}" for i in range(len(columns))))
-    for name in names:
-        table.add_row(name, *(f"{column[name]}" if name in column else "" for column in columns))
-    Console().print(table)
