@@ -475,6 +475,8 @@ class Trainer(TrainerBase):
         self.engine.connect(module)
         self.callbacks = ordering.with_model_callbacks(self.callbacks, module)
         modules.verify(self, module)
+        attach_log(module, self)
+        self._session.callback(detach_log, module, self.callbacks)
         self.engine.setup_environment()
         modules.set_up_profiler(self, module)
         self.data.prepare_data()
@@ -489,8 +491,6 @@ class Trainer(TrainerBase):
         self.published.clear()
         for metrics in (self.loop.metrics, *(loop.metrics for loop in self.eval_loops.values())):
             metrics.clear()  # of an interrupted run, or of another module
-        attach_log(module, self)
-        self._session.callback(detach_log, module, self.callbacks)
         attach_averaging(self.callbacks)
         self._session.callback(detach_averaging, self.callbacks)
         self.engine.setup(fitting=fitting)
@@ -676,7 +676,6 @@ class Trainer(TrainerBase):
         """After a run that came to its end."""
         module, hooks, fn = self._module, self._hooks, self.state.fn
         assert hooks is not None
-        self.published.take_to_cpu()
         self._release()
         if fn is TrainerFn.FITTING:
             hooks.on_fit_end()
@@ -695,6 +694,9 @@ class Trainer(TrainerBase):
         if self.state.fn is TrainerFn.PREDICTING:
             loop = self.eval_loops[RunningStage.PREDICTING]
             loop.predictions = move_data_to_device(loop.predictions, torch.device("cpu"))
+        if (metrics := self.active_metrics) is not None:  # of a batch that raised: the process may be alone in that
+            self.published.take(metrics.current(on_step=True))
+        self.published.take_to_cpu()
         self.engine.teardown()
         self._session.close()
         self.data.release()
