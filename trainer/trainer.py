@@ -466,6 +466,7 @@ class Trainer(TrainerBase):
 
     def _set_up(self, weights_only: bool | None) -> None:
         module, fitting = self._module, self.state.fn is TrainerFn.FITTING
+        module.trainer = self  # type: ignore[assignment]  # once more: a module that was sent to a new process has lost it
         if fitting and self._epochs_by_default:
             rank_zero_warn(
                 "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
