@@ -66,7 +66,7 @@ def loop_of(calls: list[Any], loaders: Any, *, stage: str = "validation", step: 
             inference_mode: bool = False, precision: Any = None, loggers: Any = ()) -> EvalLoop:  # fmt: skip
     module = Module(calls)
     published = PublishedMetrics()
-    recorder = Recorder(published, lambda: 3)
+    recorder = Recorder(published, FitProgress(epoch=3))
     recorder.loggers = list(loggers)
     engine = SimpleNamespace(step_function=lambda name: step or (lambda batch, *where: calls.append((name, *where))))
     loop = EvalLoop(

@@ -134,17 +134,37 @@ def test_rank_zero_only_is_not_reduced() -> None:
     assert value.epoch_value() == 2.0
 
 
-def test_a_metric_object_that_computes_no_tensor_is_refused() -> None:
+@pytest.mark.parametrize("on_step", [False, True])
+def test_a_metric_object_that_computes_no_tensor_is_refused(on_step: bool) -> None:
     class Odd:
-        _forward_cache = None
+        _forward_cache = {"a": 1}
 
         def compute(self) -> Any:
             return {"a": 1}
 
-    value = LoggedValue("training_step", "odd", LogOptions(), None, not_reduced)
+    store = MetricStore(training=True)
+    value = LoggedValue("training_step", "odd", LogOptions(on_step=True), None, not_reduced)
     value.update_metric(Odd())  # type: ignore[arg-type]
+    store.entries["training_step", "odd", None] = value
     with pytest.raises(ConfigurationError, match=r"'odd' must be a tensor. Found \{'a': 1\}"):
-        value.epoch_value()
+        store.current(on_step)
+
+
+def test_an_epoch_is_reduced_over_the_processes_once_however_often_it_is_looked_at() -> None:
+    """Reading it again is no collective: rank 0 may look alone."""
+    calls: list[str] = []
+
+    def reduce(tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
+        calls.append(op)
+        return tensor * 2
+
+    value = LoggedValue("training_step", "x", LogOptions(reduce_fx="sum", sync_dist=True), None, reduce)
+    value.update(torch.tensor(1.0), 1)
+    assert [value.epoch_value(), value.epoch_value(), calls] == [2.0, 2.0, ["sum"]]
+    value.update(torch.tensor(1.0), 1)
+    assert [value.epoch_value(), calls] == [4.0, ["sum", "sum"]]
+    value.reset()
+    assert value.epoch_value() is None
 
 
 # --- a stage's values ---------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def build_loggers(given: Logger | Iterable[Logger] | bool | None, folder: str, *
             return [DummyLogger()]
         csv = CSVLogger(folder)
         return [TensorBoardLogger(folder, version=csv.version), csv]
-    loggers: list[Any] = [] if given is False else [given] if isinstance(given, Logger) else list(given)
+    loggers: list[Any] = [] if given is False else list(given) if isinstance(given, Iterable) else [given]
     return [DummyLogger()] if loggers and fast_dev_run else loggers
 
 

@@ -162,6 +162,7 @@ class EvalLoop:
 
     def close_dataloader(self) -> Metrics:
         """A dataloader's last batch is over: its metrics are those of the epoch now."""
+        self.published.take(self.metrics.current())  # the last batch's, before the epoch's take their place
         self.metrics.end_epoch()
         return self.publish()
 

@@ -56,8 +56,8 @@ class LoggedValue:
     float64 for float64 values; bfloat16 and float16 values lose nothing further (Lightning #18620).
     """
 
-    __slots__ = ("_pending", "_reduce", "_total", "_weight", "_weights", "asked", "dataloader_idx", "has_value", "hook",
-                 "metric", "name", "options", "step_value")  # fmt: skip
+    __slots__ = ("_epoch_value", "_pending", "_reduce", "_total", "_weight", "_weights", "asked", "dataloader_idx",
+                 "has_value", "hook", "metric", "name", "options", "step_value")  # fmt: skip
 
     def __init__(self, hook: str, name: str, options: LogOptions, dataloader_idx: int | None, reduce: Reduce) -> None:
         self.hook = hook
@@ -69,6 +69,7 @@ class LoggedValue:
         self.step_value: Tensor | None = None
         self.has_value = False
         self._reduce = reduce
+        self._epoch_value: Tensor | None = None  # until the next update: a reduction over processes is asked for once
         self._pending: list[Tensor] = []
         self._weights: list[float] = []
         self._total: Tensor | None = None
@@ -82,6 +83,7 @@ class LoggedValue:
             shared = options.sync_dist and not options.rank_zero_only
             self.step_value = self._across(value.clone()) if shared else value
         if options.on_epoch:
+            self._epoch_value = None
             self._pending.append(value)
             self._weights.append(weight)
             if len(self._pending) >= _FLUSH_EVERY:
@@ -96,13 +98,30 @@ class LoggedValue:
     def epoch_value(self) -> Tensor | None:
         """The reduction over everything since the last reset; with ``sync_dist``, over the processes too."""
         if self.metric is not None:
-            computed = self.metric.compute()
-            if not isinstance(computed, Tensor):
-                raise ConfigurationError(
-                    f"The `.compute()` return of the metric logged as {self.name!r} must be a tensor."
-                    f" Found {computed}. Log its parts one by one, or a MetricCollection with self.log_dict."
-                )
+            computed: Tensor | None = self.metric.compute()
             return computed
+        if self._epoch_value is None:
+            self._epoch_value = self._reduced()
+        return self._epoch_value
+
+    def accumulated(self) -> tuple[Tensor | None, float]:
+        """What was added up so far in this process, and for a mean the number of samples that it stands for."""
+        self._flush()
+        return self._total, self._weight
+
+    def reset(self) -> None:
+        """Forget all values; keep the options."""
+        self.has_value = False
+        self.step_value = None
+        self._epoch_value = None
+        self._pending.clear()
+        self._weights.clear()
+        self._total = None
+        self._weight = 0.0
+        if self.metric is not None:
+            self.metric.reset()
+
+    def _reduced(self) -> Tensor | None:
         self._flush()
         if self._total is None:
             return None
@@ -115,23 +134,15 @@ class LoggedValue:
         group = self.options.sync_dist_group
         return self._reduce(total.clone(), "sum", group) / self._reduce(weight, "sum", group)
 
-    def reset(self) -> None:
-        """Forget all values; keep the options."""
-        self.has_value = False
-        self.step_value = None
-        self._pending.clear()
-        self._weights.clear()
-        self._total = None
-        self._weight = 0.0
-        if self.metric is not None:
-            self.metric.reset()
-
     def _across(self, value: Tensor) -> Tensor:
         return self._reduce(value, self.options.reduce_fx, self.options.sync_dist_group)
 
     def _flush(self) -> None:
         if not self._pending:
             return
+        if len({value.device for value in self._pending}) > 1:  # some were numbers, some tensors on a device
+            device = next(value.device for value in self._pending if value.device.type != "cpu")
+            self._pending = [value.to(device, non_blocking=True) for value in self._pending]
         values = torch.stack(self._pending)
         values = values if values.dtype in (torch.float32, torch.float64) else values.float()
         op = self.options.reduce_fx
@@ -152,7 +163,7 @@ class LoggedValue:
 
 
 class StageMetrics(NamedTuple):
-    """Metrics by who reads them."""
+    """Metrics by who reads them: 0-dim tensors."""
 
     callback: dict[str, Any]
     logger: dict[str, Any]
@@ -191,10 +202,17 @@ class MetricStore:
         """The last batch is over: from here on, metrics are the epoch's."""
         self.in_batch = False
 
-    def current(self) -> StageMetrics:
-        """The step's values while a batch runs, else the epoch's reductions (of the current dataloader)."""
+    def current(self, on_step: bool | None = None) -> StageMetrics:
+        """The step's values while a batch runs, else the epoch's reductions (of the current dataloader).
+
+        Args:
+            on_step: True for the former, False for the latter, whatever runs.
+
+        Raises:
+            ConfigurationError: a metric object whose value is no tensor.
+        """
         metrics = StageMetrics({}, {}, {})
-        on_step = self.in_batch
+        on_step = self.in_batch if on_step is None else on_step
         for entry in self.entries.values():
             options = entry.options
             if not entry.has_value or entry.dataloader_idx != self.dataloader_idx:
@@ -202,8 +220,13 @@ class MetricStore:
             if not (options.on_step if on_step else options.on_epoch):
                 continue
             value = entry.step_value if on_step else entry.epoch_value()
-            if not isinstance(value, Tensor):
+            if value is None:
                 continue
+            if not isinstance(value, Tensor):
+                raise ConfigurationError(
+                    f"The `.compute()` return of the metric logged as {entry.name!r} must be a tensor."
+                    f" Found {value}. Log its parts one by one, or a MetricCollection with self.log_dict."
+                )
             name = full_name = entry.name
             if options.on_step and options.on_epoch:
                 full_name += "_step" if on_step else "_epoch"
@@ -250,6 +273,11 @@ class PublishedMetrics:
         self.callback.update(metrics.callback)
         self.logged.update(metrics.logger)
         self.progress_bar.update(metrics.progress_bar)
+
+    def read_progress_bar(self) -> dict[str, Any]:
+        """The progress bar's metrics as numbers: one host-device synchronisation, where there is any to read."""
+        self.progress_bar.update(to_scalars(self.progress_bar))
+        return self.progress_bar
 
     def take_to_cpu(self) -> None:
         """At the end of a run: what stays readable does not hold on to the device."""
@@ -317,15 +345,16 @@ class Recorder:
 
         Args:
             metrics: names and 0-dim tensors or numbers.
-            step: the row's step, unless the user logged a metric called ``step``.
+            step: the row's step, unless the user logged a metric called ``step``: whose axis then has no epochs.
             exact_step: take ``step`` as it is and leave the epoch out (rows of single evaluation batches).
         """
         if not self.loggers or not metrics:
             return
         self._published.logged.update(metrics)
         scalars = to_scalars(metrics)
-        if not exact_step:
-            step = int(scalars.pop("step", step))
+        if not exact_step and "step" in scalars:
+            step = int(scalars.pop("step"))
+        elif not exact_step:
             scalars.setdefault("epoch", self._progress.epoch)
         for logger in self.loggers:
             logger.log_metrics(metrics=scalars, step=step)

@@ -127,10 +127,10 @@ class ClosureOptimization:
         outputs: dict[str, Any] = {}
 
         def closure() -> Tensor | None:
-            loop.hooks.scope.enter("training_step")
+            outer = loop.hooks.scope.enter("training_step")
             with loop.precision.autocast():
                 output = loop.training_step(batch, batch_idx)
-            loop.hooks.scope.enter(None)
+            loop.hooks.scope.enter(outer)
             if loop.window.is_first:
                 loop.clear_gradients()
             loss = loop.share_of(output)

@@ -42,7 +42,7 @@ from trainer.compat.base import TrainerBase
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
-from trainer.compat.logging import ModuleScope, attach_log, detach_log
+from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_results
 from trainer.compat.signals import Signals, ctrl_c_ignored, requeued_checkpoint
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.data import TrainingBatches, Transfer
@@ -201,7 +201,6 @@ class Trainer(TrainerBase):
         self.state = TrainerState()
         self.data = DataSource(self)
         self.module: LightningModule | None = None
-        self.module_log = None
         self.ckpt_path: Any = None
         self._checkpoint: dict[str, Any] = {}
         self._inference_mode = inference_mode
@@ -450,7 +449,7 @@ class Trainer(TrainerBase):
             self._attach(model, {_STAGES[fn]: dataloaders}, datamodule, ckpt_path)
             results: list[dict[str, float]] = self.engine.launch(self._run, self.module, weights_only) or []
         if verbose and self.is_global_zero:
-            _print_table(fn.value, results)
+            print_results(results, fn.value)
         return results
 
     def _attach(
@@ -512,6 +511,9 @@ class Trainer(TrainerBase):
         self.engine.connect(module)
         self.callbacks = ordering.with_model_callbacks(self.callbacks, module)
         modules.verify(self, module)
+        if not self.barebones:  # there, Lightning's own `log` says that nothing is logged
+            attach_log(module, self)
+            self._session.callback(detach_log, module, self.callbacks)
         self.engine.setup_environment()
         modules.set_up_profiler(self, module)
         self.data.prepare_data()
@@ -524,9 +526,8 @@ class Trainer(TrainerBase):
             self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
             checkpoints.restore_module_and_callbacks(self, self._checkpoint)
         self.published.clear()
-        if not self.barebones:  # there, Lightning's own `log` says that nothing is logged
-            self.module_log = attach_log(module, self)
-            self._session.callback(detach_log, module, self.callbacks)
+        for metrics in (self.loop.metrics, *(loop.metrics for loop in self.eval_loops.values())):
+            metrics.clear()  # of an interrupted run, or of another module
         attach_averaging(self.callbacks)
         self._session.callback(detach_averaging, self.callbacks)
         self.engine.setup(fitting=fitting)
@@ -713,7 +714,6 @@ class Trainer(TrainerBase):
         """After a run that came to its end."""
         module, hooks, fn = self._module, self._hooks, self.state.fn
         assert hooks is not None
-        self.published.take_to_cpu()
         self._release()
         if fn is TrainerFn.FITTING:
             hooks.on_fit_end()
@@ -732,6 +732,9 @@ class Trainer(TrainerBase):
         if self.state.fn is TrainerFn.PREDICTING:
             loop = self.eval_loops[RunningStage.PREDICTING]
             loop.predictions = move_data_to_device(loop.predictions, torch.device("cpu"))
+        if (metrics := self.active_metrics) is not None:  # of a batch that raised: the process may be alone in that
+            self.published.take(metrics.current(on_step=True))
+        self.published.take_to_cpu()
         self.engine.teardown()
         self._session.close()
         self.data.release()
@@ -916,18 +919,3 @@ def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:
 def _clip_in_turn(clippers: list[GradientClipping], optimizer: Optimizer) -> Tensor | None:
     norms = [clipper.clip(optimizer) for clipper in clippers]
     return norms[0]  # before any clipping
-
-
-def _print_table(stage: str, results: list[dict[str, float]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    # with several dataloaders, each has a column of its own and needs no suffix
-    columns = [{name.split("/dataloader_idx_")[0]: value for name, value in one.items()} for one in results]
-    names = sorted({name for column in columns for name in column})
-    if not names:
-        return
-    table = Table(f"{stage} metric".capitalize(), *(f"DataLoader {i}" for i in range(len(columns))))
-    for name in names:
-        table.add_row(name, *(f"{column[name]}" if name in column else "" for column in columns))
-    Console().print(table)

@@ -125,8 +125,9 @@ def test_attach_and_detach() -> None:
     trainer = stand_in(module)
     callback = SimpleNamespace()
     trainer.callbacks = [callback]
-    log = attach_log(module, trainer)
-    assert vars(module)["log"] is log
+    attach_log(module, trainer)
+    log = vars(module)["log"]
+    assert isinstance(log, ModuleLog)
     assert vars(module.child)["log"] is log
     assert "log" not in vars(module.other)
     assert callback.log is log
@@ -139,7 +140,7 @@ def test_attach_and_detach() -> None:
 def test_an_overridden_log_stays_and_its_super_finds_its_way() -> None:
     module = Learner()
     trainer = stand_in(module)
-    view = ResultsView(ModuleLog(module, trainer))
+    view = ResultsView(trainer, trainer.active_metrics)
     view.log("training_step", "x", torch.tensor(3.0), prog_bar=True, logger=True, on_step=True, on_epoch=True,
              batch_size=None, sync_dist_fn=print, metric_attribute=None)  # fmt: skip
     (entry,) = trainer.active_metrics.entries.values()

@@ -109,8 +109,9 @@ class ProgressBar(LightningProgressBar):
     def get_metrics(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule"
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """The metrics to show, by name: those logged with ``prog_bar=True``. Values may be 0-dim tensors."""
-        return dict(trainer.progress_bar_metrics)
+        """The metrics to show, by name: those logged with ``prog_bar=True``."""
+        metrics = super().get_metrics(trainer, pl_module)  # warns of a metric with a name that is taken
+        return {name: metrics[name] for name in trainer.progress_bar_metrics}
 
     # Training
 

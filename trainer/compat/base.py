@@ -26,7 +26,7 @@ from trainer.compat.callbacks import overrides
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
 from trainer.compat.errors import adopt
-from trainer.compat.logging import ModuleLog, ResultsView
+from trainer.compat.logging import ResultsView
 from trainer.compat.precision import PrecisionAdapter
 from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView
@@ -52,7 +52,6 @@ class TrainerBase:
     state: TrainerState
     callbacks: list[Any]
     module: LightningModule | None
-    module_log: ModuleLog | None
     profiler: Profiler
     ckpt_path: Any
     fast_dev_run: int | bool
@@ -425,8 +424,8 @@ class TrainerBase:
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
-        """Everything logged so far that is meant for the progress bar; 0-dim tensors, not read from the device."""
-        return self._fresh().progress_bar
+        """Everything logged so far that is meant for the progress bar; numbers: asking waits for the device."""
+        return self._fresh().read_progress_bar()
 
     def _fresh(self) -> PublishedMetrics:
         """The published metrics, with what the running stage has logged since they were published."""
@@ -470,7 +469,8 @@ class TrainerBase:
 
     @property
     def _results(self) -> Any:
-        return None if self.active_metrics is None or self.module_log is None else ResultsView(self.module_log)
+        store = self.active_metrics
+        return None if store is None else ResultsView(self, store)
 
     @property
     def _logger_connector(self) -> Any:
@@ -480,11 +480,17 @@ class TrainerBase:
             self.recorder.send(metrics, progress.windows if step is None else step, exact_step=step is not None)
 
         return SimpleNamespace(
-            should_update_logs=self.loop.limits.logging_is_due(),
+            should_update_logs=self._should_update_logs(),
             should_reset_tensors=lambda fx: False,
             log_metrics=log_metrics,
             _current_fx=None,
         )
+
+    def _should_update_logs(self) -> bool:
+        if self.state.fn in (None, TrainerFn.FITTING):
+            return self.loop.limits.logging_is_due()
+        every, step = self.log_every_n_steps, self._active_loop.batch_progress.current.ready
+        return every > 0 and (step % every == 0 or self.should_stop)
 
     # --- callbacks --------------------------------------------------------------------------------------------
 

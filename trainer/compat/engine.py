@@ -148,8 +148,8 @@ class LightningEngine:
         return self.strategy.block_backward_sync()
 
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
-        """``tensor`` reduced over the processes."""
-        reduced: Tensor = self.strategy.reduce(tensor, group=group, reduce_op=op)
+        """``tensor`` reduced over the processes, on this one's device: where a logged number is not by itself."""
+        reduced: Tensor = self.strategy.reduce(tensor.to(self.device), group=group, reduce_op=op)
         return reduced
 
     def expect_backward(self, loss: Tensor) -> None:

@@ -8,23 +8,28 @@ its way here through :class:`ResultsView`.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainer.metrics import LoggedValue, LogOptions, MetricStore
+from trainer.metrics import LoggedValue, LogOptions, MetricStore, to_scalars
 
 _REDUCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max",
                "avg": "mean", sum: "sum", min: "min", max: "max"}  # fmt: skip
+_KEPT = (torch.float32, torch.float64)
+"""Values of other dtypes become float32: an epoch's sum would lose digits in them."""
 
 
 class ModuleScope:
@@ -66,11 +71,11 @@ class ModuleLog:
     """Stands in the place of a module's ``log``, with its arguments, while a Trainer runs it.
 
     Args:
-        module: the LightningModule.
+        module: the LightningModule, or what says as it does which hook runs.
         trainer: asked for the metrics of the stage that runs (``active_metrics``) and for its loggers.
     """
 
-    def __init__(self, module: LightningModule, trainer: Any) -> None:
+    def __init__(self, module: Any, trainer: Any) -> None:
         self._module = module
         self._state = vars(module)
         self._trainer = trainer
@@ -110,9 +115,9 @@ class ModuleLog:
         if store is not None:
             entry = store.entries.get((hook, name, store.dataloader_idx if add_dataloader_idx else None))
         if entry is None:
-            entry = self._register(store, hook, name, value, _Call(*call))
+            entry = self._register(store, hook, name, value, _Call(*call), batch_size, metric_attribute)
             entry.asked = call
-        elif entry.asked != call:
+        elif entry.asked != call or (not add_dataloader_idx and entry.dataloader_idx != store.dataloader_idx):  # type: ignore[union-attr]
             raise _misuse(
                 f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments. This is not allowed"
             )
@@ -135,13 +140,22 @@ class ModuleLog:
             raise ValueError(
                 f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
             )
-        if not value.is_floating_point():
+        if value.dtype not in _KEPT:
             value = value.to(_default_dtype())
         if batch_size is None:
             batch_size = _batch_size(store) if entry.options.on_epoch and entry.options.reduce_fx == "mean" else 1
         entry.update(value, batch_size)
 
-    def _register(self, store: MetricStore | None, hook: str | None, name: str, value: Any, call: _Call) -> LoggedValue:
+    def _register(
+        self,
+        store: MetricStore | None,
+        hook: str | None,
+        name: str,
+        value: Any,
+        call: _Call,
+        batch_size: int | None,
+        metric_attribute: str | None,
+    ) -> LoggedValue:
         """Check a name that is logged for the first time, and make its entry."""
         trainer = self._trainer
         if store is None:
@@ -176,10 +190,11 @@ class ModuleLog:
                 " If you need a custom reduction, please log a `torchmetrics.Metric` instance instead."
                 f" Found: {call.reduce_fx}"
             )
-        if isinstance(value, Metric) and not any(value is part for part in self._module.modules()):
+        if isinstance(value, Metric) and metric_attribute is None:
+            _find_attribute(self._module, name, value)
+        if batch_size is None and hook == "training_step" and _draws_its_batches(self._module):
             raise _misuse(
-                "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
-                " You can fix this by setting an attribute for the metric in your `LightningModule`."
+                "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)` should be provided."
             )
         if call.logger and trainer.logger is None:
             rank_zero_warn(
@@ -187,14 +202,14 @@ class ModuleLog:
                 " by doing `Trainer(logger=ALogger(...))`"
             )
         is_shared = call.sync_dist or call.rank_zero_only
-        if trainer.world_size > 1 and on_epoch and isinstance(value, Tensor) and not is_shared:
+        if trainer.world_size > 1 and on_epoch and not isinstance(value, Metric) and not is_shared:
             rank_zero_warn(
                 f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)`"
                 " when logging on epoch level in distributed setting to accumulate the metric across"
                 " devices.",
                 category=PossibleUserWarning,
             )
-        if isinstance(value, Tensor) and not value.is_floating_point() and on_epoch:
+        if isinstance(value, Tensor) and not value.is_floating_point():
             rank_zero_warn(
                 f"You called `self.log({name!r}, ...)` in your `{hook}` but the value needs to"
                 f" be floating to be reduced. Converting it to {_default_dtype()}."
@@ -227,27 +242,101 @@ class _DetachedLog:
         )
 
 
-class ResultsView:
-    """``trainer._results`` as ``LightningModule.log`` uses it, for modules that override ``log`` and call super's.
+class ResultView:
+    """One of ``trainer._results``: what was logged under a name from a hook.
 
     Args:
-        log: where the values go.
+        entry: its values.
+        module: where the attribute that a metric object is kept under is looked for.
     """
 
-    def __init__(self, log: ModuleLog) -> None:
-        self._log = log
+    def __init__(self, entry: LoggedValue, module: Any) -> None:
+        self._entry = entry
+        self._module = module
 
-    def log(self, fx: str, name: str, value: Any, *, sync_dist_fn: Any = None, metric_attribute: Any = None,
-            **options: Any) -> None:  # fmt: skip
+    @property
+    def value(self) -> Any:
+        """The metric object; or what was added up over the epoch, in this process; or the last value."""
+        entry = self._entry
+        if entry.metric is not None:
+            return entry.metric
+        return entry.accumulated()[0] if entry.options.on_epoch else entry.step_value
+
+    @property
+    def cumulated_batch_size(self) -> float:
+        """The samples that a mean over the epoch stands for, in this process."""
+        return self._entry.accumulated()[1]
+
+    @property
+    def meta(self) -> SimpleNamespace:
+        """The options it was logged with."""
+        entry = self._entry
+        return SimpleNamespace(
+            **entry.options._asdict(),
+            fx=entry.hook,
+            name=entry.name,
+            dataloader_idx=entry.dataloader_idx,
+            metric_attribute=_attributes_of(self._module).get(id(entry.metric)),
+        )
+
+    def compute(self) -> Any:
+        """The reduction over the epoch."""
+        return self._entry.epoch_value()
+
+
+class ResultsView(Mapping[str, ResultView]):
+    """``trainer._results``: what the running stage has logged, by hook and name (``training_step.loss``).
+
+    Modules that override ``log`` and call super's end up here, as does a module that no Trainer runs yet.
+
+    Args:
+        trainer: whose running stage it is.
+        store: the stage's metrics.
+    """
+
+    def __init__(self, trainer: Any, store: MetricStore) -> None:
+        self._trainer = trainer
+        self._store = store
+
+    def __getitem__(self, key: str) -> ResultView:
+        return ResultView(self._by_key()[key], self._trainer.lightning_module)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_key())
+
+    def __len__(self) -> int:
+        return len(self._store.entries)
+
+    def _by_key(self) -> dict[str, LoggedValue]:
+        entries = self._store.entries.items()
+        return {".".join(str(part) for part in key if part is not None): entry for key, entry in entries}
+
+    @property
+    def dataloader_idx(self) -> int | None:
+        """The dataloader that runs, where there are several."""
+        return self._store.dataloader_idx
+
+    @property
+    def batch(self) -> Any:
+        """The batch that runs."""
+        return self._store.batch
+
+    def metrics(self, on_step: bool) -> dict[str, dict[str, Any]]:
+        """The step's values or the epoch's, by who reads them."""
+        metrics = self._store.current(on_step)
+        return {"callback": metrics.callback, "log": metrics.logger, "pbar": to_scalars(metrics.progress_bar)}
+
+    def log(self, fx: str, name: str, value: Any, *, sync_dist_fn: Any = None, **options: Any) -> None:
         """Lightning has checked and completed the arguments already: ``logger`` is True where nobody said."""
         options["logger"] = None if options.get("logger") else False
-        self._log(name, value, **options)
+        log = ModuleLog(SimpleNamespace(_current_fx_name=fx), self._trainer)
+        log(name, value, **options)
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         """Nothing: the loops reset their metrics at an epoch's start."""
 
 
-def attach_log(module: LightningModule, trainer: Any) -> ModuleLog:
+def attach_log(module: LightningModule, trainer: Any) -> None:
     """Put a :class:`ModuleLog` in the place of ``module.log``, unless its class overrides that.
 
     Callbacks get the module's ``log`` and ``log_dict`` as their own.
@@ -260,7 +349,6 @@ def attach_log(module: LightningModule, trainer: Any) -> ModuleLog:
             vars(child)["log"] = log  # a child module logs through its parent's trainer
     for callback in trainer.callbacks:
         callback.log, callback.log_dict = module.log, module.log_dict
-    return log
 
 
 def detach_log(module: LightningModule, callbacks: Iterable[Any] = ()) -> None:
@@ -275,16 +363,42 @@ def detach_log(module: LightningModule, callbacks: Iterable[Any] = ()) -> None:
 
 def _batch_size(store: MetricStore) -> int:
     """The number of samples in the current batch; looked up once a batch, and only where a mean needs it."""
-    if store.batch_size is None:
+    size = store.batch_size
+    if size is None:
         batch = store.batch
-        first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
-        if isinstance(first, Tensor):
-            store.batch_size = first.size(0) if first.dim() else 1
-        elif batch is None:
+        if batch is None:
             return 1
-        else:
-            store.batch_size = extract_batch_size(batch)
-    return store.batch_size
+        parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else (batch,)
+        sizes = {len(part) if isinstance(part, Tensor) and part.dim() else None for part in parts}
+        # the usual case by hand, which takes a tenth of the time: tensors that agree
+        size = store.batch_size = (sizes.pop() if len(sizes) == 1 else None) or extract_batch_size(batch)
+    return size
+
+
+def _attributes_of(module: Any) -> dict[int, str]:
+    """The names of a module's metric objects."""
+    return {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
+
+
+def _find_attribute(module: LightningModule, name: str, metric: Metric) -> None:
+    """Refuse a metric that is no part of the module: nobody would move it to the device, or save it."""
+    attributes = _attributes_of(module)
+    if not attributes:
+        raise _misuse(
+            "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
+            " You can fix this by setting an attribute for the metric in your `LightningModule`."
+        )
+    if id(metric) not in attributes:
+        raise _misuse(
+            "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
+            f" You can fix this by calling `self.log({name}, ..., metric_attribute=name)` where `name` is one"
+            f" of {list(attributes.values())}"
+        )
+
+
+def _draws_its_batches(module: Any) -> bool:
+    step = getattr(module, "training_step", None)
+    return step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
 def _default_dtype() -> torch.dtype:
@@ -294,3 +408,8 @@ def _default_dtype() -> torch.dtype:
 
 def _misuse(message: str) -> Exception:
     return MisconfigurationException(message)
+
+
+def print_results(results: list[dict[str, float]], stage: str) -> None:
+    """Print what an evaluation logged as a table, a column for each dataloader; as Lightning does."""
+    _EvaluationLoop._print_results(results, stage)  # type: ignore[arg-type]  # tensors there, numbers here

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage
 
+from trainer.compat.logging import ResultsView
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
 
@@ -46,6 +47,10 @@ class EvalLoopView:
         self._trainer = trainer
         self._loop = loop
         self._stage = stage
+
+    @property
+    def _results(self) -> Any:
+        return ResultsView(self._trainer, self._loop.metrics)
 
     @property
     def _has_run(self) -> bool:
@@ -89,10 +94,15 @@ class EvalLoopView:
 class EpochLoopView:
     """``fit_loop.epoch_loop``."""
 
-    def __init__(self, loop: FitLoop, val_loop: EvalLoopView) -> None:
+    def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoopView) -> None:
+        self._trainer = trainer
         self._loop = loop
         self.val_loop = val_loop
         self.batch_progress = BatchProgressView(loop)
+
+    @property
+    def _results(self) -> Any:
+        return ResultsView(self._trainer, self._loop.metrics)
 
     @property
     def _batches_that_stepped(self) -> int:
@@ -140,7 +150,11 @@ class FitLoopView:
     def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoop) -> None:
         self._trainer = trainer
         self._loop = loop
-        self.epoch_loop = EpochLoopView(loop, EvalLoopView(trainer, val_loop, RunningStage.VALIDATING))
+        self.epoch_loop = EpochLoopView(trainer, loop, EvalLoopView(trainer, val_loop, RunningStage.VALIDATING))
+
+    @property
+    def _results(self) -> Any:
+        return self._trainer._results
 
     @property
     def epoch_progress(self) -> SimpleNamespace:
