@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.precision.base import Precision
+from trainer.precision.scaler import LossScaler
 
 
 class PrecisionAdapter(LightningPrecision):
@@ -24,10 +25,16 @@ class PrecisionAdapter(LightningPrecision):
 
     Args:
         plugin: our plugin.
+        device: the device's type: ``"cuda"``.
+
+    Attributes:
+        scaler: the Trainer's loss scaler; None where it is disabled.
     """
 
-    def __init__(self, plugin: Precision) -> None:
+    def __init__(self, plugin: Precision, device: str) -> None:
         self.plugin = plugin
+        self.device = device
+        self.scaler: LossScaler | None = None
         self.side_door: Any = None  # trainer.side_doors: where the module's own backward passes and steps go
         self.clip: Callable[[Optimizer, float, str], None] | None = None
 
@@ -39,6 +46,14 @@ class PrecisionAdapter(LightningPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Called by the strategy before it moves and wraps the module: which is converted by then (``engine``)."""
         return module
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """The strategy enters it around ``configure_model``."""
+        return self.plugin.init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Likewise."""
+        return self.plugin.init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Used by the model summary for its example forward."""

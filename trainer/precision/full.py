@@ -35,6 +35,10 @@ class DoublePrecision(Precision):
                 " or accelerator='cpu'."
             )
 
+    def init_context(self) -> AbstractContextManager[object]:
+        """What ``configure_model`` makes is in float64, and in complex128."""
+        return self._default_dtype
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """All floating-point parameters and buffers as float64."""
         return module.double()
