@@ -48,11 +48,7 @@ class PrecisionAdapter(LightningPrecision):
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """The strategy enters it around ``configure_model``."""
-        return self.plugin.init_context()
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Likewise."""
+        """Used by the strategy around the making of weights."""
         return self.plugin.init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:

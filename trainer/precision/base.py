@@ -6,7 +6,8 @@
 ``check(device)``                once, when the Trainer is built. Raises if the device cannot do it.
 ``build_scaler(device)``         once, when the Trainer is built: the scaler that lives as long as the
                                  Trainer.
-``init_context()``               once a run, around ``configure_model``: the dtype of what that makes.
+``init_context()``               around the making of weights, in ``configure_model`` and under
+                                 ``trainer.init_module()``.
 ``convert_module(module)``       once a run, before weights are loaded into it and it is moved and wrapped.
 ``session(module, device)``      once a run: a context around everything from the first to the last batch.
 ``check_optimizers(optimizers)`` once a fit, when the optimizers have been made. Warns or raises.
@@ -73,10 +74,7 @@ class Precision:
         return LossScaler(device.type, enabled=False)
 
     def init_context(self) -> AbstractContextManager[object]:
-        """A context around ``configure_model``, whose new tensors are in the dtype that this precision keeps them in.
-
-        Only needed for what ``convert_module`` leaves alone, or cannot do as well: complex numbers.
-        """
+        """A context in which weights are made in the dtype that :meth:`convert_module` gives them."""
         return _UNCHANGED
 
     def convert_module(self, module: nn.Module) -> nn.Module:

@@ -36,8 +36,8 @@ class DoublePrecision(Precision):
             )
 
     def init_context(self) -> AbstractContextManager[object]:
-        """What ``configure_model`` makes is in float64, and in complex128."""
-        return self._default_dtype
+        """Weights are float64 from the start."""
+        return DefaultDtype(torch.float64)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """All floating-point parameters and buffers as float64."""

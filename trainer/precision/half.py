@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -89,6 +89,10 @@ class HalfPrecision(Precision):
                         stacklevel=2,
                     )
                     break
+
+    def init_context(self) -> AbstractContextManager[object]:
+        """Weights have ``dtype`` from the start; where some stay in float32, all begin there and are converted."""
+        return nullcontext() if self.fp32_modules else DefaultDtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """All floating-point parameters and buffers in ``dtype``, except in ``fp32_modules`` and in metrics.
