@@ -411,7 +411,8 @@ def test_a_window_of_none_only_changes_nothing(tmp_path, precision):
     start = list(make_net().parameters())
     assert all(torch.equal(a, b) for a, b in zip(trace.weights[1], start, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(trace.weights[3], trace.weights[5], strict=True))
-    assert len(trace.skipped) == trainer.global_step == 1
+    assert len(trace.skipped) == 1
+    assert trainer.global_step == 3  # as in Lightning: max_steps ends a training that never learns
     assert trace.rates == pytest.approx([0.1] * 3 + [0.01] * 3)
 
 
@@ -802,7 +803,7 @@ def test_none_in_any_position_of_a_window(tmp_path, precision, missing):
         precision=native_fp16(**SMALL) if precision == "16-mixed" else precision,
     )  # fmt: skip
     kept = [batches[i] for i in range(3) if i not in missing]
-    assert trainer.global_step == (2 if kept else 1)
+    assert trainer.global_step == 2
     optimizer = sgd(theirs.parameters())
     for window in filter(None, (kept, batches[3:])):
         optimizer.zero_grad()

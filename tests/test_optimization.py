@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -88,7 +89,8 @@ def test_a_metric_that_nobody_logged(strict):
         with pytest.raises(ConfigurationError, match=r"metric val_loss which is not available.*\['train_loss'\]"):
             schedules.advance("epoch", 1, on_plateau=True)
     else:
-        schedules.advance("epoch", 1, on_plateau=True)
+        with pytest.warns(RuntimeWarning, match="val_loss which is not available but strict is set to `False`"):
+            schedules.advance("epoch", 1, on_plateau=True)
     assert stepped == []
 
 
@@ -142,6 +144,18 @@ def test_frequency_counts_batches_as_lightning_does(tmp_path):
     )
     _, trace = fit_and_watch(tmp_path, module, make_batches(5), max_epochs=2)
     assert trace.rates == [0.1, 0.05, 0.05, 0.025, 0.025, 0.025, 0.0125, 0.0125, 0.00625, 0.00625]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(("frequency", "expected"), [(1, [4, 3, 2, 1, 0.5]), (2, [8, 4, 4, 2, 2])])
+def test_a_schedule_may_count_batches(tmp_path, frequency, expected):
+    """``"step"`` counts updates: inside a window it waits; ``"batch"`` does not."""
+    halve = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 30, 20, 10, 5][n])
+    if frequency == 2:
+        halve = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 20][n])
+    module = Regression(make_net(), schedule=halve, interval="batch", frequency=frequency)
+    _, trace = fit_and_watch(tmp_path, module, make_batches(5), accumulate_grad_batches=2)
+    assert trace.rates == pytest.approx(expected)
 
 
 class Plateau(Regression):
@@ -244,6 +258,13 @@ def test_clip_by_norm():
     torch.testing.assert_close(one.grad, torch.tensor([0.6, 0.0]))
     torch.testing.assert_close(other.grad, torch.tensor([0.8]))
     assert optimization.clip_gradients(optimizer, 10.0, "norm", torch.inf).item() == pytest.approx(0.8)
+
+
+def test_clipping_may_be_mocked(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda *args: calls.append(args) or "no norm")
+    fit_and_watch(tmp_path, Regression(), make_batches(2), gradient_clip_val=1.0)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("measure", [True, False])

@@ -507,12 +507,13 @@ def test_what_training_step_may_return(tmp_path):
             seen.append(outputs)
 
     attached = torch.ones((), requires_grad=True)
-    for output in (None, attached, {"a": 1}):
+    for output in (None, attached, {"a": 1, "loss": attached}):
         make_trainer(tmp_path).fit(Returning(output), loader_of(make_batches(1)))
     assert seen[0] == {}
     assert set(seen[1]) == {"loss"}
     assert not seen[1]["loss"].requires_grad
-    assert seen[2] == {"a": 1}
+    assert seen[2]["a"] == 1
+    assert not seen[2]["loss"].requires_grad
     with pytest.raises(ConfigurationError, match=r"must either return a Tensor or have no return.*Got int"):
         make_trainer(tmp_path).fit(Returning(3), loader_of(make_batches(1)))
 
@@ -582,7 +583,7 @@ def test_an_own_optimizer_step_may_evaluate_the_closure_itself(tmp_path, precisi
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_an_own_optimizer_step_may_leave_a_step_out(tmp_path, precision):
-    """Then nothing counts as stepped, and the schedule waits."""
+    """Then the schedule waits; `global_step` counts, as in Lightning, how often `optimizer_step` was called."""
 
     class Every(Regression):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
@@ -600,7 +601,7 @@ def test_an_own_optimizer_step_may_leave_a_step_out(tmp_path, precision):
     )
     train_by_hand(theirs, batches[1::2], precision=precision, scaler=scaler_of(precision), schedule=schedule)
     assert_equal_nets(ours, theirs)
-    assert trainer.global_step == 3
+    assert trainer.global_step == 6
     assert trace.rates == pytest.approx([0.1, 0.05, 0.05, 0.025, 0.025, 0.0125])
 
 

@@ -172,7 +172,8 @@ class FitLoop:
         progress.epochs_trained += 1
         self.hooks.on_train_epoch_end()
         self.published.take(self.metrics.current())
-        self.schedules.advance("epoch", progress.epoch + 1, on_plateau=True)
+        if progress.is_last_batch:  # an epoch that was broken off is none: its schedules wait
+            self.schedules.advance("epoch", progress.epoch + 1, on_plateau=True)
         self.recorder.send(self.metrics.current().logger, progress.windows - 1)
         self.metrics.reset()
         progress.epoch += 1
@@ -205,6 +206,8 @@ class FitLoop:
                 self.run_backward(self.scaler.scale(loss))
         if window.is_last and (loss is not None or window.backwards):
             self.update_weights()
+        elif window.is_last:
+            self.progress.optimizer_steps += len(self.optimizers)  # counted, though there was nothing to learn from
         self.end_batch(outputs_of(loss, output), batch, batch_idx)
 
     def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
@@ -323,6 +326,7 @@ class FitLoop:
         """Step the schedules that follow this batch."""
         if not self.schedules.revocable:
             self.settle()
+        self.schedules.advance("batch", self.progress.batches_this_epoch)
         if self.has_updated:
             self.advance_by_step()
         if self.progress.is_last_batch:
@@ -333,13 +337,8 @@ class FitLoop:
 
         Where that is not known yet they step, and :meth:`settle` takes it back: so everybody reads the usual rates.
         """
-        self.schedules.advance(
-            "step",
-            self.progress.batches_this_epoch,
-            on_plateau=on_plateau,
-            except_of=self.skipped,
-            tentatively=bool(self.unsettled),
-        )
+        number, unknown = self.progress.batches_this_epoch, bool(self.unsettled)
+        self.schedules.advance("step", number, on_plateau=on_plateau, except_of=self.skipped, tentatively=unknown)
 
     def close_window_early(self) -> None:
         """Use what an open window has (``on_train_batch_start`` returned -1, or the training stops inside of it).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
@@ -86,7 +87,7 @@ class Schedules:
         """Step the schedules whose turn it is.
 
         Args:
-            interval: ``"step"`` or ``"epoch"``.
+            interval: ``"batch"``, ``"step"`` or ``"epoch"``.
             number: one-based number of the batch (within its epoch) or of the epoch; a schedule with frequency f
                 steps where f divides it.
             on_plateau: step those that watch a metric, or those that do not. The former come later, when
@@ -128,6 +129,13 @@ class Schedules:
                 f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available."
                 f" Available metrics are: {list(metrics)}. Log it with self.log({config.monitor!r}, ...), set the"
                 " 'monitor' key of the scheduler's dict, or set 'strict': False to go on without."
+            )
+        if metric is None:
+            warnings.warn(
+                f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is set to"
+                " `False`. Skipping learning rate update.",
+                RuntimeWarning,
+                stacklevel=2,
             )
         return metric
 
@@ -232,7 +240,8 @@ def clip_gradients(
     if not parameters:
         return None
     if algorithm == "norm":
-        return torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type)
+        total = torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type)
+        return total if isinstance(total, Tensor) else None  # users' tests put a mock in its place
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type) if measure else None
     torch.nn.utils.clip_grad_value_(parameters, limit)
     return norm

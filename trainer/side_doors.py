@@ -79,6 +79,7 @@ class ManualOptimization:
         with _without_autocast(self._loop):
             result = _step(self._loop, optimizer, forward, **kwargs)
         torch.clear_autocast_cache()
+        self._loop.progress.optimizer_steps += 1
         self._stepped.append(optimizer)
         return result
 
@@ -88,12 +89,12 @@ class ManualOptimization:
         if output is None:
             return {}
         if isinstance(output, Mapping):
-            return dict(output)
+            return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
         if isinstance(output, Tensor):
             return {"loss": output.detach()}
         raise ConfigurationError(
-            "In manual optimization, `training_step` must either return a Tensor or have no return."
-            f" Got {type(output).__name__}."
+            "In manual optimization, `training_step` must either return a Tensor or have no return. Got"
+            f" {type(output).__name__}; a dict, whose items go to `on_train_batch_end`, is welcome, too."
         )
 
 
@@ -143,6 +144,7 @@ class ClosureOptimization:
             if loop.window.is_last:
                 for optimizer in self._wrapped:
                     self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, closure)
+                    loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
             else:
                 closure()
         _finish_update(loop, self._stepped)
@@ -187,7 +189,6 @@ def _step(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) 
         loop.scaler.step(optimizer, **kwargs)
     else:
         result = optimizer.step(closure=evaluate, **kwargs)
-    loop.progress.optimizer_steps += 1
     return result
 
 

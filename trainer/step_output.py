@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,13 +16,20 @@ from trainer.errors import ConfigurationError
 def loss_in(output: Any) -> tuple[Tensor | None, Weight | None]:
     """The loss in what ``training_step`` returned, and the weight beside it.
 
-    None stands for "nothing to learn from this batch"; so does a weight of 0.
+    None stands for "nothing to learn from this batch", and draws a warning; so does a weight of 0, without.
 
     Raises:
         ConfigurationError: something else than a tensor, a dict with one, or None; or a weight that is no number.
     """
-    if isinstance(output, Tensor) or output is None:
+    if isinstance(output, Tensor):
         return output, None
+    if output is None:
+        warnings.warn(
+            "`training_step` returned `None`. If this was on purpose, ignore this warning: there is nothing to learn"
+            " from this batch.",
+            stacklevel=2,
+        )
+        return None, None
     if not isinstance(output, Mapping):
         raise ConfigurationError(
             "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step"

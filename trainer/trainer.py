@@ -43,6 +43,7 @@ from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
 from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_results
+from trainer.compat.optimizers import with_closure
 from trainer.compat.signals import Signals, ctrl_c_ignored, requeued_checkpoint
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.data import TrainingBatches, Transfer
@@ -184,6 +185,7 @@ class Trainer(TrainerBase):
         plugin = self.engine.adapter.plugin = plugin.for_device(self.engine.device)
         plugin.check(self.engine.device)
         self.scaler: LossScaler = plugin.build_scaler(self.engine.device)
+        self.engine.adapter.scaler = self.scaler if self.scaler.is_enabled() else None
 
         self._default_root_dir = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
         self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run
@@ -421,6 +423,8 @@ class Trainer(TrainerBase):
         loop = self.loop
         if loop.limits.max_epochs in (None, -1):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
+        if not self.data.is_ready(RunningStage.TRAINING):
+            rank_zero_info("Loading `train_dataloader` to estimate number of stepping batches.")
         loaders = self.data.loaders(RunningStage.TRAINING)
         batches = 0 if loaders is None else loaders.num_batches()
         if batches == float("inf"):
@@ -600,7 +604,8 @@ class Trainer(TrainerBase):
         if not module.automatic_optimization:
             side_door = ManualOptimization(loop)
         elif hooks.override_of("optimizer_step") or any(needs_closure(o) for o in self.engine.optimizers):
-            side_door = ClosureOptimization(loop, hooks.of_module("optimizer_step"), self.engine.wrapped_optimizers)
+            optimizer_step = with_closure(hooks.of_module("optimizer_step"))
+            side_door = ClosureOptimization(loop, optimizer_step, self.engine.wrapped_optimizers)
         self.engine.adapter.side_door = side_door
         if side_door is not None:
             loop.train = side_door.train_batch

@@ -80,7 +80,8 @@ class TrainerBase:
     @property
     def strategy(self) -> Strategy:
         """Lightning's strategy."""
-        return self.engine.strategy
+        strategy: Strategy = self.engine.connector.strategy
+        return strategy
 
     @property
     def accelerator(self) -> Accelerator:
@@ -163,7 +164,7 @@ class TrainerBase:
     @property
     def lightning_module(self) -> Any:
         """The user's module."""
-        return self.module
+        return self.module if self.module is not None else self.strategy.lightning_module
 
     @property
     def model(self) -> nn.Module | None:

@@ -67,7 +67,7 @@ class LightningEngine:
                 f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device or"
                 " DDP. Sharded strategies are not supported yet: use strategy='ddp'."
             )
-        self.adapter = PrecisionAdapter(precision)
+        self.adapter = PrecisionAdapter(precision, self.device.type)
         self.strategy.precision_plugin = self.adapter
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 

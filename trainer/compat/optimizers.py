@@ -1,24 +1,32 @@
-"""From what ``configure_optimizers`` returns to optimizers and schedules.
+"""From what ``configure_optimizers`` returns to optimizers and schedules; and how ``optimizer_step`` is called.
 
-As ``Strategy.setup_optimizers`` does it, but for one thing: several optimizers are welcome in automatic optimization.
-Each of them steps on the gradients of the one loss (one optimizer for the matrices, say, and one for the rest).
+As ``Strategy.setup_optimizers`` does it, but for two things. Several optimizers are welcome in automatic optimization:
+each of them steps on the gradients of the one loss (one optimizer for the matrices, say, and one for the rest). And a
+schedule's interval may be ``"batch"``, which counts batches where ``"step"`` counts weight updates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core import optimizer as parsing
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.compat.callbacks import overrides
 from trainer.errors import ConfigurationError
 from trainer.optimization import needs_closure
+
+
+class MultipleOptimizersError(ConfigurationError, RuntimeError):
+    """Several optimizers that one loss cannot serve. A RuntimeError, too, as Lightning's refusal of any several."""
 
 
 def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
@@ -27,7 +35,7 @@ def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
     Raises:
         RuntimeError: ``training_step`` takes an ``optimizer_idx``, as it did in Lightning 1.
         MisconfigurationException: what was returned is no combination that Lightning knows.
-        ConfigurationError: several optimizers in automatic optimization that share a parameter, or evaluate the loss.
+        MultipleOptimizersError: several in automatic optimization that share a parameter, or evaluate the loss.
     """
     module = strategy.lightning_module
     assert module is not None
@@ -38,7 +46,7 @@ def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
         returned = parsing._MockOptimizer()
     optimizers, schedules, monitor = parsing._configure_optimizers(returned)
     configs = (
-        parsing._configure_schedulers_automatic_opt(schedules, monitor)
+        _configure_schedules(schedules, monitor)
         if module.automatic_optimization
         else parsing._configure_schedulers_manual_opt(schedules)
     )
@@ -49,12 +57,37 @@ def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
     strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
 
 
+def with_closure(optimizer_step: Callable[..., Any]) -> Callable[[int, int, Any, Callable[[], Tensor | None]], None]:
+    """``LightningModule.optimizer_step``, given its closure as Lightning's ``Closure``.
+
+    It returns the loss without its graph, and tells (a MisconfigurationException) if nobody has called it.
+    """
+
+    def step(epoch: int, batch_idx: int, optimizer: Any, evaluate: Callable[[], Tensor | None]) -> None:
+        closure = Closure(lambda: ClosureResult(evaluate()))
+        optimizer_step(epoch, batch_idx, optimizer, closure)
+        closure.consume_result()
+
+    return step
+
+
+def _configure_schedules(schedules: list[Any], monitor: str | None) -> list[Any]:
+    """Lightning's configs of the schedules. Its parsing does not know the interval ``"batch"``."""
+    by_batch = [isinstance(schedule, dict) and schedule.get("interval") == "batch" for schedule in schedules]
+    known = [{**s, "interval": "step"} if special else s for s, special in zip(schedules, by_batch, strict=True)]
+    configs = parsing._configure_schedulers_automatic_opt(known, monitor)
+    for config, special in zip(configs, by_batch, strict=True):
+        config.interval = "batch" if special else config.interval
+    return configs
+
+
 def _check_several(module: LightningModule, optimizers: list[Optimizer]) -> None:
     """Refuse what several optimizers of one loss cannot share: parameters, and an ``optimizer_step`` with a closure."""
     if overrides(module, "optimizer_step") or any(needs_closure(optimizer) for optimizer in optimizers):
-        raise ConfigurationError(
-            f"Got {len(optimizers)} optimizers in automatic optimization, with an `optimizer_step` or an optimizer that"
-            " evaluates the loss itself, expected one: each would run the batch again. Set"
+        raise MultipleOptimizersError(
+            "Training with multiple optimizers is only supported with manual optimization where a step evaluates the"
+            f" loss. Got {len(optimizers)} optimizers, with an `optimizer_step` or an optimizer that evaluates the loss"
+            " itself, expected one: each would run the batch again. Set"
             " `self.automatic_optimization = False` and step them in `training_step`."
         )
     owners: dict[int, int] = {}
@@ -62,8 +95,9 @@ def _check_several(module: LightningModule, optimizers: list[Optimizer]) -> None
     for index, optimizer in enumerate(optimizers):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if owners.setdefault(id(parameter), index) != index:
-                raise ConfigurationError(
-                    f"Got the parameter {names.get(id(parameter), '?')!r} in optimizers {owners[id(parameter)]} and"
+                raise MultipleOptimizersError(
+                    "Training with multiple optimizers is only supported with manual optimization where they share"
+                    f" parameters. Got {names.get(id(parameter), '?')!r} in optimizers {owners[id(parameter)]} and"
                     f" {index}, expected each in one of them: its gradient would be unscaled and clipped twice. Give"
                     " it to one, or set `self.automatic_optimization = False`."
                 )

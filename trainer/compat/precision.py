@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.precision.base import Precision
+from trainer.precision.scaler import LossScaler
 
 
 class PrecisionAdapter(LightningPrecision):
@@ -24,10 +25,16 @@ class PrecisionAdapter(LightningPrecision):
 
     Args:
         plugin: our plugin.
+        device: the device's type: ``"cuda"``.
+
+    Attributes:
+        scaler: the Trainer's loss scaler; None where it is disabled.
     """
 
-    def __init__(self, plugin: Precision) -> None:
+    def __init__(self, plugin: Precision, device: str) -> None:
         self.plugin = plugin
+        self.device = device
+        self.scaler: LossScaler | None = None
         self.side_door: Any = None  # trainer.side_doors: where the module's own backward passes and steps go
         self.clip: Callable[[Optimizer, float, str], None] | None = None
 

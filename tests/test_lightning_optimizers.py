@@ -1,0 +1,580 @@
+"""Optimizers, schedules and steps under Lightning's Trainer and ours: what they return, warn of, refuse and count."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from torch import optim
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+
+from tests.parity import Classifier, Learner, data, lightning, ours, run_both
+from tests.test_lightning_parity import Stream
+from trainer import Trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+    pytest.mark.filterwarnings("ignore:Attribute '.*' removed from hparams"),
+]
+
+OPENING = 40
+"""As many characters of a warning are the same in both."""
+
+
+class Configured(Learner):
+    """``configure(module)`` makes what ``configure_optimizers`` returns."""
+
+    def __init__(self, configure: Callable[[Any], Any] | None = None, automatic: bool = True) -> None:
+        super().__init__()
+        self.configure = configure
+        self.automatic_optimization = automatic
+
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers() if self.configure is None else self.configure(self)
+
+
+def experience(scenario: Callable[..., Any]) -> tuple[Any, Any]:
+    """What one lives to see with ``scenario(make_trainer)`` under both Trainers: result or error, and warnings."""
+
+    def live(make: Callable[..., Any]) -> tuple[Any, Any, list[tuple[type, str]]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                result, error = scenario(make), None
+            except Exception as raised:
+                result, error = None, raised
+        ours_alone = ("LeafSpec", "many workers", "val_dataloader", "lr_scheduler.step()")
+        spoken = {
+            (c.category, str(c.message)[:OPENING]) for c in caught if not any(w in str(c.message) for w in ours_alone)
+        }
+        return result, error, sorted(spoken, key=str)
+
+    return live(lightning), live(ours)
+
+
+def assert_same_experience(scenario: Callable[..., Any]) -> Any:
+    """The same result and the same warnings; or an error that is caught as Lightning's would be. Returns ours."""
+    (theirs, their_error, their_warnings), (mine, my_error, my_warnings) = experience(scenario)
+    assert (their_error is None) == (my_error is None), (their_error, my_error)
+    assert their_error is None or isinstance(my_error, type(their_error)), (their_error, my_error)
+    assert their_warnings == my_warnings
+    assert theirs == mine
+    return mine
+
+
+def fitted(make: Callable[..., Any], module: Any, loader: Any = None, **arguments: Any) -> Any:
+    trainer = make(**{"max_epochs": 1, **arguments})
+    trainer.fit(module, data(8) if loader is None else loader)
+    return trainer
+
+
+def state_of(trainer: Any) -> Any:
+    """Counters, rates and the schedules as they are described, and as they stand."""
+    configs = trainer.lr_scheduler_configs
+    about = [(c.interval, c.frequency, c.reduce_on_plateau, c.monitor, c.strict, c.name) for c in configs]
+    stand = [getattr(c.scheduler, "last_epoch", None) for c in configs]
+    rates = [group["lr"] for o in trainer.optimizers for group in getattr(o, "param_groups", [])]
+    return trainer.global_step, trainer.current_epoch, about, stand, rates
+
+
+# --- what configure_optimizers may return --------------------------------------------------------------------------
+
+
+def sgd(module: Any) -> optim.Optimizer:
+    return optim.SGD(module.parameters(), lr=0.1)
+
+
+def scheduled(make: Callable[[optim.Optimizer], Any], **how: Any) -> Callable[[Any], Any]:
+    def configure(module: Any) -> Any:
+        optimizer = sgd(module)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **how}}
+
+    return configure
+
+
+def form(shape: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    def configure(module: Any) -> Any:
+        optimizer = sgd(module)
+        return shape(optimizer, lr_scheduler.StepLR(optimizer, 1))
+
+    return configure
+
+
+class Foreign:
+    """A schedule that is none of torch's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.epochs: list[int] = []
+
+    def step(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Stateless:
+    def __init__(self, optimizer: Any) -> None: ...
+
+
+def step_lr(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, 1)
+
+
+CONFIGURATIONS: dict[str, Callable[[Any], Any]] = {
+    "one": form(lambda o, s: o),
+    "list": form(lambda o, s: [o]),
+    "two lists": form(lambda o, s: ([o], [s])),
+    "list and schedule": form(lambda o, s: ([o], s)),
+    "dict": form(lambda o, s: {"optimizer": o}),
+    "dict with schedule": form(lambda o, s: {"optimizer": o, "lr_scheduler": s}),
+    "list of dicts": form(lambda o, s: [{"optimizer": o, "lr_scheduler": s}]),
+    "none": lambda module: None,
+    "a number": lambda module: 1,
+    "dicts and optimizers": form(lambda o, s: [{"optimizer": o}, o]),
+    "two of the same parameters": form(lambda o, s: [o, optim.SGD(o.param_groups[0]["params"], lr=0.1)]),
+    "unknown key": form(lambda o, s: {"optimizer": o, "lr_scheduler": s, "foo": 1}),
+    "no schedule in the dict": form(lambda o, s: {"optimizer": o, "lr_scheduler": {}}),
+    "another optimizer's schedule": lambda module: ([sgd(module)], [step_lr(sgd(module))]),
+    "unknown key of a schedule": scheduled(step_lr, foo=1),
+    "unknown interval": scheduled(step_lr, interval="week"),
+    "named": scheduled(step_lr, name="mine", interval="step", frequency=3),
+    "cycle by epochs": scheduled(lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9)),
+    "plateau without monitor": scheduled(lr_scheduler.ReduceLROnPlateau),
+    "bare plateau without monitor": form(
+        lambda o, s: {"optimizer": o, "lr_scheduler": lr_scheduler.ReduceLROnPlateau(o)}
+    ),
+    "plateau": form(
+        lambda o, s: {"optimizer": o, "lr_scheduler": lr_scheduler.ReduceLROnPlateau(o), "monitor": "loss"}
+    ),
+    "plateau, never logged": scheduled(lr_scheduler.ReduceLROnPlateau, monitor="giraffe"),
+    "plateau, never logged, by steps": scheduled(lr_scheduler.ReduceLROnPlateau, monitor="giraffe", interval="step"),
+    "plateau, not strict": scheduled(lr_scheduler.ReduceLROnPlateau, monitor="giraffe", strict=False),
+    "not torch's": scheduled(Foreign),
+    "without a state": scheduled(Stateless),
+}
+
+
+class Logs(Configured):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_configure_optimizers(name: str) -> None:
+    assert_same_experience(lambda make: state_of(fitted(make, Logs(CONFIGURATIONS[name]))))
+
+
+@pytest.mark.parametrize(
+    "configure",
+    [
+        form(lambda o, s: ([o], [{"scheduler": s, "interval": "step", "monitor": "loss", "strict": False}])),
+        scheduled(Foreign),
+        form(lambda o, s: (o, optim.Adam(o.param_groups[0]["params"]))),
+        form(
+            lambda o, s: [{"optimizer": o, "lr_scheduler": s}, {"optimizer": optim.Adam(o.param_groups[0]["params"])}]
+        ),
+        lambda module: None,
+    ],
+)
+def test_configure_optimizers_for_manual_optimization(configure: Any) -> None:
+    """Schedules are the module's to step, and may be anything."""
+    assert_same_experience(lambda make: state_of(fitted(make, Configured(configure, automatic=False), max_epochs=0)))
+
+
+@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
+def test_only_a_fit_makes_optimizers(fn: str) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        trainer = make()
+        getattr(trainer, fn)(Classifier(), data(2))
+        return trainer.optimizers, trainer.lr_scheduler_configs
+
+    assert assert_same_experience(scenario) == ([], [])
+
+
+def test_lightnings_parser_works_on_our_trainer() -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        trainer, module = make(), Configured(CONFIGURATIONS["two lists"])
+        trainer.strategy.connect(module)
+        trainer.lightning_module.trainer = trainer
+        return [len(found) for found in _init_optimizers_and_lr_schedulers(module)]
+
+    assert assert_same_experience(scenario) == [1, 1]
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{"max_steps": 2}, {"max_steps": 4}, {"max_steps": 6}, {"max_epochs": 3}])
+@pytest.mark.parametrize("strict", [True, False])
+def test_only_a_whole_epoch_is_one_for_a_plateau_schedule(arguments: Any, strict: bool) -> None:
+    configure = scheduled(lr_scheduler.ReduceLROnPlateau, monitor="giraffe", strict=strict)
+    assert_same_experience(lambda make: state_of(fitted(make, Configured(configure), **arguments)))
+
+
+class OwnScheduleStep(Configured):
+    """Two schedules, one of which only this module knows how to step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd(self)
+        self.foreign = Foreign(optimizer)
+        return [optimizer], [{"scheduler": step_lr(optimizer), "interval": "step"}, self.foreign]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if scheduler is self.foreign:
+            scheduler.step(epoch=self.current_epoch)
+        else:
+            super().lr_scheduler_step(scheduler, metric)
+
+
+def test_a_module_steps_schedules_that_are_not_torchs() -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        module = OwnScheduleStep()
+        return state_of(fitted(make, module, max_epochs=3)), module.foreign.epochs
+
+    assert assert_same_experience(scenario)[1] == [0, 1, 2]
+
+
+class SavesSchedules(Logs):
+    """Notes how far its schedules are when a checkpoint is written."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd(self)
+        self.seen: list[Any] = []
+        plateau = {"scheduler": lr_scheduler.ReduceLROnPlateau(optimizer), "interval": "step", "monitor": "loss"}
+        return [optimizer], [plateau, {"scheduler": step_lr(optimizer), "interval": "step"}, step_lr(optimizer)]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.seen.append([(state["last_epoch"], state.get("_step_count")) for state in checkpoint["lr_schedulers"]])
+
+
+@pytest.mark.parametrize(
+    "when", [{}, {"save_on_train_epoch_end": True}, {"save_on_train_epoch_end": False}, {"every_n_train_steps": 2}]
+)
+def test_schedules_in_a_checkpoint(tmp_path: Any, when: Any) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        module = SavesSchedules()
+        saving = {"callbacks": [ModelCheckpoint(tmp_path / make.__name__, **when)], "enable_checkpointing": True}
+        trainer = make(max_epochs=2, default_root_dir=tmp_path, **saving)
+        trainer.fit(module, data(8), data(2))
+        return module.seen
+
+    assert assert_same_experience(scenario)
+
+
+# --- what training_step and optimizer_step may do --------------------------------------------------------------------
+
+
+class Returns(Configured):
+    def __init__(self, output: Any, automatic: bool = True) -> None:
+        super().__init__(automatic=automatic)
+        self.output = output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.output
+
+
+@pytest.mark.parametrize(
+    ("output", "automatic"),
+    [
+        (None, True),
+        (5.0, True),
+        ({"a": 5}, True),
+        ({"loss": None}, True),
+        (None, False),
+        (5.0, False),
+        ({"a": 5}, False),
+    ],
+)
+def test_what_training_step_returns(output: Any, automatic: bool) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        Closure.warning_cache.clear()  # Lightning speaks once a process
+        trainer = fitted(make, Returns(output, automatic), max_epochs=2, max_steps=6)
+        return trainer.global_step, trainer.current_epoch
+
+    assert_same_experience(scenario)
+
+
+class OwnStep(Configured):
+    """``plan(closure, optimizer, batch_idx)`` is its ``optimizer_step``."""
+
+    def __init__(self, plan: Callable[..., Any]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.seen: list[Any] = []
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        kinds = isinstance(optimizer_closure, Closure), isinstance(optimizer, (LightningOptimizer, optim.SGD))
+        loss = self.plan(optimizer_closure, optimizer, batch_idx)
+        self.seen.append((kinds, None if loss is None else (round(loss.item(), 5), loss.requires_grad)))
+
+
+PLANS: dict[str, Callable[..., Any]] = {
+    "hands it over": lambda closure, optimizer, i: optimizer.step(closure=closure),
+    "calls it first": lambda closure, optimizer, i: (closure(), optimizer.step())[0],
+    "steps now and then": lambda closure, optimizer, i: (closure(), optimizer.step() if i % 2 else None)[0],
+    "forgets it": lambda closure, optimizer, i: None,
+    "steps without": lambda closure, optimizer, i: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_optimizer_step_does_with_its_closure(plan: str, window: int) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        module = OwnStep(PLANS[plan])
+        trainer = fitted(make, module, data(12), accumulate_grad_batches=window)
+        return trainer.global_step, module.seen
+
+    assert_same_experience(scenario)
+
+
+# --- manual optimization ---------------------------------------------------------------------------------------------
+
+
+class ByHand(Configured):
+    """Two optimizers; ``turn(module, optimizers, batch)`` is its ``training_step``. Notes what its hooks see."""
+
+    def __init__(self, turn: Callable[..., Any]) -> None:
+        super().__init__(automatic=False)
+        self.turn = turn
+        self.seen: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        return optim.SGD(self.parameters(), lr=0.1), optim.Adam(self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.turn(self, self.optimizers(), batch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(type(optimizer).__name__)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen.append("zero_grad")
+
+    def on_after_backward(self) -> None:
+        self.seen.append("backward")
+
+
+def both_in_turn(module: Any, optimizers: Any, batch: Any) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        module.manual_backward(module.loss(batch))
+        optimizer.step()
+
+
+def with_closure(module: Any, optimizers: Any, batch: Any) -> None:
+    def closure() -> Any:
+        optimizers[0].zero_grad()
+        loss = module.loss(batch)
+        module.manual_backward(loss, retain_graph=True)
+        module.manual_backward(loss)
+        return loss
+
+    module.seen.append(round(optimizers[0].step(closure=closure).item(), 5))
+
+
+def toggled(module: Any, optimizers: Any, batch: Any) -> None:
+    frozen = module.net[2].weight
+    optimizers[1].param_groups[0]["params"] = [p for p in module.parameters() if p is not frozen]
+    for sync in (True, False):
+        with optimizers[1].toggle_model(sync_grad=sync):
+            module.seen.append([p.requires_grad for p in module.parameters()])
+    module.toggle_optimizer(optimizers[1])
+    module.seen.append(frozen.requires_grad)
+    module.untoggle_optimizer(optimizers[1])
+    module.seen.append(frozen.requires_grad)
+
+
+def unwrapped(module: Any, optimizers: Any, batch: Any) -> None:
+    bare = module.optimizers(use_pl_optimizer=False)
+    module.seen.append(
+        [(type(a).__name__, a.optimizer is b, str(a).split()[0]) for a, b in zip(optimizers, bare, strict=True)]
+    )
+    both_in_turn(module, bare, batch)  # nobody hears of these steps
+
+
+def not_callable(module: Any, optimizers: Any, batch: Any) -> None:
+    optimizers[0].step("closure")
+
+
+@pytest.mark.parametrize("turn", [both_in_turn, with_closure, toggled, unwrapped, not_callable])
+def test_by_hand(turn: Any) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        module = ByHand(turn)
+        trainer = make(max_epochs=1)
+        with patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as backward:
+            trainer.fit(module, data(4))
+        return trainer.global_step, backward.call_count, module.seen, [type(o) for o in trainer.optimizers]
+
+    assert_same_experience(scenario)
+
+
+def test_a_step_by_hand_passes_everything_on() -> None:
+    def turn(module: Any, optimizers: Any, batch: Any) -> None:
+        module.seen.append(optimizers[0].step(closure=lambda: None, extra="mine"))
+
+    def scenario(make: Callable[..., Any]) -> Any:
+        module = ByHand(turn)
+        with patch("torch.optim.SGD.step", return_value="result") as step:
+            module.on_train_start = step.reset_mock
+            fitted(make, module, data(2))
+        return [sorted(call.kwargs) for call in step.mock_calls], module.seen
+
+    assert assert_same_experience(scenario) == ([["closure", "extra"]], ["result"])
+
+
+@pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+def test_what_is_the_modules_own_business_by_hand(arguments: Any) -> None:
+    assert_same_experience(lambda make: fitted(make, ByHand(both_in_turn), **arguments).global_step)
+
+
+# --- GradientAccumulationScheduler -----------------------------------------------------------------------------------
+
+
+class OwnZeroGrad(Configured):
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        super().optimizer_zero_grad(*args)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (Learner, {}),
+        (Learner, {"accumulate_grad_batches": 2}),
+        (OwnZeroGrad, {}),
+        (lambda: ByHand(both_in_turn), {}),
+    ],
+)
+def test_gradient_accumulation_scheduler(module: Any, arguments: Any) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        trainer = make(max_epochs=4, callbacks=GradientAccumulationScheduler({1: 2, 3: 4}), **arguments)
+        first = trainer.accumulate_grad_batches
+        trainer.fit(module(), data(8))
+        return first, trainer.accumulate_grad_batches, trainer.global_step
+
+    assert_same_experience(scenario)
+
+
+def test_gradient_accumulation_scheduler_asks_for_the_strategy() -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        trainer = make()
+        trainer._accelerator_connector.strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
+        GradientAccumulationScheduler({1: 2}).on_train_start(trainer, Learner())
+
+    (_, theirs, _), (_, mine, _) = experience(scenario)
+    assert type(theirs) is type(mine) is RuntimeError
+
+
+# --- estimated_stepping_batches --------------------------------------------------------------------------------------
+
+
+class Asks(Configured):
+    def setup(self, stage: str) -> None:
+        self.seen = [self.trainer.estimated_stepping_batches]
+
+    def configure_optimizers(self) -> Any:
+        self.seen.append(self.trainer.estimated_stepping_batches)
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_epochs": 2},
+        {"max_epochs": 0},
+        {"max_steps": 3},
+        {"max_epochs": 1, "max_steps": 9},
+        {"max_epochs": -1, "max_steps": 3},
+        {"max_epochs": 2, "accumulate_grad_batches": 3},
+        {"max_epochs": 2, "limit_train_batches": 0.5},
+        {"max_epochs": 2, "overfit_batches": 3},
+        {"fast_dev_run": 2},
+        {"max_epochs": 2, "callbacks": GradientAccumulationScheduler({0: 2})},
+        {"max_epochs": 2, "max_steps": 3, "stream": True},
+    ],
+)
+def test_estimated_stepping_batches(arguments: Any) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        module, options = Asks(), dict(arguments)
+        loader = DataLoader(Stream(), batch_size=None) if options.pop("stream", False) else None
+        trainer = fitted(make, module, loader, **options)
+        return [*module.seen, trainer.estimated_stepping_batches]
+
+    assert_same_experience(scenario)
+
+
+def test_who_asks_before_the_data_is_loaded_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    told = []
+    monkeypatch.setattr("trainer.trainer.rank_zero_info", told.append)
+    fitted(ours, Asks())
+    assert told == ["Loading `train_dataloader` to estimate number of stepping batches."]
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+class Complex(Learner):
+    """Makes complex numbers where it is configured."""
+
+    def configure_model(self) -> None:
+        self.register_buffer("made", torch.complex(torch.rand(2), torch.rand(2)), persistent=False)
+        self.seen = [torch.get_default_dtype()]
+
+    def on_fit_start(self) -> None:
+        self.seen += [self.made.dtype, torch.get_default_dtype()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(torch.tensor([1.2, 3.4j]).dtype)
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_what_configure_model_makes_is_in_double_precision(precision: str) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        module = Complex()
+        fitted(make, module, data(2), precision=precision)
+        return module.seen
+
+    wide = precision == "64-true"
+    assert assert_same_experience(scenario)[1] is (torch.complex128 if wide else torch.complex64)
+
+
+@pytest.mark.parametrize(("precision", "scales"), [("16-mixed", True), ("bf16-mixed", False), ("32-true", False)])
+def test_the_precision_plugin_tells_device_and_scaler(precision: str, scales: bool) -> None:
+    trainer: Trainer = ours(precision=precision)
+    assert trainer.precision_plugin.device == "cpu"
+    assert trainer.precision_plugin.scaler is (trainer.scaler if scales else None)
+    assert trainer.precision_plugin.precision == precision
+
+
+def test_the_result_is_the_same_to_the_bit_whoever_takes_the_step() -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        module = OwnStep(PLANS["hands it over"])
+        fitted(make, module, max_epochs=2, gradient_clip_val=0.1)
+        return module
+
+    theirs, mine = run_both(scenario)
+    plain = Learner()
+    fitted(ours, plain, max_epochs=2, gradient_clip_val=0.1)
+    for a, b, c in zip(theirs.parameters(), mine.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(b, c)
