@@ -93,7 +93,7 @@ class EvalLoop:
         self.loaders = loaders
         self.inference_mode = inference_mode
         self.progress.seen_batches.clear()
-        self.step = self.engine.step_function(f"{self.stage}_step")
+        self.step = self.engine.step_function(f"{self.stage}_step") if loaders is not None else _as_it_is
         self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
         self.on_batch_end = hooks.of(f"on_{self.stage}_batch_end")
 

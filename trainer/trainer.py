@@ -42,6 +42,7 @@ from trainer.compat.base import TrainerBase
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
+from trainer.compat.errors import TunerExit
 from trainer.compat.logging import ModuleScope, attach_log, detach_log
 from trainer.compat.signals import Signals, ctrl_c_ignored, requeued_checkpoint
 from trainer.compat.views import EvalLoopView, FitLoopView
@@ -228,6 +229,7 @@ class Trainer(TrainerBase):
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.name.startswith(("16-", "bf16-")),
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
+        ordering.check_state_keys(self.callbacks)
         self.progress = FitProgress()
         self.published = PublishedMetrics()
         self.recorder = Recorder(self.published, self.progress)
@@ -332,16 +334,16 @@ class Trainer(TrainerBase):
 
         Returns:
             What ``predict_step`` returned for each batch, on the CPU; with several dataloaders, a list for each.
-            None with ``return_predictions=False``.
+            None with ``return_predictions=False``, or where there was nothing to predict.
         """
         loop = self.eval_loops[RunningStage.PREDICTING]
-        loop.keep_predictions = return_predictions is not False
+        loop.keep_predictions, loop.predictions = return_predictions is not False, []
         with self._running(TrainerFn.PREDICTING):
             self._attach(model, {RunningStage.PREDICTING: dataloaders}, datamodule, ckpt_path)
             self.engine.launch(self._run, self.module, weights_only)
         if not loop.keep_predictions:
-            return None
-        return loop.predictions[0] if len(loop.predictions) == 1 else list(loop.predictions)
+            loop.predictions = []
+        return self.predict_loop.predictions if loop.predictions else None
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
@@ -446,9 +448,10 @@ class Trainer(TrainerBase):
         datamodule: LightningDataModule | None,
         weights_only: bool | None,
     ) -> list[dict[str, float]]:
+        results: list[dict[str, float]] = []
         with self._running(fn):
             self._attach(model, {_STAGES[fn]: dataloaders}, datamodule, ckpt_path)
-            results: list[dict[str, float]] = self.engine.launch(self._run, self.module, weights_only) or []
+            results = self.engine.launch(self._run, self.module, weights_only) or []
         if verbose and self.is_global_zero:
             _print_table(fn.value, results)
         return results
@@ -565,14 +568,7 @@ class Trainer(TrainerBase):
         for logger in reversed(self.loggers):  # CSV before TensorBoard: it expects an empty folder
             _ = getattr(logger, "experiment", None)
         self.engine.barrier("pre_setup")
-        if self.datamodule is not None:
-            self.datamodule.setup(stage=self.state.fn)  # type: ignore[arg-type]
-        for callback in self.callbacks:
-            callback.setup(self, module, stage=self.state.fn)
-        scope = ModuleScope(module)
-        outer = scope.enter("setup")
-        module.setup(stage=self.state.fn)  # type: ignore[arg-type]
-        scope.enter(outer)
+        ordering.run_hook_around(self, "setup")
         self.engine.barrier("post_setup")
 
     def _prepare_fit(self) -> None:
@@ -711,18 +707,16 @@ class Trainer(TrainerBase):
 
     def _tear_down(self) -> None:
         """After a run that came to its end."""
-        module, hooks, fn = self._module, self._hooks, self.state.fn
-        assert hooks is not None
+        assert self._hooks is not None
         self.published.take_to_cpu()
         self._release()
-        if fn is TrainerFn.FITTING:
-            hooks.on_fit_end()
-        if self.datamodule is not None:
-            self.datamodule.teardown(stage=fn)  # type: ignore[arg-type]
-        for callback in self.callbacks:
-            callback.teardown(self, module, stage=fn)
-        module.teardown(stage=fn)  # type: ignore[arg-type]
-        modules.forget_run(module)
+        if self.state.fn is TrainerFn.FITTING:
+            self._hooks.on_fit_end()
+        self._call_teardown_hooks()
+
+    def _call_teardown_hooks(self) -> None:
+        ordering.run_hook_around(self, "teardown")
+        modules.forget_run(self._module)
         for logger in self.loggers:
             logger.finalize("success")
         self.profiler.describe()
@@ -743,6 +737,9 @@ class Trainer(TrainerBase):
         self.state.fn, self.state.stage, self.state.status = fn, _STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
+        except TunerExit:
+            self._call_teardown_hooks()
+            self._release()
         except KeyboardInterrupt as error:
             rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
             with ctrl_c_ignored():
@@ -770,6 +767,7 @@ class Trainer(TrainerBase):
         finally:
             if self.module is not None:
                 self._release()
+            self.eval_loops[RunningStage.SANITY_CHECKING].sanity_checking = False
             self.state.stage = None
 
     @property
@@ -910,7 +908,8 @@ class Trainer(TrainerBase):
 
 
 def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:
-    clip(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    clip.of_module(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 
 
 def _clip_in_turn(clippers: list[GradientClipping], optimizer: Optimizer) -> Tensor | None:

@@ -38,6 +38,7 @@ class Run(Protocol):
 
     progress: FitProgress
     callbacks: list[Any]
+    profiler: Any
 
     @property
     def engine(self) -> Engine:
@@ -78,8 +79,11 @@ def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[
         checkpoint["optimizer_states"] = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.schedules]
     checkpoint.update(as_lightning)
-    if datamodule is not None and (state := datamodule.state_dict()):
-        checkpoint[type(datamodule).__qualname__] = state
+    if datamodule is not None:
+        with run.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.state_dict"):
+            state = datamodule.state_dict()
+        if state:
+            checkpoint[type(datamodule).__qualname__] = state
     if not weights_only:
         for callback in run.callbacks:
             callback.on_save_checkpoint(run, module, checkpoint)
@@ -125,7 +129,8 @@ def restore_module_and_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     """Put back what has to be there before the module is moved to its device: weights, datamodule, callbacks."""
     module, datamodule = run.lightning_module, run.datamodule
     if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
-        datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+        with run.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.load_state_dict"):
+            datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
     module.on_load_checkpoint(checkpoint)
     run.engine.load_module_state(checkpoint, strict=module.strict_loading)
     states = checkpoint.get("callbacks")

@@ -82,8 +82,9 @@ class EvalLoopView:
 
     @property
     def predictions(self) -> Any:
-        """What ``predict_step`` returned so far."""
-        return self._loop.predictions
+        """What ``predict_step`` returned so far; a list for each dataloader where there are several."""
+        made = self._loop.predictions
+        return made[0] if len(made) == 1 else made
 
 
 class EpochLoopView:
