@@ -637,9 +637,8 @@ class Trainer(TrainerBase):
         # manual optimization steps its schedules itself
         configs = self.engine.schedules if self._module.automatic_optimization else []
         revocable = hooks.override_of("lr_scheduler_step") is None  # what a module's own does, nobody can take back
-        return Schedules(
-            configs, hooks.of_module("lr_scheduler_step"), partial(getattr, self, "callback_metrics"), revocable
-        )
+        step, metrics = hooks.of_module("lr_scheduler_step"), partial(getattr, self, "callback_metrics")
+        return Schedules(configs, step, metrics, revocable, self.progress)
 
     def _clipping(self, hooks: Hooks) -> Clip | None:
         """What clips the gradients: the module's own way, the callbacks, or nothing."""
@@ -694,7 +693,7 @@ class Trainer(TrainerBase):
             loop.run(limit=self.num_sanity_val_steps)
             hooks.on_sanity_check_end()
             self.state.stage, loop.sanity_checking = RunningStage.TRAINING, False
-        loop.progress.has_run = False
+        loop.progress.forget_pass()
         self.published.clear()
 
     def _validate_inside_fit(self) -> None:
@@ -702,7 +701,9 @@ class Trainer(TrainerBase):
         self.state.stage = RunningStage.VALIDATING
         if not self.loop.window.is_open:
             self._hooks.of_module("on_validation_model_zero_grad")()  # no need to hold gradients meanwhile
-        self.eval_loops[RunningStage.VALIDATING].run()
+        loop = self.eval_loops[RunningStage.VALIDATING]
+        loop.progress.begin_epoch(self.progress.epoch)
+        loop.run()
         self.state.stage = RunningStage.TRAINING
 
     def _tear_down(self) -> None:
@@ -808,8 +809,8 @@ class Trainer(TrainerBase):
 
     def _dump(self, weights_only: bool) -> dict[str, Any]:
         self.loop.settle()
-        val_progress = self.eval_loops[RunningStage.VALIDATING].progress
-        loops = loop_state.loops_of(self.progress, val_progress, self._module.automatic_optimization)
+        val_progress, automatic = self.eval_loops[RunningStage.VALIDATING].progress, self._module.automatic_optimization
+        loops = loop_state.loops_of(self.progress, val_progress, self.loop.window, automatic)
         as_lightning = hparams.as_lightning(loops, self.module, self.datamodule)
         return checkpoints.dump(self, as_lightning, weights_only=weights_only)
 
