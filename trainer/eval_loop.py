@@ -93,7 +93,7 @@ class EvalLoop:
         self.loaders = loaders
         self.inference_mode = inference_mode
         self.progress.seen_batches.clear()
-        self.step = self.engine.step_function(f"{self.stage}_step")
+        self.step = self.engine.step_function(f"{self.stage}_step") if loaders is not None else _as_it_is
         self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
         self.on_batch_end = hooks.of(f"on_{self.stage}_batch_end")
 
@@ -108,7 +108,7 @@ class EvalLoop:
             return []
         several = loaders.is_sequential and len(loaders.limits) > 1
         logged: list[Metrics] = []
-        self.progress.batches = 0
+        self.progress.begin_pass()
         self.metrics.reset()
         self.predictions = [[] for _ in loaders.limits]
         with self.gradient_context(), self.eval_mode():
@@ -121,6 +121,7 @@ class EvalLoop:
                     logged.append(self.close_dataloader())
                     current = dataloader_idx
                 self.evaluate_batch(batch, batch_idx, dataloader_idx if several else None)
+            self.progress.is_last_batch = True
             logged.append(self.close_dataloader())
             self.metrics.dataloader_idx = None
             self.hooks.of(f"on_{self.stage}_epoch_end")()
@@ -141,6 +142,7 @@ class EvalLoop:
         batch = self.transfer(batch, dataloader_idx or 0)
         where = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
         progress.batches += 1
+        progress.total_batches += 1
         self.metrics.begin_batch(batch, dataloader_idx)
         self.on_batch_start(batch, *where)
         outer = self.hooks.scope.enter(f"{self.stage}_step")
@@ -151,9 +153,10 @@ class EvalLoop:
             self.predictions[dataloader_idx or 0].append(output)
         self.on_batch_end(output, batch, *where)
         self.metrics.end_batch()
+        progress.batches_done += 1
+        progress.total_done += 1
         if not self.sanity_checking:
             progress.has_run = True
-            progress.total_batches += 1
             seen = progress.seen_batches
             self.recorder.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
             seen[dataloader_idx or 0] += 1

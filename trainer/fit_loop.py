@@ -157,6 +157,7 @@ class FitLoop:
         self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
         self.batches.start_epoch(progress.epochs_trained, skip=progress.batches_this_epoch)
         if progress.batches_this_epoch == 0:
+            progress.begin_epoch()
             self.hooks.on_train_epoch_start()
 
     def end_epoch(self) -> None:
@@ -176,8 +177,7 @@ class FitLoop:
             self.schedules.advance("epoch", progress.epoch + 1, on_plateau=True)
         self.recorder.send(self.metrics.current().logger, progress.windows - 1)
         self.metrics.reset()
-        progress.epoch += 1
-        progress.batch_idx = -1
+        progress.end_epoch()
 
     def run_validation(self) -> None:
         """Validate, and come back as if nothing had happened."""
@@ -230,6 +230,7 @@ class FitLoop:
 
     def clear_gradients(self) -> None:
         """Forget the gradients of the last window: also those of a skipped step, whatever state it left them in."""
+        self.progress.zero_grads += 1
         for optimizer in self.optimizers:
             self.hooks.on_before_zero_grad(optimizer)
             if self.optimizer_zero_grad is not None:

@@ -97,6 +97,14 @@ class Hook:
         self._scope.enter(outer)
         return result
 
+    def of_module(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's part alone, for a hook whose arguments Lightning passes by name."""
+        assert self._module is not None
+        outer = self._scope.enter(self.name)
+        result = self._module(*args, **kwargs)
+        self._scope.enter(outer)
+        return result
+
 
 CALLBACK_HOOKS = (
     "on_fit_start",
@@ -200,8 +208,8 @@ class Hooks:
         call: Call = partial(method, *first) if first else method
         if self._profile is None:
             return call
-        kind = "Callback" if first else "LightningModule"
-        return self._profile(f"[{kind}]{type(owner).__name__}.{name}", call)
+        who = f"[Callback]{owner.state_key}" if first else f"[LightningModule]{type(owner).__name__}"
+        return self._profile(f"{who}.{name}", call)
 
 
 class _NoScope:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError
+from trainer.progress import FitProgress
 
 
 class StepOutcome(NamedTuple):
@@ -57,6 +58,7 @@ class Schedules:
         metrics: where a plateau schedule's monitor is looked up.
         revocable: whether a step of a schedule changes nothing but the schedule and its optimizer's groups, so that
             it can be taken back.
+        progress: whose ``schedule_steps`` counts the steps.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class Schedules:
         step: Callable[[Any, Any], None],
         metrics: Callable[[], Mapping[str, Any]],
         revocable: bool = True,
+        progress: FitProgress | None = None,
     ) -> None:
         self.revocable = revocable
+        self._progress = FitProgress() if progress is None else progress
         self._configs = configs
         self._step = step
         self._metrics = metrics
@@ -113,12 +117,14 @@ class Schedules:
                 self._tentative.append(step)
             else:
                 self._step(config.scheduler, metric)
+            self._progress.schedule_steps += 1
 
     def confirm(self, except_of: Collection[Optimizer] = ()) -> None:
         """Take back the tentative steps of the schedules of these optimizers; let the others stand."""
         for step in reversed(self._tentative):
             if except_of and _belongs(step.config, except_of):
                 step.take_back()
+                self._progress.schedule_steps -= 1
         self._tentative.clear()
 
     def _monitored(self, config: ScheduleConfig) -> Any:

@@ -7,6 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class EpochStart(NamedTuple):
+    """What the counters of a fit of the same names were when the epoch of ``batch_idx`` started."""
+
+    epoch: int = 0
+    batches_started: int = 0
+    batches: int = 0
+    optimizer_steps: int = 0
+    windows: int = 0
+    zero_grads: int = 0
+    schedule_steps: int = 0
 
 
 @dataclass
@@ -27,6 +40,9 @@ class FitProgress:
         skipped_steps: weight updates skipped because a gradient was not finite. The fit loop, when a step settles.
         windows: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
             window's last batch (after that batch is logged).
+        zero_grads: windows whose old gradients have been cleared, which is after their first forward. The fit loop.
+        schedule_steps: steps of learning-rate schedules, each schedule counted. The schedules.
+        epoch_start: the counters when the current epoch started, or between epochs the last one. The fit loop.
         is_last_batch: whether the batch of ``batch_idx`` is its epoch's last. The fit loop, when a batch starts.
         is_trained: whether the batch of ``batch_idx`` is trained: False from its start until its weight update is over.
             The fit loop.
@@ -42,6 +58,9 @@ class FitProgress:
     optimizer_steps: int = 0
     skipped_steps: int = 0
     windows: int = 0
+    zero_grads: int = 0
+    schedule_steps: int = 0
+    epoch_start: EpochStart = field(default_factory=EpochStart)
     is_last_batch: bool = False
     is_trained: bool = True
     in_batch: bool = False
@@ -57,6 +76,22 @@ class FitProgress:
         """Batches of the current epoch that are trained."""
         return self.batch_idx + self.is_trained
 
+    def begin_epoch(self) -> None:
+        """An epoch starts."""
+        self.epoch_start = EpochStart(*(getattr(self, name) for name in EpochStart._fields))
+
+    def end_epoch(self) -> None:
+        """An epoch is over, its hooks included."""
+        self.epoch += 1
+        self.batch_idx = -1
+
+    def give_up_batch(self) -> None:
+        """The batch that is under way will be trained again, or never."""
+        trained = self.batches - self.epoch_start.batches
+        self.epoch_start = self.epoch_start._replace(batches_started=self.batches_started - trained)
+        self.batch_idx = self.batches_trained_this_epoch - 1
+        self.in_batch, self.is_trained = False, True
+
     def start_anew(self) -> None:
         """After an interrupted run: what was trained counts, and the epoch that was not starts from its beginning."""
         self.windows += self.closing
@@ -65,8 +100,11 @@ class FitProgress:
         self.is_last_batch = self.in_batch = self.closing = False
         self.is_trained = True
 
-    def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps: the counters as they will be when the current batch, or epoch, is over."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the counters as they will be when the current batch, or epoch, is over.
+
+        ``cut_short`` are the batches of an epoch that ends before its last one, because of ``max_steps``, say.
+        """
         over = self.epochs_trained > self.epoch
         return {
             "epoch": self.epochs_trained,
@@ -75,12 +113,27 @@ class FitProgress:
             "optimizer_steps": self.optimizer_steps,
             "skipped_steps": self.skipped_steps,
             "windows": self.windows + self.closing,
+            "zero_grads": self.zero_grads,
+            "schedule_steps": self.schedule_steps,
+            "epoch_start": list(self.epoch_start),
+            "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else 0,
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from what ``state_dict`` returned."""
+    def load_state_dict(self, state: dict[str, Any], *, finish_epoch: bool = False) -> None:
+        """Go on from what ``state_dict`` returned.
+
+        Args:
+            state: what it returned.
+            finish_epoch: go on with an epoch that was cut short, too, not with the next one.
+        """
         self.epoch = self.epochs_trained = state["epoch"]
         self.batch_idx = state["batch_idx"]
+        if finish_epoch and state.get("cut_short"):
+            self.epoch = self.epochs_trained = state["epoch"] - 1
+            self.batch_idx = state["cut_short"] - 1
+        self.zero_grads, self.schedule_steps = state.get("zero_grads", 0), state.get("schedule_steps", 0)
+        start = EpochStart(*state.get("epoch_start", ()))
+        self.epoch_start = start._replace(batches_started=start.batches)  # a batch that was under way is no more
         self.batches = self.batches_started = state["batches"]
         self.optimizer_steps = state["optimizer_steps"]
         self.skipped_steps = state["skipped_steps"]
@@ -95,16 +148,39 @@ class EvalProgress:
 
     Attributes:
         batches: batches started in the current pass, over its dataloaders. The evaluation loop, when a batch starts.
-        total_batches: batches started over all passes, sanity checks excluded. The evaluation loop, likewise.
+        batches_done: those of them that are over. The evaluation loop, when a batch is over.
+        total_batches, total_done: the same over all passes, and of the validation inside a fit over those of one of
+            its epochs. Sanity checks excluded. The evaluation loop, likewise.
+        epoch: the fit's epoch that the totals belong to. The Trainer, when a fit validates.
         has_run: whether a pass other than a sanity check has finished a batch since the last reset. The
             evaluation loop.
-        is_last_batch: whether the current batch is the last of the pass. The evaluation loop.
+        is_last_batch: whether the pass has had its last batch. The evaluation loop.
         seen_batches: batches finished of each dataloader in this run, over its passes, sanity checks excluded; the
             step axis of what single evaluation batches log. The evaluation loop, after a batch is logged.
     """
 
     batches: int = 0
+    batches_done: int = 0
     total_batches: int = 0
+    total_done: int = 0
+    epoch: int = -1
     has_run: bool = False
     is_last_batch: bool = False
     seen_batches: Counter[int] = field(default_factory=Counter)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """A fit validates in ``epoch``."""
+        if epoch != self.epoch:
+            self.epoch, self.total_batches, self.total_done = epoch, 0, 0
+
+    def begin_pass(self) -> None:
+        """A pass starts."""
+        self.batches = self.batches_done = 0
+        self.is_last_batch = False
+
+    def forget_pass(self) -> None:
+        """A sanity check is over, and counts for nothing."""
+        self.total_batches -= self.batches
+        self.total_done -= self.batches_done
+        self.begin_pass()
+        self.has_run = False

@@ -42,6 +42,7 @@ from trainer.compat.base import TrainerBase
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
+from trainer.compat.errors import TunerExit
 from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_results
 from trainer.compat.optimizers import with_closure
 from trainer.compat.signals import Signals, ctrl_c_ignored, requeued_checkpoint
@@ -229,6 +230,7 @@ class Trainer(TrainerBase):
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.name.startswith(("16-", "bf16-")),
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
+        ordering.check_state_keys(self.callbacks)
         self.progress = FitProgress()
         self.published = PublishedMetrics()
         self.recorder = Recorder(self.published, self.progress)
@@ -333,16 +335,16 @@ class Trainer(TrainerBase):
 
         Returns:
             What ``predict_step`` returned for each batch, on the CPU; with several dataloaders, a list for each.
-            None with ``return_predictions=False``.
+            None with ``return_predictions=False``, or where there was nothing to predict.
         """
         loop = self.eval_loops[RunningStage.PREDICTING]
-        loop.keep_predictions = return_predictions is not False
+        loop.keep_predictions, loop.predictions = return_predictions is not False, []
         with self._running(TrainerFn.PREDICTING):
             self._attach(model, {RunningStage.PREDICTING: dataloaders}, datamodule, ckpt_path)
             self.engine.launch(self._run, self.module, weights_only)
         if not loop.keep_predictions:
-            return None
-        return loop.predictions[0] if len(loop.predictions) == 1 else list(loop.predictions)
+            loop.predictions = []
+        return self.predict_loop.predictions if loop.predictions else None
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
@@ -449,9 +451,10 @@ class Trainer(TrainerBase):
         datamodule: LightningDataModule | None,
         weights_only: bool | None,
     ) -> list[dict[str, float]]:
+        results: list[dict[str, float]] = []
         with self._running(fn):
             self._attach(model, {_STAGES[fn]: dataloaders}, datamodule, ckpt_path)
-            results: list[dict[str, float]] = self.engine.launch(self._run, self.module, weights_only) or []
+            results = self.engine.launch(self._run, self.module, weights_only) or []
         if verbose and self.is_global_zero:
             print_results(results, fn.value)
         return results
@@ -570,14 +573,7 @@ class Trainer(TrainerBase):
         for logger in reversed(self.loggers):  # CSV before TensorBoard: it expects an empty folder
             _ = getattr(logger, "experiment", None)
         self.engine.barrier("pre_setup")
-        if self.datamodule is not None:
-            self.datamodule.setup(stage=self.state.fn)  # type: ignore[arg-type]
-        for callback in self.callbacks:
-            callback.setup(self, module, stage=self.state.fn)
-        scope = ModuleScope(module)
-        outer = scope.enter("setup")
-        module.setup(stage=self.state.fn)  # type: ignore[arg-type]
-        scope.enter(outer)
+        ordering.run_hook_around(self, "setup")
         self.engine.barrier("post_setup")
 
     def _prepare_fit(self) -> None:
@@ -647,9 +643,8 @@ class Trainer(TrainerBase):
         # manual optimization steps its schedules itself
         configs = self.engine.schedules if self._module.automatic_optimization else []
         revocable = hooks.override_of("lr_scheduler_step") is None  # what a module's own does, nobody can take back
-        return Schedules(
-            configs, hooks.of_module("lr_scheduler_step"), partial(getattr, self, "callback_metrics"), revocable
-        )
+        step, metrics = hooks.of_module("lr_scheduler_step"), partial(getattr, self, "callback_metrics")
+        return Schedules(configs, step, metrics, revocable, self.progress)
 
     def _clipping(self, hooks: Hooks) -> Clip | None:
         """What clips the gradients: the module's own way, the callbacks, or nothing."""
@@ -704,7 +699,7 @@ class Trainer(TrainerBase):
             loop.run(limit=self.num_sanity_val_steps)
             hooks.on_sanity_check_end()
             self.state.stage, loop.sanity_checking = RunningStage.TRAINING, False
-        loop.progress.has_run = False
+        loop.progress.forget_pass()
         self.published.clear()
 
     def _validate_inside_fit(self) -> None:
@@ -712,22 +707,22 @@ class Trainer(TrainerBase):
         self.state.stage = RunningStage.VALIDATING
         if not self.loop.window.is_open:
             self._hooks.of_module("on_validation_model_zero_grad")()  # no need to hold gradients meanwhile
-        self.eval_loops[RunningStage.VALIDATING].run()
+        loop = self.eval_loops[RunningStage.VALIDATING]
+        loop.progress.begin_epoch(self.progress.epoch)
+        loop.run()
         self.state.stage = RunningStage.TRAINING
 
     def _tear_down(self) -> None:
         """After a run that came to its end."""
-        module, hooks, fn = self._module, self._hooks, self.state.fn
-        assert hooks is not None
+        assert self._hooks is not None
         self._release()
-        if fn is TrainerFn.FITTING:
-            hooks.on_fit_end()
-        if self.datamodule is not None:
-            self.datamodule.teardown(stage=fn)  # type: ignore[arg-type]
-        for callback in self.callbacks:
-            callback.teardown(self, module, stage=fn)
-        module.teardown(stage=fn)  # type: ignore[arg-type]
-        modules.forget_run(module)
+        if self.state.fn is TrainerFn.FITTING:
+            self._hooks.on_fit_end()
+        self._call_teardown_hooks()
+
+    def _call_teardown_hooks(self) -> None:
+        ordering.run_hook_around(self, "teardown")
+        modules.forget_run(self._module)
         for logger in self.loggers:
             logger.finalize("success")
         self.profiler.describe()
@@ -751,6 +746,9 @@ class Trainer(TrainerBase):
         self.state.fn, self.state.stage, self.state.status = fn, _STAGES[fn], TrainerStatus.RUNNING
         try:
             yield
+        except TunerExit:
+            self._call_teardown_hooks()
+            self._release()
         except KeyboardInterrupt as error:
             rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
             with ctrl_c_ignored():
@@ -778,6 +776,7 @@ class Trainer(TrainerBase):
         finally:
             if self.module is not None:
                 self._release()
+            self.eval_loops[RunningStage.SANITY_CHECKING].sanity_checking = False
             self.state.stage = None
 
     @property
@@ -818,8 +817,8 @@ class Trainer(TrainerBase):
 
     def _dump(self, weights_only: bool) -> dict[str, Any]:
         self.loop.settle()
-        val_progress = self.eval_loops[RunningStage.VALIDATING].progress
-        loops = loop_state.loops_of(self.progress, val_progress, self._module.automatic_optimization)
+        val_progress, automatic = self.eval_loops[RunningStage.VALIDATING].progress, self._module.automatic_optimization
+        loops = loop_state.loops_of(self.progress, val_progress, self.loop.window, automatic)
         as_lightning = hparams.as_lightning(loops, self.module, self.datamodule)
         return checkpoints.dump(self, as_lightning, weights_only=weights_only)
 
@@ -918,7 +917,8 @@ class Trainer(TrainerBase):
 
 
 def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:
-    clip(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    clip.of_module(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 
 
 def _clip_in_turn(clippers: list[GradientClipping], optimizer: Optimizer) -> Tensor | None:

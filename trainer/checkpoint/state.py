@@ -1,10 +1,9 @@
-"""What a checkpoint holds, and how it is put back. The keys are Lightning's; ``amp_trainer`` is ours beside them.
+"""What a checkpoint holds, and how it is put back. The keys are Lightning's; in ``loops`` there is one of ours.
 
 =========================  ============================================================================
 ``epoch``, ``global_step``    for people and file names; not used to restore
 ``state_dict``                the module
-``loops``                     the counters in Lightning's shape
-``amp_trainer``               the counters in ours, which the former cannot express in full
+``loops``                     the counters in Lightning's shape; under ``amp_trainer`` in ours, which say more
 ``callbacks``                 the callbacks' states
 ``optimizer_states``          one for each optimizer
 ``lr_schedulers``             one for each schedule
@@ -38,6 +37,7 @@ class Run(Protocol):
 
     progress: FitProgress
     callbacks: list[Any]
+    profiler: Any
 
     @property
     def engine(self) -> Engine:
@@ -50,6 +50,10 @@ class Run(Protocol):
     @property
     def datamodule(self) -> Any:
         """The datamodule, or None."""
+
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps to take in all; -1 for no limit."""
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
@@ -69,17 +73,21 @@ def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[
         "epoch": progress.epoch,
         "global_step": progress.optimizer_steps,
         "state_dict": engine.module_state(),
-        OUR_KEY: {"format": FORMAT, "progress": progress.state_dict()},
     }
+    ours: dict[str, Any] = {"format": FORMAT, "progress": progress.state_dict()}
     if not weights_only:
-        checkpoint[OUR_KEY]["awaited"] = _awaited_metrics(run)
+        ours["awaited"] = _awaited_metrics(run)
         states = ((callback.state_key, callback.state_dict()) for callback in run.callbacks)
         checkpoint["callbacks"] = {key: state for key, state in states if state}
         checkpoint["optimizer_states"] = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.schedules]
     checkpoint.update(as_lightning)
-    if datamodule is not None and (state := datamodule.state_dict()):
-        checkpoint[type(datamodule).__qualname__] = state
+    checkpoint["loops"][OUR_KEY] = ours
+    if datamodule is not None:
+        with run.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.state_dict"):
+            state = datamodule.state_dict()
+        if state:
+            checkpoint[type(datamodule).__qualname__] = state
     if not weights_only:
         for callback in run.callbacks:
             callback.on_save_checkpoint(run, module, checkpoint)
@@ -125,7 +133,8 @@ def restore_module_and_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     """Put back what has to be there before the module is moved to its device: weights, datamodule, callbacks."""
     module, datamodule = run.lightning_module, run.datamodule
     if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
-        datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+        with run.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.load_state_dict"):
+            datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
     module.on_load_checkpoint(checkpoint)
     run.engine.load_module_state(checkpoint, strict=module.strict_loading)
     states = checkpoint.get("callbacks")
@@ -145,25 +154,25 @@ def restore_module_and_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
             callback.load_state_dict(deepcopy(state))
 
 
-def restore_training(
-    run: Run, checkpoint: dict[str, Any], progress_from: Callable[[dict[str, Any], FitProgress], None]
-) -> None:
+def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
     """Put back what needs the optimizers to exist: counters, optimizers, schedules.
 
     Args:
         run: whose state.
         checkpoint: from :func:`read`.
-        progress_from: sets the counters from a ``loops`` part of Lightning's.
+        progress_from: sets the counters from what Lightning's fit loop has written.
 
     Raises:
         CheckpointError: the checkpoint has weights only, or another number of optimizers.
     """
-    engine = run.engine
-    ours = checkpoint.get(OUR_KEY)
+    engine, loops = run.engine, checkpoint.get("loops", {})
+    ours = loops.get(OUR_KEY, checkpoint.get(OUR_KEY))  # it stood beside `loops` once
+    finish_epoch = run.max_steps != -1  # as in Lightning: a run that counts steps goes on where the last step was
     if ours is not None:
-        run.progress.load_state_dict(ours["progress"])
-    elif "loops" in checkpoint:
-        progress_from(checkpoint["loops"], run.progress)
+        run.progress.load_state_dict(ours["progress"], finish_epoch=finish_epoch)
+    elif loops:
+        progress_from(loops["fit_loop"], run.progress, finish_epoch=finish_epoch)
+        run.progress.give_up_batch()
     for key, what in (("optimizer_states", engine.optimizers), ("lr_schedulers", engine.schedules)):
         if key not in checkpoint:
             raise CheckpointError(

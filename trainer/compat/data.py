@@ -23,8 +23,8 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from trainer.compat.callbacks import overrides
 from trainer.data import Batch
 from trainer.errors import ConfigurationError, UnsupportedError
 
@@ -154,7 +154,7 @@ class DataSource:
         selector = self.connector._datahook_selector
         assert selector is not None
         owner = selector.get_instance(name)
-        return getattr(owner, name) if is_overridden(name, owner) else None
+        return getattr(owner, name) if overrides(owner, name) else None
 
     def _make(self, stage: RunningStage) -> LoaderSet | None:
         trainer, source = self._trainer, self._sources[stage]

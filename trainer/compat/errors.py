@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from trainer.errors import ConfigurationError
+
+TunerExit = _TunerExitException
+"""Raised by Lightning's BatchSizeFinder and LearningRateFinder: they have what they wanted, the run is over."""
 
 
 def adopt() -> None:

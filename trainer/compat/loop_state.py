@@ -1,85 +1,179 @@
-"""The ``loops`` part of a checkpoint: our counters in Lightning's shape, so that either side resumes the other's."""
+"""The counters in Lightning's shape: for checkpoints, so that either side resumes the other's, and for views.
+
+Lightning counts four moments of an event (ready, started, processed, completed), since the run began (``total``) and
+since the epoch did (``current``). All of it follows from our counters and from where the loop is.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainer.progress import EvalProgress, FitProgress
+from lightning.pytorch.loops.progress import (
+    _BatchProgress,
+    _OptimizationProgress,
+    _OptimizerProgress,
+    _ProcessedTracker,
+    _Progress,
+    _ReadyCompletedTracker,
+    _SchedulerProgress,
+    _StartedTracker,
+)
+
+from trainer.accumulation import AccumulationWindow
+from trainer.progress import EpochStart, EvalProgress, FitProgress
 
 
-def loops_of(fit: FitProgress, val: EvalProgress, automatic: bool) -> dict[str, Any]:
-    """What Lightning's loops would have written at this point.
+def epochs_of(fit: FitProgress) -> _Progress:
+    """``fit_loop.epoch_progress``."""
+    inside = fit.epochs_trained == fit.epoch and fit.batches_this_epoch > 0
+    return _Progress(*(_four(fit.epochs_trained + inside, fit.epochs_trained, fit.epoch) for _ in range(2)))
+
+
+def batches_of(fit: FitProgress) -> _BatchProgress:
+    """``fit_loop.epoch_loop.batch_progress``."""
+    started, trained, start = fit.batches_started, fit.batches, fit.epoch_start
+    over = trained - (fit.in_batch and fit.is_trained)
+    total = _four(started, trained, over)
+    current = _four(started - start.batches_started, trained - start.batches, over - start.batches)
+    return _BatchProgress(total, current, fit.is_last_batch)
+
+
+def schedules_of(fit: FitProgress) -> _SchedulerProgress:
+    """``fit_loop.epoch_loop.scheduler_progress``."""
+    steps, in_epoch = fit.schedule_steps, fit.schedule_steps - fit.epoch_start.schedule_steps
+    return _SchedulerProgress(_two(steps), _two(in_epoch))
+
+
+def optimization_of(fit: FitProgress, window: AccumulationWindow) -> _OptimizationProgress:
+    """``fit_loop.epoch_loop.automatic_optimization.optim_progress``.
+
+    A batch that is under way has its step ahead where it is its window's last.
+    """
+    ahead, cleared = fit.in_batch and not fit.is_trained and window.is_last, fit.zero_grads
+    step = _Progress(*(_two(fit.optimizer_steps - n, ahead) for n in (0, fit.epoch_start.optimizer_steps)))
+    zero_grad = _Progress(
+        *(_StartedTracker(cleared - n, cleared - n, cleared - n) for n in (0, fit.epoch_start.zero_grads))
+    )
+    return _OptimizationProgress(_OptimizerProgress(step, zero_grad))
+
+
+def manual_steps_of(fit: FitProgress) -> _Progress:
+    """``fit_loop.epoch_loop.manual_optimization.optim_step_progress``."""
+    return _Progress(*(_two(fit.optimizer_steps - before) for before in (0, fit.epoch_start.optimizer_steps)))
+
+
+def evaluation_of(progress: EvalProgress, epoch: int | None = None) -> _BatchProgress:
+    """``batch_progress`` of an evaluation loop; for the validation inside a fit, in that epoch."""
+    counts = epoch is None or epoch == progress.epoch
+    total = _four(progress.total_batches * counts, progress.total_done * counts)
+    return _BatchProgress(total, _four(progress.batches, progress.batches_done), progress.is_last_batch)
+
+
+def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow, automatic: bool) -> dict[str, Any]:
+    """What Lightning's fit loop would have written at this point.
 
     Args:
         fit: the training's counters.
         val: those of the validation inside it.
+        window: the accumulation window.
         automatic: whether optimization is automatic; Lightning counts optimizer steps in either of two places.
     """
-    started, in_hook = fit.batches_trained_this_epoch, fit.in_batch and fit.is_trained
-    inside_epoch = fit.epochs_trained == fit.epoch and started > 0
-    epochs_started = fit.epochs_trained + inside_epoch
-    stepped, none = _pair(fit.optimizer_steps), _pair(0)
+    optimization = optimization_of(fit, window) if automatic else _OptimizationProgress()
+    by_hand = _no_steps() if automatic else manual_steps_of(fit)
     return {
-        "fit_loop": {
-            "state_dict": {},
-            "epoch_loop.state_dict": {"_batches_that_stepped": fit.windows},
-            "epoch_loop.batch_progress": {
-                "total": _quad(fit.batches, fit.batches - in_hook),
-                "current": _quad(started, started - in_hook),
-                "is_last_batch": fit.is_last_batch,
-            },
-            "epoch_loop.scheduler_progress": none,
-            "epoch_loop.automatic_optimization.state_dict": {},
-            "epoch_loop.automatic_optimization.optim_progress": {
-                "optimizer": {
-                    "step": stepped if automatic else none,
-                    "zero_grad": {part: {**counts, "started": counts["ready"]} for part, counts in none.items()},
-                }
-            },
-            "epoch_loop.manual_optimization.state_dict": {},
-            "epoch_loop.manual_optimization.optim_step_progress": none if automatic else stepped,
-            "epoch_loop.val_loop.state_dict": {},
-            "epoch_loop.val_loop.batch_progress": {
-                "total": _quad(val.total_batches, val.total_batches),
-                "current": _quad(val.batches, val.batches),
-                "is_last_batch": val.is_last_batch,
-            },
-            "epoch_progress": {
-                "total": {"ready": epochs_started, "started": epochs_started,
-                          "processed": fit.epochs_trained, "completed": fit.epoch},
-                "current": {"ready": epochs_started, "started": epochs_started,
-                            "processed": fit.epochs_trained, "completed": fit.epoch},
-            },
-        },
-        **{f"{name}_loop": _idle_loop(name) for name in ("validate", "test", "predict")},
-    }  # fmt: skip
+        "state_dict": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": fit.windows},
+        "epoch_loop.batch_progress": batches_of(fit).state_dict(),
+        "epoch_loop.scheduler_progress": schedules_of(fit).state_dict(),
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": optimization.state_dict(),
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_loop.manual_optimization.optim_step_progress": by_hand.state_dict(),
+        "epoch_loop.val_loop.state_dict": {},
+        "epoch_loop.val_loop.batch_progress": evaluation_of(val, fit.epoch_start.epoch).state_dict(),
+        "epoch_progress": epochs_of(fit).state_dict(),
+    }
 
 
-def progress_from(loops: dict[str, Any], progress: FitProgress) -> None:
-    """Set ``progress`` to what a checkpoint of Lightning's says: at an epoch's end, or inside an epoch."""
-    fit = loops["fit_loop"]
-    batches = fit["epoch_loop.batch_progress"]
-    automatic = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]
-    manual = fit["epoch_loop.manual_optimization.optim_step_progress"]["total"]
-    epochs_trained = fit["epoch_progress"]["current"]["processed"]
-    inside_epoch = fit["epoch_progress"]["current"]["started"] > epochs_trained
+def loops_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow, automatic: bool) -> dict[str, Any]:
+    """The ``loops`` part of a checkpoint; the arguments are those of :func:`fit_loop_of`."""
+    loops: dict[str, Any] = {"fit_loop": fit_loop_of(fit, val, window, automatic)}
+    for name in ("validate", "test", "predict"):  # their checkpoints are those of a fit that has been
+        batches = evaluation_of(EvalProgress()).state_dict()
+        if name == "predict":
+            del batches["is_last_batch"]
+        loops[f"{name}_loop"] = {"state_dict": {}, "batch_progress": batches}
+    return loops
+
+
+def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: bool = False) -> None:
+    """Set ``progress`` to what a fit loop of Lightning's has written: at an epoch's end, or inside an epoch or a batch.
+
+    Args:
+        fit: what it has written.
+        progress: what is set.
+        finish_epoch: go on with an epoch that was cut short (by ``max_steps``), too, not with the next one.
+    """
+    epochs, batches = fit["epoch_progress"]["current"], fit["epoch_loop.batch_progress"]
+    total, current = batches["total"], batches["current"]
+    automatic = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    zero_grad = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["zero_grad"]
+    manual = fit["epoch_loop.manual_optimization.optim_step_progress"]
+    schedules = fit.get("epoch_loop.scheduler_progress", _no_steps().state_dict())
+    epochs_trained, inside_epoch = epochs["processed"], epochs["started"] > epochs["processed"]
+    cut_short = epochs["processed"] > epochs["completed"] and not batches.get("is_last_batch", True)
+    if cut_short and finish_epoch:
+        epochs_trained, inside_epoch = epochs_trained - 1, True
     progress.epochs_trained = progress.epoch = epochs_trained
-    progress.batches = progress.batches_started = batches["total"]["processed"]
-    progress.batch_idx = batches["current"]["processed"] - 1 if inside_epoch else -1
-    progress.optimizer_steps = automatic["completed"] + manual["completed"]
+    progress.batches_started, progress.batches = total["ready"], total["processed"]
+    progress.batch_idx = current["ready"] - 1 if inside_epoch else -1
+    progress.in_batch = total["ready"] > total["completed"]
+    progress.is_trained = total["ready"] == total["processed"]
+    progress.closing = False
+    progress.optimizer_steps = automatic["total"]["completed"] + manual["total"]["completed"]
     progress.windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
+    progress.zero_grads = zero_grad["total"]["completed"]
+    progress.schedule_steps = schedules["total"]["completed"]
+    progress.is_last_batch = batches.get("is_last_batch", False)
+    in_epoch = automatic["current"]["completed"] + manual["current"]["completed"]
+    progress.epoch_start = EpochStart(
+        epoch=epochs_trained,
+        batches_started=total["ready"] - current["ready"],
+        batches=total["processed"] - current["processed"],
+        optimizer_steps=progress.optimizer_steps - in_epoch,
+        windows=progress.windows - in_epoch,
+        zero_grads=zero_grad["total"]["completed"] - zero_grad["current"]["completed"],
+        schedule_steps=schedules["total"]["completed"] - schedules["current"]["completed"],
+    )
 
 
-def _pair(count: int) -> dict[str, dict[str, int]]:
-    return {part: {"ready": count, "completed": count} for part in ("total", "current")}
+def evaluation_from(fit: dict[str, Any], val: EvalProgress, progress: FitProgress) -> None:
+    """Set ``val`` to what a fit loop of Lightning's has written about the validation inside it.
+
+    Args:
+        fit: what it has written.
+        val: what is set.
+        progress: the training's counters, already set.
+    """
+    batches = fit["epoch_loop.val_loop.batch_progress"]
+    val.epoch = progress.epoch_start.epoch
+    val.total_batches, val.total_done = batches["total"]["ready"], batches["total"]["completed"]
+    val.batches, val.batches_done = batches["current"]["ready"], batches["current"]["completed"]
+    val.is_last_batch = batches["is_last_batch"]
 
 
-def _quad(ready: int, completed: int) -> dict[str, int]:
-    return {"ready": ready, "started": ready, "processed": ready, "completed": completed}
+def _two(completed: int, ahead: int = 0) -> _ReadyCompletedTracker:
+    return _ReadyCompletedTracker(ready=completed + ahead, completed=completed)
 
 
-def _idle_loop(name: str) -> dict[str, Any]:
-    progress: dict[str, Any] = {"total": _quad(0, 0), "current": _quad(0, 0)}
-    if name != "predict":
-        progress["is_last_batch"] = False
-    return {"state_dict": {}, "batch_progress": progress}
+def _four(started: int, processed: int, completed: int | None = None) -> _ProcessedTracker:
+    return _ProcessedTracker(
+        ready=started,
+        started=started,
+        processed=processed,
+        completed=processed if completed is None else completed,
+    )
+
+
+def _no_steps() -> _Progress:
+    return _Progress(_two(0), _two(0))

@@ -10,34 +10,10 @@ from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage
 
+from trainer.compat import loop_state
 from trainer.compat.logging import ResultsView
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
-
-
-class BatchProgressView:
-    """``fit_loop.epoch_loop.batch_progress``."""
-
-    def __init__(self, loop: FitLoop) -> None:
-        self._loop = loop
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the current batch is its epoch's last."""
-        return self._loop.progress.is_last_batch
-
-    @property
-    def current(self) -> SimpleNamespace:
-        """Counts within the epoch."""
-        progress = self._loop.progress
-        started = progress.batches_this_epoch
-        return _counts(started, started - progress.in_batch)
-
-    @property
-    def total(self) -> SimpleNamespace:
-        """Counts over all epochs."""
-        progress = self._loop.progress
-        return _counts(progress.batches_started, progress.batches_started - progress.in_batch)
 
 
 class EvalLoopView:
@@ -76,19 +52,15 @@ class EvalLoopView:
         return len(self.max_batches)
 
     @property
-    def batch_progress(self) -> SimpleNamespace:
+    def batch_progress(self) -> Any:
         """Counts of batches."""
-        progress = self._loop.progress
-        return SimpleNamespace(
-            is_last_batch=progress.is_last_batch,
-            current=_counts(progress.batches, progress.batches),
-            total=_counts(progress.total_batches, progress.total_batches),
-        )
+        return loop_state.evaluation_of(self._loop.progress)
 
     @property
     def predictions(self) -> Any:
-        """What ``predict_step`` returned so far."""
-        return self._loop.predictions
+        """What ``predict_step`` returned so far; a list for each dataloader where there are several."""
+        made = self._loop.predictions
+        return made[0] if len(made) == 1 else made
 
 
 class EpochLoopView:
@@ -98,7 +70,26 @@ class EpochLoopView:
         self._trainer = trainer
         self._loop = loop
         self.val_loop = val_loop
-        self.batch_progress = BatchProgressView(loop)
+
+    @property
+    def batch_progress(self) -> Any:
+        """Counts of batches."""
+        return loop_state.batches_of(self._loop.progress)
+
+    @property
+    def scheduler_progress(self) -> Any:
+        """Counts of steps of schedules."""
+        return loop_state.schedules_of(self._loop.progress)
+
+    @property
+    def automatic_optimization(self) -> SimpleNamespace:
+        """Counts of steps of optimizers."""
+        return SimpleNamespace(optim_progress=loop_state.optimization_of(self._loop.progress, self._loop.window))
+
+    @property
+    def manual_optimization(self) -> SimpleNamespace:
+        """The same, in manual optimization."""
+        return SimpleNamespace(optim_step_progress=loop_state.manual_steps_of(self._loop.progress))
 
     @property
     def _results(self) -> Any:
@@ -120,8 +111,8 @@ class EpochLoopView:
 
     @property
     def batch_idx(self) -> int:
-        """Zero-based index of the current batch within its epoch."""
-        return self._loop.progress.batch_idx
+        """Zero-based index of the current batch within its epoch, or between epochs that of the last."""
+        return int(self.batch_progress.current.ready) - 1
 
     @property
     def max_steps(self) -> int:
@@ -137,6 +128,10 @@ class EpochLoopView:
         """Optimizer steps before ``should_stop`` is heeded."""
         return self._loop.limits.min_steps
 
+    def reset(self) -> None:
+        """Give up a batch that is under way."""
+        self._loop.progress.give_up_batch()
+
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open
 
@@ -150,6 +145,7 @@ class FitLoopView:
     def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoop) -> None:
         self._trainer = trainer
         self._loop = loop
+        self._val_loop = val_loop
         self.epoch_loop = EpochLoopView(trainer, loop, EvalLoopView(trainer, val_loop, RunningStage.VALIDATING))
 
     @property
@@ -157,11 +153,24 @@ class FitLoopView:
         return self._trainer._results
 
     @property
-    def epoch_progress(self) -> SimpleNamespace:
+    def epoch_progress(self) -> Any:
         """Counts of epochs."""
-        progress = self._loop.progress
-        counts = _counts(progress.epochs_trained, progress.epoch)
-        return SimpleNamespace(current=counts, total=counts)
+        return loop_state.epochs_of(self._loop.progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of all these counts."""
+        module = self._trainer.lightning_module
+        automatic = module is None or module.automatic_optimization
+        return loop_state.fit_loop_of(self._loop.progress, self._val_loop.progress, self._loop.window, automatic)
+
+    def reset(self) -> None:
+        """Give up a batch that is under way; an epoch goes on."""
+        self.epoch_loop.reset()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        loop_state.progress_from(state_dict, self._loop.progress)
+        loop_state.evaluation_from(state_dict, self._val_loop.progress, self._loop.progress)
 
     @property
     def max_epochs(self) -> int | None:
@@ -189,8 +198,8 @@ class FitLoopView:
 
     @property
     def batch_idx(self) -> int:
-        """Zero-based index of the current batch within its epoch."""
-        return self._loop.progress.batch_idx
+        """Zero-based index of the current batch within its epoch, or between epochs that of the last."""
+        return self.epoch_loop.batch_idx
 
     @property
     def total_batch_idx(self) -> int:
@@ -210,7 +219,3 @@ class FitLoopView:
 
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open
-
-
-def _counts(started: int, completed: int) -> SimpleNamespace:
-    return SimpleNamespace(ready=started, started=started, processed=started, completed=completed)
