@@ -42,19 +42,11 @@ def test_every_public_attribute_of_lightnings_trainer_exists() -> None:
 
 OUR_OWN_WAY = {
     "min_steps": "0 where nobody said; Lightning keeps the None",
-    "num_training_batches": "0 until the training data is there, Lightning: inf",
-    "val_check_batch": "likewise inf, Lightning: None",
-    "num_val_batches": "of the run that is on; Lightning remembers those of earlier runs",
-    "num_test_batches": "likewise",
-    "num_sanity_val_batches": "likewise",
+    "val_check_batch": "set when training begins; Lightning: when the training data is first asked for",
 }
 WHERE = {
-    "num_training_batches": ("fit start", "validation batch True"),
-    "val_check_batch": ("fit start", "validation batch True"),
-    "num_val_batches": ("test", "predict", "after"),
-    "num_test_batches": ("predict", "after"),
-    "num_sanity_val_batches": ("test", "predict", "after"),
     "min_steps": ("",),
+    "val_check_batch": ("validation batch True",),
 }
 
 

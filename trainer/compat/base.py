@@ -60,6 +60,7 @@ class TrainerBase:
     limit_predict_batches: int | float
     val_check_interval: int | float
     num_sanity_val_steps: int | float
+    reload_dataloaders_every_n_epochs: int
     fit_loop: FitLoopView
     validate_loop: EvalLoopView
     test_loop: EvalLoopView
@@ -67,9 +68,7 @@ class TrainerBase:
 
     barebones = False
     received_sigterm = False
-    reload_dataloaders_every_n_epochs = 0
     enable_autolog_hparams = True
-    _val_check_time_interval = None
     _model_registry = None
 
     # --- devices and processes --------------------------------------------------------------------------------
@@ -184,8 +183,10 @@ class TrainerBase:
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of one epoch; inf where nobody knows, 0 before a fit."""
-        return self.loop.batches.num_batches
+        """Batches of one epoch; inf where nobody knows, which is so before a fit, too."""
+        training = RunningStage.TRAINING
+        loaders = self.data.loaders(training) if self.data.is_ready(training) else self.loop.batches.loaders
+        return float("inf") if loaders is None else loaders.num_batches()
 
     @property
     def num_val_batches(self) -> list[float]:
@@ -235,7 +236,7 @@ class TrainerBase:
         return self.data.is_defined(RunningStage.VALIDATING) and overrides(self.module, "validation_step")
 
     def _limits(self, stage: RunningStage) -> list[float]:
-        loaders = self.data.loaders(stage) if self.data.is_ready(stage) else None
+        loaders = self.data.loaders(stage) if self.data.is_ready(stage) else self.eval_loops[stage].loaders
         return [] if loaders is None else loaders.limits
 
     def _iterables(self, stage: RunningStage) -> Any:
@@ -294,9 +295,13 @@ class TrainerBase:
         return self.loop.limits.check_val_every_n_epoch
 
     @property
-    def val_check_batch(self) -> float:
-        """Batches between validations; inf for the end of the epoch."""
+    def val_check_batch(self) -> float | None:
+        """Batches between validations; inf for the end of the epoch, None where time decides."""
         return self.loop.limits.val_check_batch
+
+    @property
+    def _val_check_time_interval(self) -> float | None:
+        return self.loop.limits.val_check_seconds
 
     @property
     def log_every_n_steps(self) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer.connectors.data_connector import (
     _check_dataloader_iterable,
     _DataConnector,
@@ -26,7 +28,18 @@ from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_al
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.data import Batch
-from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.errors import UnsupportedError
+
+Watch = Callable[[Iterable[Any]], Iterable[Any]]
+"""Puts a profiler's clock around the fetching of each item."""
+
+_FETCHING = {
+    RunningStage.TRAINING: "[_TrainingEpochLoop].train_dataloader_next",
+    RunningStage.VALIDATING: "[_EvaluationLoop].val_next",
+    RunningStage.TESTING: "[_EvaluationLoop].test_next",
+    RunningStage.PREDICTING: "[_PredictionLoop].predict_next",
+}
+"""What Lightning's profilers call the fetching of a batch."""
 
 
 class LoaderSet:
@@ -36,12 +49,16 @@ class LoaderSet:
         combined: the dataloaders, prepared.
         limits: batches to run of each.
         has_length: whether the length of each is known.
+        watch: put around a source of batches, by a profiler; None for nothing.
     """
 
-    def __init__(self, combined: CombinedLoader, limits: list[float], has_length: bool) -> None:
+    def __init__(
+        self, combined: CombinedLoader, limits: list[float], has_length: bool, watch: Watch | None = None
+    ) -> None:
         self.combined = combined
         self._limits = limits
         self._has_length = has_length
+        self._watch = _unwatched if watch is None else watch
 
     @property
     def limits(self) -> list[float]:
@@ -60,9 +77,7 @@ class LoaderSet:
 
     def num_batches(self) -> float:
         """Batches in one pass; inf where nobody knows."""
-        if self.is_sequential:
-            return sum(self._limits)
-        return min(self._limits) if self.combined._mode == "min_size" else max(self._limits)
+        return self._together(self._limits)
 
     def start_epoch(self, epoch: int) -> None:
         """Distributed samplers shuffle by the epoch's number."""
@@ -72,17 +87,25 @@ class LoaderSet:
     def only(self) -> Iterable[Batch] | None:
         """The one plain dataloader, iterated without CombinedLoader's machinery (about 10 microseconds a batch)."""
         flattened = self.combined.flattened
-        return flattened[0] if len(flattened) == 1 and self.combined.iterables is flattened[0] else None
+        is_plain = len(flattened) == 1 and self.combined.iterables is flattened[0]
+        return self._watch(flattened[0]) if is_plain else None
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """One pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
         limits = [min(own, limit) for own in self._limits]
+        count = self._together(limits)
+        stop = None if count == float("inf") else int(count)
         only = self.only()
         if only is not None:
-            source = islice(iter(only), None if limits[0] == float("inf") else int(limits[0]))
-            return ((batch, batch_idx, 0) for batch_idx, batch in enumerate(source))
+            return ((batch, batch_idx, 0) for batch_idx, batch in enumerate(islice(only, stop)))
         self.combined.limits = limits
-        return iter(self.combined)
+        return islice(self._watch(self.combined), stop)
+
+    def _together(self, counts: list[float]) -> float:
+        """Batches of a pass in which each dataloader has so many."""
+        if self.is_sequential:
+            return sum(counts)
+        return min(counts) if self.combined._mode == "min_size" else max(counts)
 
 
 class DataSource:
@@ -98,6 +121,8 @@ class DataSource:
         self.datamodule: LightningDataModule | None = None
         self._sources: dict[RunningStage, _DataLoaderSource] = {}
         self._ready: dict[RunningStage, LoaderSet | None] = {}
+        self._made_in: dict[RunningStage, float] = {}
+        self._outdated: set[RunningStage] = set()
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
         """Note where each stage's dataloaders will come from.
@@ -110,6 +135,7 @@ class DataSource:
         self.datamodule = datamodule
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
+        self._outdated.clear()
         for stage in (
             RunningStage.TRAINING,
             RunningStage.VALIDATING,
@@ -134,13 +160,36 @@ class DataSource:
         """Whether the dataloaders of ``stage`` have been made already."""
         return stage in self._ready
 
-    def loaders(self, stage: RunningStage) -> LoaderSet | None:
-        """The dataloaders of ``stage``, made at the first call; None where there are none or their limit is 0."""
-        if stage not in self._ready:
+    def is_due(self, stage: RunningStage) -> bool:
+        """Whether the dataloaders of ``stage`` are to be made before its next pass, for the first time or anew."""
+        if stage not in self._ready or stage in self._outdated:
+            return True
+        every = self._trainer.reload_dataloaders_every_n_epochs
+        return bool(every) and self._trainer.current_epoch - self._made_in[stage] >= every
+
+    def outdate(self, stage: RunningStage) -> None:
+        """Have the dataloaders of ``stage`` made anew before its next pass, training's before its next epoch."""
+        self._outdated.add(stage)
+
+    def loaders(self, stage: RunningStage, anew: bool = False) -> LoaderSet | None:
+        """The dataloaders of ``stage``, made at the first call; None where there are none or their limit is 0.
+
+        Args:
+            stage: whose.
+            anew: make them also where they have been made already.
+        """
+        old = self._ready.get(stage)
+        if stage not in self._ready or anew:
             with warnings.catch_warnings():
                 # Lightning 2.6.6 asks torch's pytree in a way that torch 2.15 deprecates
                 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
                 self._ready[stage] = self._make(stage)
+            self._outdated.discard(stage)
+            # a sanity check makes those of its epoch's validation, too; but not every epoch has one
+            is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()
+            self._made_in[stage] = float("-inf") if is_extra else self._trainer.current_epoch
+        if old is not None and old is not self._ready[stage]:
+            old.combined.reset()
         return self._ready[stage]
 
     def release(self) -> None:
@@ -167,11 +216,6 @@ class DataSource:
         trainer.strategy.barrier(f"{stage.dataloader_prefix}_dataloader()")
         mode: Literal["max_size_cycle", "sequential"] = "max_size_cycle" if training else "sequential"
         combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode)
-        if training and combined._mode == "sequential":
-            raise ConfigurationError(
-                'Got CombinedLoader(mode="sequential") for training, expected "max_size_cycle", "max_size" or'
-                ' "min_size": training takes one batch of each dataloader at a time.'
-            )
         if fitting and trainer.overfit_batches > 0:
             _resolve_overfit_batches(combined, stage)
         for loader in combined.flattened:
@@ -186,7 +230,11 @@ class DataSource:
             for loader in combined.flattened
         ]
         limits = [_parse_num_batches(stage, length, limit) for length in lengths]
-        return LoaderSet(combined, limits, has_length=float("inf") not in lengths)
+        return LoaderSet(combined, limits, has_length=float("inf") not in lengths, watch=self._watch_of(stage))
+
+    def _watch_of(self, stage: RunningStage) -> Watch | None:
+        profiler = self._trainer.profiler
+        return None if isinstance(profiler, PassThroughProfiler) else partial(_watched, profiler, _FETCHING[stage])
 
     def _prepare(self, loader: Any, stage: RunningStage) -> Any:
         shuffled = stage is RunningStage.TRAINING or _is_dataloader_shuffled(loader)
@@ -200,6 +248,21 @@ class DataSource:
         loader = self._trainer.strategy.process_dataloader(loader)
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
         return loader
+
+
+def _unwatched(source: Iterable[Any]) -> Iterable[Any]:
+    return source
+
+
+def _watched(profiler: Profiler, name: str, source: Iterable[Any]) -> Iterator[Any]:
+    """``source``, with the time to fetch each item on the profiler's account."""
+    iterator, end = iter(source), object()
+    while True:
+        with profiler.profile(name):
+            item = next(iterator, end)
+        if item is end:
+            return
+        yield item
 
 
 def refuse_dataloader_iter(module: LightningModule) -> None:
