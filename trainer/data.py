@@ -42,6 +42,21 @@ class Loaders(Protocol):
         """The one plain dataloader that there is, or None where there are several."""
 
 
+class DrawnLoaders(Loaders, Protocol):
+    """Loaders whose batches a step draws itself (``dataloader_iter``): a pass says only that there is a step to do."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last batch of the pass has been drawn, as far as is known."""
+
+    @property
+    def last(self) -> tuple[Batch, int, int]:
+        """The batch drawn last, its index, and its dataloader's."""
+
+    def iterator(self) -> Iterator[tuple[Batch, int, int]]:
+        """What a step draws from."""
+
+
 class TrainingBatches:
     """The training data as the fit loop sees it: iterate for (batch, batch_idx, is_last).
 

@@ -38,6 +38,7 @@ from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
+from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import ModuleScope, attach_log, detach_log
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.data import Loaders, TrainingBatches, Transfer
@@ -52,7 +53,7 @@ from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
 from trainer.progress import FitProgress
-from trainer.side_doors import ClosureOptimization, ManualOptimization
+from trainer.side_doors import ClosureOptimization, ManualOptimization, draw_in_evaluation, draw_in_fit
 
 _STAGES = {
     TrainerFn.FITTING: RunningStage.TRAINING,
@@ -587,6 +588,8 @@ class Trainer(TrainerBase):
         self.engine.adapter.side_door = side_door
         if side_door is not None:
             loop.train = side_door.train_batch
+        if isinstance(loaders, DrawnLoaderSet):
+            draw_in_fit(loop, loaders, ends_epoch=module.automatic_optimization)
         if profiled:
             loop.transfer = self._profiled("[FitLoop].transfer", loop.transfer)
             loop.training_step = self._profiled("[FitLoop].training_step", loop.training_step)
@@ -608,6 +611,8 @@ class Trainer(TrainerBase):
             loaders=loaders,
             inference_mode=inference_mode,
         )
+        if isinstance(loaders, DrawnLoaderSet):
+            draw_in_evaluation(loop, loaders)
 
     def _transfer(self) -> Transfer:
         plugin = self.engine.adapter.plugin
@@ -679,7 +684,7 @@ class Trainer(TrainerBase):
                     " `check_val_every_n_epoch=None`."
                 )
             limits.val_check_batch = interval
-        elif interval == 1.0 and not loaders.has_length:
+        elif interval == 1.0 and (isinstance(loaders, DrawnLoaderSet) or not loaders.has_length):
             limits.val_check_batch = float("inf")
         elif num_batches == float("inf"):
             raise ConfigurationError(

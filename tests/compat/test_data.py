@@ -13,9 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from tests.parity import Classifier, Learner, data, ours, run_both
-from trainer.compat.data import LoaderSet
+from trainer.compat.loaders import LoaderSet
 from trainer.data import TrainingBatches
-from trainer.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -247,13 +246,6 @@ def test_missing_data_is_named() -> None:
     with pytest.raises(MisconfigurationException, match="`test_dataloader` must be implemented"):
         trainer.test(Classifier())
     assert not trainer.data.is_ready(RunningStage.TESTING)
-
-
-@pytest.mark.parametrize("name", ["training_step", "validation_step"])
-def test_steps_that_draw_their_own_batches_are_refused(name: str) -> None:
-    module = type("Draws", (Classifier,), {name: lambda self, dataloader_iter: None})()
-    with pytest.raises(UnsupportedError, match=f"Draws.{name}\\(dataloader_iter\\)"):
-        ours(max_epochs=1).fit(module, data(2), data(2))
 
 
 def test_the_order_of_a_shuffled_loader_follows_the_seed() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import islice
 from typing import Any, Literal
 
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.utilities import _select_data_fetcher
 from lightning.pytorch.trainer.connectors.data_connector import (
     _check_dataloader_iterable,
     _DataConnector,
@@ -27,85 +25,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from trainer.data import Batch
-from trainer.errors import UnsupportedError
-
-Watch = Callable[[Iterable[Any]], Iterable[Any]]
-"""Puts a profiler's clock around the fetching of each item."""
-
-_FETCHING = {
-    RunningStage.TRAINING: "[_TrainingEpochLoop].train_dataloader_next",
-    RunningStage.VALIDATING: "[_EvaluationLoop].val_next",
-    RunningStage.TESTING: "[_EvaluationLoop].test_next",
-    RunningStage.PREDICTING: "[_PredictionLoop].predict_next",
-}
-"""What Lightning's profilers call the fetching of a batch."""
-
-
-class LoaderSet:
-    """The dataloaders of one stage, ready to run. Implements ``trainer.data.Loaders``.
-
-    Args:
-        combined: the dataloaders, prepared.
-        limits: batches to run of each.
-        has_length: whether the length of each is known.
-        watch: put around a source of batches, by a profiler; None for nothing.
-    """
-
-    def __init__(
-        self, combined: CombinedLoader, limits: list[float], has_length: bool, watch: Watch | None = None
-    ) -> None:
-        self.combined = combined
-        self._limits = limits
-        self._has_length = has_length
-        self._watch = _unwatched if watch is None else watch
-
-    @property
-    def limits(self) -> list[float]:
-        """Batches to run of each dataloader."""
-        return self._limits
-
-    @property
-    def is_sequential(self) -> bool:
-        """Whether one dataloader follows the other."""
-        return bool(self.combined._mode == "sequential")
-
-    @property
-    def has_length(self) -> bool:
-        """Whether the length of each is known."""
-        return self._has_length
-
-    def num_batches(self) -> float:
-        """Batches in one pass; inf where nobody knows."""
-        return self._together(self._limits)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Distributed samplers shuffle by the epoch's number."""
-        for loader in self.combined.flattened:
-            _set_sampler_epoch(loader, epoch)
-
-    def only(self) -> Iterable[Batch] | None:
-        """The one plain dataloader, iterated without CombinedLoader's machinery (about 10 microseconds a batch)."""
-        flattened = self.combined.flattened
-        is_plain = len(flattened) == 1 and self.combined.iterables is flattened[0]
-        return self._watch(flattened[0]) if is_plain else None
-
-    def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """One pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
-        limits = [min(own, limit) for own in self._limits]
-        count = self._together(limits)
-        stop = None if count == float("inf") else int(count)
-        only = self.only()
-        if only is not None:
-            return ((batch, batch_idx, 0) for batch_idx, batch in enumerate(islice(only, stop)))
-        self.combined.limits = limits
-        return islice(self._watch(self.combined), stop)
-
-    def _together(self, counts: list[float]) -> float:
-        """Batches of a pass in which each dataloader has so many."""
-        if self.is_sequential:
-            return sum(counts)
-        return min(counts) if self.combined._mode == "min_size" else max(counts)
+from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 
 
 class DataSource:
@@ -230,11 +150,10 @@ class DataSource:
             for loader in combined.flattened
         ]
         limits = [_parse_num_batches(stage, length, limit) for length in lengths]
-        return LoaderSet(combined, limits, has_length=float("inf") not in lengths, watch=self._watch_of(stage))
-
-    def _watch_of(self, stage: RunningStage) -> Watch | None:
-        profiler = self._trainer.profiler
-        return None if isinstance(profiler, PassThroughProfiler) else partial(_watched, profiler, _FETCHING[stage])
+        fetcher = _select_data_fetcher(trainer, stage)
+        if isinstance(fetcher, _DataLoaderIterDataFetcher):
+            return DrawnLoaderSet(combined, limits, fetcher, trainer.profiler, stage)
+        return LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
 
     def _prepare(self, loader: Any, stage: RunningStage) -> Any:
         shuffled = stage is RunningStage.TRAINING or _is_dataloader_shuffled(loader)
@@ -248,33 +167,3 @@ class DataSource:
         loader = self._trainer.strategy.process_dataloader(loader)
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
         return loader
-
-
-def _unwatched(source: Iterable[Any]) -> Iterable[Any]:
-    return source
-
-
-def _watched(profiler: Profiler, name: str, source: Iterable[Any]) -> Iterator[Any]:
-    """``source``, with the time to fetch each item on the profiler's account."""
-    iterator, end = iter(source), object()
-    while True:
-        with profiler.profile(name):
-            item = next(iterator, end)
-        if item is end:
-            return
-        yield item
-
-
-def refuse_dataloader_iter(module: LightningModule) -> None:
-    """``training_step(self, dataloader_iter)`` is not supported yet.
-
-    Raises:
-        UnsupportedError: a step of ``module`` takes it.
-    """
-    for name in ("training_step", "validation_step", "test_step", "predict_step"):
-        code = getattr(getattr(module, name, None), "__code__", None)
-        if code is not None and "dataloader_iter" in code.co_varnames[: code.co_argcount]:
-            raise UnsupportedError(
-                f"Got {type(module).__name__}.{name}(dataloader_iter), expected {name}(batch, batch_idx): steps that"
-                " draw their own batches are not supported yet."
-            )

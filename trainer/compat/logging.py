@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -74,6 +75,7 @@ class ModuleLog:
         self._module = module
         self._state = vars(module)
         self._trainer = trainer
+        self._draws = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # SWA and WeightAveraging copy the module: the copy logs as Lightning's own modules do, and does not
@@ -138,6 +140,11 @@ class ModuleLog:
         if not value.is_floating_point():
             value = value.to(_default_dtype())
         if batch_size is None:
+            if self._draws and self._trainer.training:
+                raise _misuse(
+                    "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)` should be"
+                    " provided."
+                )
             batch_size = _batch_size(store) if entry.options.on_epoch and entry.options.reduce_fx == "mean" else 1
         entry.update(value, batch_size)
 

@@ -61,6 +61,10 @@ class EvalLoopView:
         return None if loaders is None else loaders.combined
 
     @property
+    def _data_fetcher(self) -> Any:
+        return getattr(self._loop.loaders, "fetcher", None)
+
+    @property
     def max_batches(self) -> list[float]:
         """Batches to run of each dataloader."""
         return [] if self._loop.loaders is None else self._loop.loaders.limits
@@ -188,6 +192,10 @@ class FitLoopView:
         data = self._trainer.data
         loaders = data.loaders(RunningStage.TRAINING) if data.is_ready(RunningStage.TRAINING) else None
         return None if loaders is None else loaders.combined
+
+    @property
+    def _data_fetcher(self) -> Any:
+        return getattr(self._loop.batches.loaders, "fetcher", None)
 
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open
