@@ -87,15 +87,15 @@ def test_sanity_steps(given, steps):
         ({"max_epochs": -2}, ConfigurationError, r"`max_epochs` must be.*passed in -2"),
         ({"max_steps": -2}, ConfigurationError, r"`max_steps` must be.*passed in -2"),
         ({"num_sanity_val_steps": -2}, ConfigurationError, r"num_sanity_val_steps=-2, expected a number"),
-        ({"val_check_interval": "00:01:00:00"}, UnsupportedError, r"intervals of time are not supported yet"),
-        ({"val_check_interval": timedelta(hours=1)}, UnsupportedError, r"val_check_interval=.*not supported yet"),
+        ({"val_check_interval": "01:00:00"}, ConfigurationError, r"'01:00:00'. Expected 'DD:HH:MM:SS'"),
+        ({"val_check_interval": "00:01:00:half"}, ConfigurationError, r"Invalid time format for `val_check_interval`"),
         ({"val_check_interval": 1.5}, ConfigurationError, r"1.5 for val_check_interval"),
         ({"check_val_every_n_epoch": 1.5}, ConfigurationError, r"check_val_every_n_epoch.*found 1.5"),
         ({"check_val_every_n_epoch": 0}, ConfigurationError, r"check_val_every_n_epoch=0, expected at least 1"),
         (
             {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
             ConfigurationError,
-            r"val_check_interval=0.5, expected a whole number of batches",
+            r"should be an integer or a time-based duration.*Got 0.5",
         ),
     ],
 )
@@ -106,6 +106,19 @@ def test_impossible_limits(given, kind, message):
 
 def test_batches_over_all_epochs():
     assert limits(check_val_every_n_epoch=None, val_check_interval=100).val_check_interval == 100
+    assert limits(check_val_every_n_epoch=None).val_check_interval == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("01:02:03:04", 93784.0), ({"hours": 2, "minutes": 30}, 9000.0), (timedelta(days=1, seconds=30), 86430.0)],
+)
+def test_time_between_validations(given, seconds):
+    for every in (1, None):
+        parsed = limits(val_check_interval=given, check_val_every_n_epoch=every)
+        assert (parsed.val_check_interval, parsed.val_check_seconds) == (1.0, seconds)
+    assert limits(val_check_interval=given, fast_dev_run=True).val_check_seconds is None
+    assert limits(val_check_interval=2).val_check_seconds is None
 
 
 # --- the Trainer refuses, when it is built --------------------------------------------------------------------------
@@ -114,7 +127,8 @@ def test_batches_over_all_epochs():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"reload_dataloaders_every_n_epochs": 2}, UnsupportedError, r"reload_dataloaders_every_n_epochs=2"),
+        ({"reload_dataloaders_every_n_epochs": -1}, ConfigurationError, r"should be an int >= 0, got -1"),
+        ({"reload_dataloaders_every_n_epochs": "1"}, ConfigurationError, r"should be an int >= 0, got '1'"),
         ({"limit_train_batches": 1.5}, ConfigurationError, r"1.5 for limit_train_batches"),
         ({"max_epochs": -3}, ConfigurationError, r"max_epochs"),
         ({"precision": "17-mixed"}, PrecisionError, r"precision='17-mixed'.*Did you mean '16-mixed'"),

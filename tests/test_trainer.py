@@ -32,7 +32,7 @@ from tests.parity import (
 )
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation, GradientClipping
-from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
+from trainer.errors import ConfigurationError, PrecisionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -93,7 +93,7 @@ def test_the_methods_have_lightnings_signatures(method: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "reload": ({"reload_dataloaders_every_n_epochs": 1}, UnsupportedError, "reload_dataloaders.*not supported yet"),
+    "reload": ({"reload_dataloaders_every_n_epochs": -1}, ConfigurationError, "should be an int >= 0, got -1"),
     "fsdp": ({"strategy": "fsdp"}, Exception, "fsdp|FSDP|Sharded"),
     "deepspeed": ({"strategy": "deepspeed"}, Exception, "(?i)deepspeed|Sharded"),
     "strategy": ({"strategy": "nonsense"}, ValueError, "nonsense"),
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no gpu": ({"accelerator": "cuda"}, MisconfigurationException, "(?i)cuda|gpu"),
     "devices": ({"devices": 0}, MisconfigurationException, "devices"),
     "precision": ({"precision": "16-mixd"}, PrecisionError, "Did you mean '16-mixed'"),
-    "time as interval": ({"val_check_interval": "00:01:00:00"}, UnsupportedError, "of time are not supported"),
+    "time as interval": ({"val_check_interval": "00:01"}, ConfigurationError, "Expected 'DD:HH:MM:SS'"),
     "max_epochs": ({"max_epochs": -2}, ConfigurationError, "`max_epochs` must be a non-negative integer or -1"),
     "max_steps": ({"max_steps": -2}, ConfigurationError, "`max_steps` must be a non-negative integer or -1"),
     "fast_dev_run": ({"fast_dev_run": -1}, ConfigurationError, "fast_dev_run=-1"),
@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sanity": ({"num_sanity_val_steps": -2}, ConfigurationError, "num_sanity_val_steps=-2"),
     "every": ({"check_val_every_n_epoch": 0.5}, ConfigurationError, "should be an integer, found 0.5"),
     "every None, float": (
-        {"check_val_every_n_epoch": None, "val_check_interval": 0.5}, ConfigurationError, "a whole number of batches",
+        {"check_val_every_n_epoch": None, "val_check_interval": 0.5}, ConfigurationError, "should be an integer or a",
     ),
     "accumulation": ({"accumulate_grad_batches": 0}, ConfigurationError, "accumulate_grad_batches=0"),
     "algorithm": (
@@ -571,7 +571,7 @@ def test_collections_of_dataloaders() -> None:
     assert lengths(CombinedLoader([data(8), data(4)], "min_size")) == 2
     assert lengths(CombinedLoader([data(8), data(4)], "max_size")) == 4
     assert shapes[-1][1] is None
-    with pytest.raises(ValueError, match='CombinedLoader\\(mode="sequential"\\) for training'):
+    with pytest.raises(ValueError, match='`FitLoop` does not support the `CombinedLoader\\(mode="sequential"\\)`'):
         lengths(CombinedLoader([data(8), data(4)], "sequential"))
 
 
@@ -686,7 +686,7 @@ def test_the_simple_profiler_knows_where_the_time_of_a_step_goes(tmp_path: Path)
     assert durations["[FitLoop].training_step"] == steps
     assert durations["[FitLoop].update_weights"] == steps
     assert durations["[LightningModule]Learner.backward"] == steps
-    assert durations["[FitLoop].next_batch"] == steps + 4  # the end of each epoch is asked for too
+    assert durations["[_TrainingEpochLoop].train_dataloader_next"] == steps
 
 
 class CountsSteps(Learner):

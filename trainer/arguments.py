@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from trainer.errors import ConfigurationError, UnsupportedError
@@ -21,6 +22,7 @@ class RunLimits:
         max_steps: optimizer steps; -1 for no limit.
         train, val, test, predict: batches, or a share of them (float).
         val_check_interval: batches between validations, or a share of the epoch (float).
+        val_check_seconds: seconds between validations; None to count batches.
         check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
         num_sanity_val_steps: batches of the sanity check; inf for all.
     """
@@ -32,6 +34,7 @@ class RunLimits:
     test: int | float
     predict: int | float
     val_check_interval: int | float
+    val_check_seconds: float | None
     check_val_every_n_epoch: int | None
     num_sanity_val_steps: int | float
 
@@ -54,7 +57,6 @@ def parse_limits(
 
     Raises:
         ConfigurationError: a value out of range.
-        UnsupportedError: a time-based ``val_check_interval``.
     """
     if fast_dev_run < 0:
         raise ConfigurationError(
@@ -65,11 +67,9 @@ def parse_limits(
         raise ConfigurationError(f"`max_epochs` must be a non-negative integer or -1. You passed in {max_epochs}.")
     if max_steps < -1:
         raise ConfigurationError(f"`max_steps` must be a non-negative integer or -1. You passed in {max_steps}.")
-    if val_check_interval is not None and not isinstance(val_check_interval, (int, float)):
-        raise UnsupportedError(
-            f"Got val_check_interval={val_check_interval!r}, expected a number of batches or a share of the epoch:"
-            " intervals of time are not supported yet."
-        )
+    val_check_seconds = None
+    if isinstance(val_check_interval, (str, dict, timedelta)):
+        val_check_interval, val_check_seconds = None, _seconds(val_check_interval)
     if check_val_every_n_epoch is not None and not isinstance(check_val_every_n_epoch, int):
         raise ConfigurationError(f"`check_val_every_n_epoch` should be an integer, found {check_val_every_n_epoch!r}.")
     if check_val_every_n_epoch is not None and check_val_every_n_epoch < 1:
@@ -78,8 +78,9 @@ def parse_limits(
         )
     if check_val_every_n_epoch is None and isinstance(val_check_interval, float):
         raise ConfigurationError(
-            f"Got check_val_every_n_epoch=None and val_check_interval={val_check_interval!r}, expected a whole number"
-            " of batches as the interval where it does not follow the epochs."
+            "`val_check_interval` should be an integer or a time-based duration (str 'DD:HH:MM:SS',"
+            " datetime.timedelta, or dict kwargs for timedelta) when `check_val_every_n_epoch=None`."
+            f" Got {val_check_interval!r}."
         )
     train, val = (
         _amount(limit_train_batches, "limit_train_batches"),
@@ -95,6 +96,7 @@ def parse_limits(
         test=_amount(limit_test_batches, "limit_test_batches"),
         predict=_amount(limit_predict_batches, "limit_predict_batches"),
         val_check_interval=_amount(val_check_interval, "val_check_interval"),
+        val_check_seconds=val_check_seconds,
         check_val_every_n_epoch=check_val_every_n_epoch,
         num_sanity_val_steps=_sanity_steps(num_sanity_val_steps),
     )
@@ -105,6 +107,7 @@ def parse_limits(
         limits.test = limits.predict = batches
         limits.max_steps, limits.max_epochs = batches, 1
         limits.num_sanity_val_steps, limits.val_check_interval, limits.check_val_every_n_epoch = 0, 1.0, 1
+        limits.val_check_seconds = None
     return limits
 
 
@@ -195,6 +198,29 @@ def _amount(given: int | float | None, name: str) -> int | float:
     if given > 1 and given % 1 == 0:
         return int(given)
     raise ConfigurationError(f"You have passed invalid value {given} for {name}, it has to be in [0.0, 1.0] or an int.")
+
+
+def _seconds(given: str | dict[str, Any] | timedelta) -> float:
+    """An interval of time: ``"DD:HH:MM:SS"``, the arguments of a timedelta, or one."""
+    if isinstance(given, str):
+        parts = given.split(":")
+        if len(parts) != 4 or not all(part.strip().isdecimal() for part in parts):
+            raise ConfigurationError(
+                f"Invalid time format for `val_check_interval`: {given!r}. Expected 'DD:HH:MM:SS', four whole numbers."
+            )
+        given = dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts), strict=True))
+    return (given if isinstance(given, timedelta) else timedelta(**given)).total_seconds()
+
+
+def parse_reload_interval(given: Any) -> int:
+    """``reload_dataloaders_every_n_epochs``, checked.
+
+    Raises:
+        ConfigurationError: not a whole number of epochs.
+    """
+    if not isinstance(given, int) or given < 0:
+        raise ConfigurationError(f"`reload_dataloaders_every_n_epochs` should be an int >= 0, got {given!r}.")
+    return given
 
 
 def _sanity_steps(given: int | None) -> int | float:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainer.errors import ConfigurationError
+
 Batch = Any
 
 
@@ -40,29 +42,54 @@ class Loaders(Protocol):
         """The one plain dataloader that there is, or None where there are several."""
 
 
+class DrawnLoaders(Loaders, Protocol):
+    """Loaders whose batches a step draws itself (``dataloader_iter``): a pass says only that there is a step to do."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last batch of the pass has been drawn, as far as is known."""
+
+    @property
+    def last(self) -> tuple[Batch, int, int]:
+        """The batch drawn last, its index, and its dataloader's."""
+
+    def iterator(self) -> Iterator[tuple[Batch, int, int]]:
+        """What a step draws from."""
+
+
 class TrainingBatches:
     """The training data as the fit loop sees it: iterate for (batch, batch_idx, is_last).
 
     Args:
         loaders: the training dataloaders; None for none.
-        watch: put around the source of batches, by a profiler; None for nothing.
+        renew: asked before each epoch for dataloaders to go on with; None where the first ones stay.
     """
 
-    def __init__(
-        self, loaders: Loaders | None, watch: Callable[[Iterable[Batch]], Iterable[Batch]] | None = None
-    ) -> None:
+    def __init__(self, loaders: Loaders | None, renew: Callable[[], Loaders | None] | None = None) -> None:
         self.loaders = loaders
-        self._watch = watch
         self.num_batches: float = loaders.num_batches() if loaders is not None else 0
         self.has_length = loaders is None or loaders.has_length
+        self._renew = renew
         self._skip = 0
 
     def __bool__(self) -> bool:
         return self.num_batches > 0
 
     def start_epoch(self, epoch: int, skip: int) -> None:
-        """The next pass is that of ``epoch``, without its first ``skip`` batches (they are loaded and dropped)."""
+        """The next pass is that of ``epoch``, without its first ``skip`` batches (they are loaded and dropped).
+
+        Raises:
+            ConfigurationError: the dataloaders run one after the other.
+        """
+        renewed = self._renew() if self._renew is not None else None
+        if renewed is not None:
+            self.loaders, self.num_batches, self.has_length = renewed, renewed.num_batches(), renewed.has_length
         assert self.loaders is not None
+        if self.loaders.is_sequential:
+            raise ConfigurationError(
+                '`FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. Training takes one batch of'
+                ' each dataloader at a time: choose "max_size_cycle", "max_size" or "min_size".'
+            )
         self.loaders.start_epoch(epoch)
         self._skip = skip
 
@@ -72,8 +99,6 @@ class TrainingBatches:
         source = iter(only) if only is not None else (batch for batch, *_ in self.loaders.batches())
         first, count = self._skip, None if self.num_batches == float("inf") else int(self.num_batches)
         source = islice(source, count)
-        if self._watch is not None:
-            source = iter(self._watch(source))
         if not self.has_length:
             return ((batch, i, last) for i, (batch, last) in enumerate(_with_last(source)) if i >= first)
         return ((batch, i, i + 1 == count) for i, batch in enumerate(source) if i >= first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -116,11 +116,12 @@ class EvalLoop:
             self.hooks.of(f"on_{self.stage}_epoch_start")()
             loaders.start_epoch(self.fit_progress.epochs_trained)
             current = 0
-            for batch, batch_idx, dataloader_idx in loaders.batches(limit):
-                if dataloader_idx != current:
-                    logged.append(self.close_dataloader())
-                    current = dataloader_idx
-                self.evaluate_batch(batch, batch_idx, dataloader_idx if several else None)
+            with suppress(StopIteration):  # a step that draws its own batches may come to their end
+                for batch, batch_idx, dataloader_idx in loaders.batches(limit):
+                    if dataloader_idx != current:
+                        logged.append(self.close_dataloader())
+                        current = dataloader_idx
+                    self.evaluate_batch(batch, batch_idx, dataloader_idx if several else None)
             self.progress.is_last_batch = True
             logged.append(self.close_dataloader())
             self.metrics.dataloader_idx = None

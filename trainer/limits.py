@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from trainer.progress import FitProgress
 
 
@@ -18,9 +20,12 @@ class FitLimits:
         min_steps: optimizer steps before ``should_stop`` is heeded; None for none.
         check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
         log_every_n_steps: weight updates between two rows in the loggers; 0 for none.
+        val_check_seconds: seconds between validations; None to count batches.
 
     Attributes:
-        val_check_batch: batches between validations within an epoch; inf for its end. Set when a run starts.
+        val_check_batch: batches between validations within an epoch; inf for its end, None where time decides
+            and before the first run.
+        validated_at: when the run started or, if that is later, the last validation ended (``time.monotonic``).
         should_stop: whether training is to end after the current batch, if the minima are met.
         interruption: what to raise when the current batch is over: a signal has come. None for nothing.
     """
@@ -35,6 +40,7 @@ class FitLimits:
         min_steps: int | None = None,
         check_val_every_n_epoch: int | None = 1,
         log_every_n_steps: int = 50,
+        val_check_seconds: float | None = None,
     ) -> None:
         self.max_epochs = max_epochs
         self.min_epochs = min_epochs
@@ -42,7 +48,9 @@ class FitLimits:
         self.min_steps = min_steps
         self.check_val_every_n_epoch = check_val_every_n_epoch
         self.log_every_n_steps = log_every_n_steps
-        self.val_check_batch: float = float("inf")
+        self.val_check_seconds = val_check_seconds
+        self.val_check_batch: float | None = None
+        self.validated_at = 0.0
         self.should_stop = False
         self.interruption: BaseException | None = None
         self._progress = progress
@@ -89,11 +97,17 @@ class FitLimits:
         progress = self._progress
         if self.should_stop and self.may_stop():
             return True
-        if self.val_check_batch == float("inf"):
+        if self.val_check_seconds is not None:
+            return time.monotonic() - self.validated_at >= self.val_check_seconds
+        if self.val_check_batch is None or self.val_check_batch == float("inf"):
             return progress.is_last_batch
         counts_over_epochs = self.check_val_every_n_epoch is None
         number = progress.batches if counts_over_epochs else progress.batches_this_epoch
         return number % self.val_check_batch == 0
+
+    def restart_validation_clock(self) -> None:
+        """Count the seconds to the next validation from now."""
+        self.validated_at = time.monotonic()
 
     def logging_is_due(self) -> bool:
         """Whether the loggers get a row for the current weight update."""

@@ -43,11 +43,12 @@ from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
 from trainer.compat.errors import TunerExit
+from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_results
 from trainer.compat.optimizers import with_closure
 from trainer.compat.signals import Signals, ctrl_c_ignored, requeued_checkpoint
 from trainer.compat.views import EvalLoopView, FitLoopView
-from trainer.data import TrainingBatches, Transfer
+from trainer.data import Loaders, TrainingBatches, Transfer
 from trainer.errors import ConfigurationError
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import Clip, FitLoop
@@ -59,7 +60,7 @@ from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
 from trainer.progress import FitProgress
-from trainer.side_doors import ClosureOptimization, ManualOptimization
+from trainer.side_doors import ClosureOptimization, ManualOptimization, draw_in_evaluation, draw_in_fit
 
 _STAGES = {
     TrainerFn.FITTING: RunningStage.TRAINING,
@@ -117,7 +118,7 @@ class Trainer(TrainerBase):
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,
@@ -141,7 +142,6 @@ class Trainer(TrainerBase):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
     ) -> None:
-        arguments.expect_default(reload_dataloaders_every_n_epochs=(reload_dataloaders_every_n_epochs, 0))
         if barebones:
             arguments.check_barebones(
                 enable_checkpointing=enable_checkpointing,
@@ -197,6 +197,7 @@ class Trainer(TrainerBase):
         self.limit_predict_batches = limits.predict
         self.val_check_interval = limits.val_check_interval
         self.num_sanity_val_steps = limits.num_sanity_val_steps
+        self.reload_dataloaders_every_n_epochs = arguments.parse_reload_interval(reload_dataloaders_every_n_epochs)
         self.enable_autolog_hparams = enable_autolog_hparams
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
@@ -254,6 +255,7 @@ class Trainer(TrainerBase):
                 min_steps=min_steps,
                 check_val_every_n_epoch=limits.check_val_every_n_epoch,
                 log_every_n_steps=50 if log_every_n_steps is None else log_every_n_steps,
+                val_check_seconds=limits.val_check_seconds,
             ),
         )
         validation = EvalLoop("validation", **shared, fit_progress=self.progress)
@@ -365,6 +367,25 @@ class Trainer(TrainerBase):
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         self.engine.save(self._dump(bool(weights_only)), filepath, storage_options)
+
+    def reload_dataloaders(self, train: bool = True, val: bool = False) -> None:
+        """Have dataloaders made anew, by the same methods: for a curriculum, or after a change of the datamodule.
+
+        Args:
+            train: training's, when the next epoch begins.
+            val: validation's, before the next validation.
+
+        Raises:
+            RuntimeError: no ``fit`` is running.
+        """
+        if self.state.fn is not TrainerFn.FITTING or self.state.stage is None:
+            raise RuntimeError(
+                "`Trainer.reload_dataloaders()` can only be called during training: from a hook of a callback or a"
+                " module, while `Trainer.fit` runs."
+            )
+        for stage, is_wanted in ((RunningStage.TRAINING, train), (RunningStage.VALIDATING, val)):
+            if is_wanted:
+                self.data.outdate(stage)
 
     @property
     def step_outcome(self) -> StepOutcome | None:
@@ -583,18 +604,20 @@ class Trainer(TrainerBase):
         if self._detect_anomaly and not self.scaler.is_enabled():  # where it is, AnomalyDetection does this
             self._session.enter_context(torch.autograd.set_detect_anomaly(True))
         profiled = not isinstance(self.profiler, PassThroughProfiler)
-        batches = TrainingBatches(self.data.loaders(RunningStage.TRAINING), self._watched if profiled else None)
-        self._prepare_evaluation(hooks, RunningStage.VALIDATING, inference_mode=False)
-        loop.limits.val_check_batch = self._val_check_batch(batches)
+        loaders = self.data.loaders(RunningStage.TRAINING)
+        if loaders is not None:
+            self._schedule_validation(loaders)
+        if self.enable_validation and loop.limits.epoch_validates():
+            self._prepare_validation()
         self.engine.adapter.clip = self._clip_by_hand
         loop.prepare(
             hooks=hooks,
-            batches=batches,
+            batches=TrainingBatches(loaders, self._renewed_loaders),
             transfer=self._transfer(),
             optimizers=self.engine.optimizers,
             schedules=self._schedules(hooks),
             clip_gradients=self._clipping(hooks) if module.automatic_optimization else None,
-            validate=self._validate_inside_fit if self.eval_loops[RunningStage.VALIDATING].loaders else None,
+            validate=self._validate_inside_fit if self.enable_validation else None,
         )
         side_door: ManualOptimization | ClosureOptimization | None = None
         if not module.automatic_optimization:
@@ -605,6 +628,8 @@ class Trainer(TrainerBase):
         self.engine.adapter.side_door = side_door
         if side_door is not None:
             loop.train = side_door.train_batch
+        if isinstance(loaders, DrawnLoaderSet):
+            draw_in_fit(loop, loaders, ends_epoch=module.automatic_optimization)
         if profiled:
             loop.transfer = self._profiled("[FitLoop].transfer", loop.transfer)
             loop.training_step = self._profiled("[FitLoop].training_step", loop.training_step)
@@ -626,6 +651,8 @@ class Trainer(TrainerBase):
             loaders=loaders,
             inference_mode=inference_mode,
         )
+        if isinstance(loaders, DrawnLoaderSet):
+            draw_in_evaluation(loop, loaders)
 
     def _transfer(self) -> Transfer:
         plugin = self.engine.adapter.plugin
@@ -663,9 +690,31 @@ class Trainer(TrainerBase):
         if (norm := clip_gradients(optimizer, limit, algorithm)) is not None:
             self.loop.grad_norms[optimizer] = norm
 
-    def _val_check_batch(self, batches: TrainingBatches) -> float:
-        interval, num_batches = self.val_check_interval, batches.num_batches
-        if isinstance(interval, int):
+    def _renewed_loaders(self) -> Loaders | None:
+        """The training's dataloaders where an epoch begins that they are to be made anew for; otherwise None."""
+        if not self.data.is_due(RunningStage.TRAINING):
+            return None
+        loaders = self.data.loaders(RunningStage.TRAINING, anew=True)
+        if loaders is not None:
+            self._schedule_validation(loaders)
+        return loaders
+
+    def _prepare_validation(self) -> None:
+        """Make what the validation inside a fit needs, where it is not there or is due to be made anew."""
+        if self.data.is_due(RunningStage.VALIDATING):
+            outer, self.state.stage = self.state.stage, RunningStage.VALIDATING
+            self.data.loaders(RunningStage.VALIDATING, anew=True)
+            self.state.stage = outer
+        assert self._hooks is not None
+        self._prepare_evaluation(self._hooks, RunningStage.VALIDATING, inference_mode=False)
+
+    def _schedule_validation(self, loaders: Loaders) -> None:
+        """Say how many batches, or how much time, lie between validations."""
+        limits, interval, num_batches = self.loop.limits, self.val_check_interval, loaders.num_batches()
+        if limits.val_check_seconds is not None:
+            limits.val_check_batch = None
+            limits.restart_validation_clock()
+        elif isinstance(interval, int):
             if interval > num_batches and self.check_val_every_n_epoch is not None and self.limit_val_batches:
                 raise ConfigurationError(
                     f"`val_check_interval` ({interval}) must be less than or equal to the number of the training"
@@ -673,16 +722,17 @@ class Trainer(TrainerBase):
                     " instead. If you want to validate based on the total training batches, set"
                     " `check_val_every_n_epoch=None`."
                 )
-            return interval
-        if not batches.has_length and interval == 1.0:
-            return float("inf")
-        if num_batches == float("inf"):
+            limits.val_check_batch = interval
+        elif interval == 1.0 and (isinstance(loaders, DrawnLoaderSet) or not loaders.has_length):
+            limits.val_check_batch = float("inf")
+        elif num_batches == float("inf"):
             raise ConfigurationError(
-                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be"
-                f" `1.0` or an int. Got {interval}. An int k specifies checking validation every k training"
+                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be time"
+                f" based, `1.0` or an int. Got {interval}. An int k specifies checking validation every k training"
                 " batches."
             )
-        return max(1, int(num_batches * interval))
+        else:
+            limits.val_check_batch = max(1, int(num_batches * interval))
 
     def _check_sanity(self) -> None:
         """A few validation batches before training, so that a mistake there shows now and not after an epoch."""
@@ -707,9 +757,12 @@ class Trainer(TrainerBase):
         self.state.stage = RunningStage.VALIDATING
         if not self.loop.window.is_open:
             self._hooks.of_module("on_validation_model_zero_grad")()  # no need to hold gradients meanwhile
+        if self.data.is_due(RunningStage.VALIDATING):
+            self._prepare_validation()
         loop = self.eval_loops[RunningStage.VALIDATING]
         loop.progress.begin_epoch(self.progress.epoch)
         loop.run()
+        self.loop.limits.restart_validation_clock()
         self.state.stage = RunningStage.TRAINING
 
     def _tear_down(self) -> None:
@@ -795,16 +848,6 @@ class Trainer(TrainerBase):
         """Whether evaluation may run in ``torch.inference_mode``, whose tensors gloo cannot send."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return self._inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
-
-    def _watched(self, source: Iterable[Any]) -> Iterator[Any]:
-        """``source``, with the time to fetch each item on the profiler's account."""
-        iterator, end = iter(source), object()
-        while True:
-            with self.profiler.profile("[FitLoop].next_batch"):
-                item = next(iterator, end)
-            if item is end:
-                return
-            yield item
 
     def _profiled(self, name: str, call: Any) -> Any:
         def profiled(*args: Any) -> Any:

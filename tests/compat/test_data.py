@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from tests.parity import Classifier, Learner, data, ours
-from trainer.compat.data import LoaderSet
+from tests.parity import Classifier, Learner, data, ours, run_both
+from trainer.compat.loaders import LoaderSet
 from trainer.data import TrainingBatches
-from trainer.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -42,6 +42,20 @@ def test_limits_end_the_pass() -> None:
     assert len(list(set_of(data(6), "sequential", float("inf")).batches())) == 3
     several = set_of([data(6), data(4)], "sequential", 1.0, 2.0)
     assert [where for _, *where in several.batches()] == [[0, 0], [0, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("mode", ["sequential", "min_size", "max_size", "max_size_cycle"])
+def test_limits_of_an_evaluation_hold_in_every_mode(mode: Any) -> None:
+    class Any_(Classifier):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def scenario(make: Any) -> Any:
+        trainer = make(limit_test_batches=2)
+        trainer.test(Any_(), CombinedLoader([data(8), data(2)], mode), verbose=False)
+        return trainer.num_test_batches, trainer.test_loop.batch_progress.current.completed
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min_size", 2), ("max_size", 3), ("max_size_cycle", 3)])
@@ -87,13 +101,125 @@ def test_dataloaders_are_asked_for_once_a_run() -> None:
     assert Counts.asked == ["val", "train"]
 
 
+class Reloads(Classifier):
+    """Writes down when it is asked for data, and when it validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def note(self, what: str) -> None:
+        trainer = self.trainer
+        self.seen.append((what, self.current_epoch, trainer.state.stage.value, trainer.val_check_batch))
+
+    def train_dataloader(self) -> Any:
+        self.note("train")
+        return data(4 + 2 * self.current_epoch)
+
+    def val_dataloader(self) -> Any:
+        self.note("val")
+        return data(4)
+
+    def on_train_epoch_start(self) -> None:
+        self.note(f"{self.trainer.num_training_batches} batches")
+
+    def on_validation_start(self) -> None:
+        self.note("validates")
+
+
+@pytest.mark.parametrize("sanity", [0, 1])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"reload_dataloaders_every_n_epochs": 1},
+        {"reload_dataloaders_every_n_epochs": 2},
+        {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2},
+        {"reload_dataloaders_every_n_epochs": 4, "check_val_every_n_epoch": 3},
+        {"reload_dataloaders_every_n_epochs": 1, "val_check_interval": 0.5},
+        {"check_val_every_n_epoch": 2},
+        {"limit_val_batches": 0},
+    ],
+    ids=str,
+)
+def test_data_is_asked_for_when_lightning_asks(sanity: int, arguments: dict[str, Any]) -> None:
+    def scenario(make: Any) -> Any:
+        module = Reloads()
+        trainer = make(max_epochs=6, num_sanity_val_steps=sanity, **arguments)
+        trainer.fit(module)
+        return module.seen
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_dataloaders_made_anew_on_request() -> None:
+    class Asks(Reloads):
+        def on_train_batch_end(self, *args: Any) -> None:
+            if self.current_epoch in (1, 2):
+                self.trainer.reload_dataloaders(train=self.current_epoch == 1, val=self.current_epoch == 2)
+
+    module = Asks()
+    trainer = ours(max_epochs=5)
+    with pytest.raises(RuntimeError, match="can only be called during training"):
+        trainer.reload_dataloaders()
+    trainer.fit(module)
+    asked = [(what, epoch) for what, epoch, *_ in module.seen if what in ("train", "val")]
+    assert asked == [("val", 0), ("train", 0), ("train", 2), ("val", 2)]
+    with pytest.raises(RuntimeError, match="can only be called during training"):
+        trainer.reload_dataloaders()
+
+
+def test_workers_of_dataloaders_that_are_replaced_are_shut_down() -> None:
+    made = []
+
+    class Workers(Learner):
+        def train_dataloader(self) -> Any:
+            made.append(data(4, num_workers=1, persistent_workers=True))
+            return made[-1]
+
+        def on_train_epoch_start(self) -> None:
+            assert [loader._iterator for loader in made[:-1]] == [None] * (len(made) - 1)
+
+    ours(max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(Workers())
+    assert len(made) == 2
+    assert made[-1]._iterator is None
+
+
+def test_sequential_loaders_cannot_train() -> None:
+    def scenario(make: Any) -> Any:
+        trainer = make(max_epochs=1)
+        with pytest.raises(ValueError, match='`CombinedLoader\\(mode="sequential"\\)`'):
+            trainer.fit(Learner(), CombinedLoader([data(8), data(4)], "sequential"))
+        return trainer.num_training_batches
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs == 6
+
+
+def test_profilers_time_the_fetching_of_each_batch() -> None:
+    class Two(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
+
+    def scenario(make: Any) -> Any:
+        trainer = make(max_epochs=2, profiler="simple", num_sanity_val_steps=0)
+        trainer.fit(Two(), data(8), [data(4), data(6)])
+        trainer.test(Classifier(), data(6))
+        trainer.predict(Classifier(), data(6))
+        durations = trainer.profiler.recorded_durations
+        return {name: len(times) for name, times in durations.items() if name.endswith("_next")}
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert len(mine) == 4
+
+
 def test_what_the_trainer_shows_of_them() -> None:
     class Two(Classifier):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
 
     train, val = data(8), [data(4), data(6)]
     trainer = ours(max_epochs=1, limit_val_batches=2)
-    assert (trainer.num_training_batches, trainer.num_val_batches, trainer.train_dataloader) == (float("inf"), [], None)
+    assert (trainer.num_training_batches, trainer.num_val_batches, trainer.train_dataloader) == (inf, [], None)
     trainer.fit(Two(), train, val)
     assert trainer.train_dataloader is train
     assert trainer.val_dataloaders == val
@@ -120,13 +246,6 @@ def test_missing_data_is_named() -> None:
     with pytest.raises(MisconfigurationException, match="`test_dataloader` must be implemented"):
         trainer.test(Classifier())
     assert not trainer.data.is_ready(RunningStage.TESTING)
-
-
-@pytest.mark.parametrize("name", ["training_step", "validation_step"])
-def test_steps_that_draw_their_own_batches_are_refused(name: str) -> None:
-    module = type("Draws", (Classifier,), {name: lambda self, dataloader_iter: None})()
-    with pytest.raises(UnsupportedError, match=f"Draws.{name}\\(dataloader_iter\\)"):
-        ours(max_epochs=1).fit(module, data(2), data(2))
 
 
 def test_the_order_of_a_shuffled_loader_follows_the_seed() -> None:

@@ -66,7 +66,7 @@ class TrainerSettings:
     limit_test_batches: int | float | None = None
     limit_predict_batches: int | float | None = None
     overfit_batches: int | float = 0.0
-    val_check_interval: int | float | None = None
+    val_check_interval: Any = None  # a number, "DD:HH:MM:SS", or the arguments of a timedelta
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: int | None = None
     log_every_n_steps: int | None = None

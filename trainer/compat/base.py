@@ -62,6 +62,7 @@ class TrainerBase:
     limit_predict_batches: int | float
     val_check_interval: int | float
     num_sanity_val_steps: int | float
+    reload_dataloaders_every_n_epochs: int
     fit_loop: FitLoopView
     validate_loop: EvalLoopView
     test_loop: EvalLoopView
@@ -71,9 +72,6 @@ class TrainerBase:
     enable_autolog_hparams: bool
     _model_registry: str | None
     _signal_connector: Signals
-
-    reload_dataloaders_every_n_epochs = 0
-    _val_check_time_interval = None
 
     # --- devices and processes --------------------------------------------------------------------------------
 
@@ -305,8 +303,12 @@ class TrainerBase:
 
     @property
     def val_check_batch(self) -> float | None:
-        """Batches between validations; inf for the end of the epoch, None before a fit."""
+        """Batches between validations; inf for the end of the epoch, None before a fit and where time decides."""
         return None if self.loop.batches.loaders is None else self.loop.limits.val_check_batch
+
+    @property
+    def _val_check_time_interval(self) -> float | None:
+        return self.loop.limits.val_check_seconds
 
     @property
     def log_every_n_steps(self) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, Literal
 
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.utilities import _select_data_fetcher
 from lightning.pytorch.trainer.connectors.data_connector import (
     _check_dataloader_iterable,
     _DataConnector,
@@ -25,64 +25,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
 
 from trainer.compat.callbacks import overrides
-from trainer.data import Batch
-from trainer.errors import ConfigurationError, UnsupportedError
-
-
-class LoaderSet:
-    """The dataloaders of one stage, ready to run. Implements ``trainer.data.Loaders``.
-
-    Args:
-        combined: the dataloaders, prepared.
-        limits: batches to run of each.
-        has_length: whether the length of each is known.
-    """
-
-    def __init__(self, combined: CombinedLoader, limits: list[float], has_length: bool) -> None:
-        self.combined = combined
-        self._limits = limits
-        self._has_length = has_length
-
-    @property
-    def limits(self) -> list[float]:
-        """Batches to run of each dataloader."""
-        return self._limits
-
-    @property
-    def is_sequential(self) -> bool:
-        """Whether one dataloader follows the other."""
-        return bool(self.combined._mode == "sequential")
-
-    @property
-    def has_length(self) -> bool:
-        """Whether the length of each is known."""
-        return self._has_length
-
-    def num_batches(self) -> float:
-        """Batches in one pass; inf where nobody knows."""
-        if self.is_sequential:
-            return sum(self._limits)
-        return min(self._limits) if self.combined._mode == "min_size" else max(self._limits)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Distributed samplers shuffle by the epoch's number."""
-        for loader in self.combined.flattened:
-            _set_sampler_epoch(loader, epoch)
-
-    def only(self) -> Iterable[Batch] | None:
-        """The one plain dataloader, iterated without CombinedLoader's machinery (about 10 microseconds a batch)."""
-        flattened = self.combined.flattened
-        return flattened[0] if len(flattened) == 1 and self.combined.iterables is flattened[0] else None
-
-    def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """One pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
-        limits = [min(own, limit) for own in self._limits]
-        only = self.only()
-        if only is not None:
-            source = islice(iter(only), None if limits[0] == float("inf") else int(limits[0]))
-            return ((batch, batch_idx, 0) for batch_idx, batch in enumerate(source))
-        self.combined.limits = limits
-        return iter(self.combined)
+from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 
 
 class DataSource:
@@ -98,6 +41,8 @@ class DataSource:
         self.datamodule: LightningDataModule | None = None
         self._sources: dict[RunningStage, _DataLoaderSource] = {}
         self._ready: dict[RunningStage, LoaderSet | None] = {}
+        self._made_in: dict[RunningStage, float] = {}
+        self._outdated: set[RunningStage] = set()
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
         """Note where each stage's dataloaders will come from.
@@ -110,6 +55,7 @@ class DataSource:
         self.datamodule = datamodule
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
+        self._outdated.clear()
         for stage in (
             RunningStage.TRAINING,
             RunningStage.VALIDATING,
@@ -134,13 +80,36 @@ class DataSource:
         """Whether the dataloaders of ``stage`` have been made already."""
         return stage in self._ready
 
-    def loaders(self, stage: RunningStage) -> LoaderSet | None:
-        """The dataloaders of ``stage``, made at the first call; None where there are none or their limit is 0."""
-        if stage not in self._ready:
+    def is_due(self, stage: RunningStage) -> bool:
+        """Whether the dataloaders of ``stage`` are to be made before its next pass, for the first time or anew."""
+        if stage not in self._ready or stage in self._outdated:
+            return True
+        every = self._trainer.reload_dataloaders_every_n_epochs
+        return bool(every) and self._trainer.current_epoch - self._made_in[stage] >= every
+
+    def outdate(self, stage: RunningStage) -> None:
+        """Have the dataloaders of ``stage`` made anew before its next pass, training's before its next epoch."""
+        self._outdated.add(stage)
+
+    def loaders(self, stage: RunningStage, anew: bool = False) -> LoaderSet | None:
+        """The dataloaders of ``stage``, made at the first call; None where there are none or their limit is 0.
+
+        Args:
+            stage: whose.
+            anew: make them also where they have been made already.
+        """
+        old = self._ready.get(stage)
+        if stage not in self._ready or anew:
             with warnings.catch_warnings():
                 # Lightning 2.6.6 asks torch's pytree in a way that torch 2.15 deprecates
                 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
                 self._ready[stage] = self._make(stage)
+            self._outdated.discard(stage)
+            # a sanity check makes those of its epoch's validation, too; but not every epoch has one
+            is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()
+            self._made_in[stage] = float("-inf") if is_extra else self._trainer.current_epoch
+        if old is not None and old is not self._ready[stage]:
+            old.combined.reset()
         return self._ready[stage]
 
     def release(self) -> None:
@@ -167,11 +136,6 @@ class DataSource:
         trainer.strategy.barrier(f"{stage.dataloader_prefix}_dataloader()")
         mode: Literal["max_size_cycle", "sequential"] = "max_size_cycle" if training else "sequential"
         combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode)
-        if training and combined._mode == "sequential":
-            raise ConfigurationError(
-                'Got CombinedLoader(mode="sequential") for training, expected "max_size_cycle", "max_size" or'
-                ' "min_size": training takes one batch of each dataloader at a time.'
-            )
         if fitting and trainer.overfit_batches > 0:
             _resolve_overfit_batches(combined, stage)
         for loader in combined.flattened:
@@ -186,7 +150,10 @@ class DataSource:
             for loader in combined.flattened
         ]
         limits = [_parse_num_batches(stage, length, limit) for length in lengths]
-        return LoaderSet(combined, limits, has_length=float("inf") not in lengths)
+        fetcher = _select_data_fetcher(trainer, stage)
+        if isinstance(fetcher, _DataLoaderIterDataFetcher):
+            return DrawnLoaderSet(combined, limits, fetcher, trainer.profiler, stage)
+        return LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
 
     def _prepare(self, loader: Any, stage: RunningStage) -> Any:
         shuffled = stage is RunningStage.TRAINING or _is_dataloader_shuffled(loader)
@@ -200,18 +167,3 @@ class DataSource:
         loader = self._trainer.strategy.process_dataloader(loader)
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
         return loader
-
-
-def refuse_dataloader_iter(module: LightningModule) -> None:
-    """``training_step(self, dataloader_iter)`` is not supported yet.
-
-    Raises:
-        UnsupportedError: a step of ``module`` takes it.
-    """
-    for name in ("training_step", "validation_step", "test_step", "predict_step"):
-        code = getattr(getattr(module, name, None), "__code__", None)
-        if code is not None and "dataloader_iter" in code.co_varnames[: code.co_argcount]:
-            raise UnsupportedError(
-                f"Got {type(module).__name__}.{name}(dataloader_iter), expected {name}(batch, batch_idx): steps that"
-                " draw their own batches are not supported yet."
-            )

@@ -79,6 +79,7 @@ class ModuleLog:
         self._module = module
         self._state = vars(module)
         self._trainer = trainer
+        self._draws = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # SWA and WeightAveraging copy the module: the copy logs as Lightning's own modules do, and does not
@@ -143,6 +144,11 @@ class ModuleLog:
         if value.dtype not in _KEPT:
             value = value.to(_default_dtype())
         if batch_size is None:
+            if self._draws and self._trainer.training:
+                raise _misuse(
+                    "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)` should be"
+                    " provided."
+                )
             batch_size = _batch_size(store) if entry.options.on_epoch and entry.options.reduce_fx == "mean" else 1
         entry.update(value, batch_size)
 

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from trainer.compat.data import refuse_dataloader_iter
+from trainer.compat.loaders import DrawnLoaderSet
 from trainer.data import Loaders
 from trainer.precision.base import Precision
 
@@ -30,7 +30,6 @@ def as_module(model: Any) -> LightningModule:
 
 def verify(trainer: Any, module: LightningModule) -> None:
     """Check that the module and the Trainer's settings go together, before anything is set up."""
-    refuse_dataloader_iter(module)
     _verify_strategy_supports_compile(module, trainer.strategy)
     _verify_loop_configurations(trainer)
 
@@ -48,8 +47,10 @@ def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStag
         RuntimeError: one does not.
     """
     several = loaders.is_sequential and len(loaders.limits) > 1
-    methods = (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end")
-    _verify_dataloader_idx_requirement(methods, several, stage, module)
+    step, hooks = (f"{name}_step",), (f"on_{name}_batch_start", f"on_{name}_batch_end")
+    draws = isinstance(loaders, DrawnLoaderSet)  # what a step draws says itself where it comes from
+    _verify_dataloader_idx_requirement(step, several and not draws, stage, module)
+    _verify_dataloader_idx_requirement(hooks, several, stage, module)
 
 
 def announce_device(trainer: Any, module: LightningModule) -> None:

@@ -42,6 +42,10 @@ class EvalLoopView:
         return None if loaders is None else loaders.combined
 
     @property
+    def _data_fetcher(self) -> Any:
+        return getattr(self._loop.loaders, "fetcher", None)
+
+    @property
     def max_batches(self) -> list[float]:
         """Batches to run of each dataloader."""
         return [] if self._loop.loaders is None else self._loop.loaders.limits
@@ -216,6 +220,10 @@ class FitLoopView:
     def done(self) -> bool:
         """Whether no further epoch is to be trained."""
         return self._loop.limits.fit_is_done()
+
+    @property
+    def _data_fetcher(self) -> Any:
+        return getattr(self._loop.batches.loaders, "fetcher", None)
 
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open

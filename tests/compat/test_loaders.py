@@ -1,0 +1,178 @@
+"""Steps that draw their own batches, under both Trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.parity import FEATURES, Classifier, data, ours, plain, run_both, weights
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
+    pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument"),
+]
+
+
+class Unsized(IterableDataset[Any]):
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(0)
+        for label in range(self.batches):
+            yield torch.randn(2, FEATURES, generator=generator), torch.tensor([label % 3, 1])
+
+
+class Draws(Classifier):
+    """Draws ``at_once`` batches for a step; ``catches`` a StopIteration, or lets it through."""
+
+    def __init__(self, at_once: int = 1, catches: bool = False, manual: bool = False) -> None:
+        super().__init__()
+        self.at_once, self.catches, self.automatic_optimization = at_once, catches, not manual
+        self.drawn: list[Any] = []
+
+    def draw(self, dataloader_iter: Any) -> Any:
+        losses: list[Any] = []
+        for _ in range(self.at_once):
+            try:
+                batch, batch_idx, dataloader_idx = next(dataloader_iter)
+            except StopIteration:
+                self.drawn.append("end")
+                if not self.catches:
+                    raise
+                break
+            losses.append(self.loss(batch))
+            self.drawn.append((self.trainer.state.stage.value, batch_idx, dataloader_idx, dataloader_iter.done))
+        return sum(losses) if losses else None
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        loss = self.draw(dataloader_iter)
+        if not self.automatic_optimization and loss is not None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, dataloader_iter: Any) -> Any:
+        return self.draw(dataloader_iter)
+
+    def test_step(self, dataloader_iter: Any) -> Any:
+        return self.draw(dataloader_iter)
+
+    def predict_step(self, dataloader_iter: Any) -> Any:
+        return self.draw(dataloader_iter)
+
+
+class Says(Callback):
+    """What the hooks around a step are told, and the counters at the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.said.append(("start", plain(batch), batch_idx))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.said.append(("end", plain(batch), batch_idx, trainer.is_last_batch))
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *where: int) -> None:
+        self.said.append(("validated", plain(outputs), plain(batch), where))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        self.said.append((progress.ready, trainer.fit_loop._data_fetcher.fetched))
+
+
+LOADERS: dict[str, Any] = {
+    "sized": lambda: data(8),
+    "side by side": lambda: {"a": data(8), "b": data(4)},
+    "unsized": lambda: DataLoader(Unsized(3), batch_size=None),
+}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"limit_train_batches": 2, "limit_val_batches": 1}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"catches": True}, {"manual": True}], ids=str)
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("loader", ["sized", "unsized"])
+def test_a_fit(loader: str, at_once: int, how: dict[str, bool], arguments: dict[str, Any]) -> None:
+    def scenario(make: Any) -> Any:
+        module, says = Draws(at_once, **how), Says()
+        trainer = make(max_epochs=2, callbacks=[says], **arguments)
+        trainer.fit(module, LOADERS[loader](), LOADERS[loader]())
+        return module.drawn, says.said, trainer.current_epoch, [w.tolist() for w in weights(module)]
+
+    theirs, mine = run_both(scenario)
+    for their, my in zip(theirs, mine, strict=True):
+        assert my == their
+
+
+@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
+@pytest.mark.parametrize("loader", ["sized", "unsized"])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_an_evaluation(fn: str, loader: str, at_once: int) -> None:
+    def scenario(make: Any) -> Any:
+        module, says = Draws(at_once), Says()
+        trainer = make(callbacks=[says])
+        result = getattr(trainer, fn)(module, LOADERS[loader]())
+        fetcher = getattr(trainer, f"{fn}_loop")._data_fetcher
+        return module.drawn, says.said, plain(result), fetcher is not None and trainer.state.fn.value
+
+    theirs, mine = run_both(scenario)
+    assert mine[:3] == theirs[:3]
+
+
+def test_several_dataloaders() -> None:
+    class Several(Draws):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, batch_idx, dataloader_idx = next(dataloader_iter)
+            self.drawn.append((sorted(batch), batch_idx, dataloader_idx))
+            return self.loss(batch["a"])
+
+    def scenario(make: Any) -> Any:
+        module, says = Several(), Says()
+        trainer = make(max_epochs=1, callbacks=[says])
+        trainer.fit(module, LOADERS["side by side"](), [data(4), data(6)])
+        return module.drawn, says.said
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_only_the_module_knows_the_batch_size() -> None:
+    class Logs(Draws):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            loss = super().training_step(dataloader_iter)
+            with pytest.raises(MisconfigurationException, match=r"batch_size=.*should be provided"):
+                self.log("loss", loss, on_epoch=True)
+            self.log("loss", loss, on_epoch=True, batch_size=1)
+            return loss
+
+    trainer = ours(max_epochs=1)
+    trainer.fit(Logs(), data(4))
+    assert set(trainer.callback_metrics) == {"loss", "loss_step", "loss_epoch"}
+
+
+def test_profilers_time_what_a_step_draws() -> None:
+    trainer = ours(max_epochs=1, profiler="simple")
+    trainer.fit(Draws(at_once=2), data(8))
+    assert len(trainer.profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) == 4
+
+
+def test_an_accumulation_window_ends_with_the_batches() -> None:
+    trainer = ours(max_epochs=2, accumulate_grad_batches=4)
+    trainer.fit(Draws(at_once=2), data(12))  # three steps
+    assert trainer.global_step == 2
+
+
+def test_who_draws_is_warned() -> None:
+    with pytest.warns(UserWarning, match="Found `dataloader_iter` argument in the `training_step`"):
+        ours(max_epochs=1).fit(Draws(), data(2))
