@@ -657,13 +657,19 @@ class Trainer(TrainerBase):
     def _transfer(self) -> Transfer:
         plugin = self.engine.adapter.plugin
         converts = type(plugin).convert_batch is not Precision.convert_batch
+        scope = ModuleScope(self._module)
+
+        def hook(name: str) -> Hook | None:
+            own = self.data.transfer_hook(name)
+            return None if own is None else Hook(name, scope, module=own)
+
         return Transfer(
             self.engine.device,
             plugin.convert_batch if converts else None,
             move_data_to_device,
-            self.data.transfer_hook("on_before_batch_transfer"),
-            self.data.transfer_hook("transfer_batch_to_device"),
-            self.data.transfer_hook("on_after_batch_transfer"),
+            hook("on_before_batch_transfer"),
+            hook("transfer_batch_to_device"),
+            hook("on_after_batch_transfer"),
         )
 
     def _schedules(self, hooks: Hooks) -> Schedules:
@@ -863,7 +869,11 @@ class Trainer(TrainerBase):
         val_progress, automatic = self.eval_loops[RunningStage.VALIDATING].progress, self._module.automatic_optimization
         loops = loop_state.loops_of(self.progress, val_progress, self.loop.window, automatic)
         as_lightning = hparams.as_lightning(loops, self.module, self.datamodule)
-        return checkpoints.dump(self, as_lightning, weights_only=weights_only)
+        scope = ModuleScope(self._module)
+        outer = scope.enter("on_save_checkpoint")
+        checkpoint = checkpoints.dump(self, as_lightning, weights_only=weights_only)
+        scope.enter(outer)
+        return checkpoint
 
     def _resolve_ckpt_path(self, given: str | Path | None, *, model_given: bool) -> str | Path | None:
         """The file that ``ckpt_path`` means; None for none."""

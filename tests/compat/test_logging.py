@@ -157,3 +157,36 @@ def test_copies_are_of_no_trainer(duplicate: Any) -> None:
     with pytest.warns(UserWarning, match="reference is not registered on the model yet"):
         log("x", 1.0)
     assert not trainer.active_metrics.entries
+
+
+def test_a_collection_of_devices_is_reduced_on_one() -> None:
+    """A number here, a tensor on the device there: 0-dim values of one name may live in several places."""
+    module = Learner()
+    trainer = stand_in(module)
+    log = ModuleLog(module, trainer)
+    for value in (1.0, torch.tensor(3.0, device="meta")):
+        log("x", value, on_epoch=True, batch_size=1)
+    (entry,) = trainer.active_metrics.entries.values()
+    assert entry.epoch_value().device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.zeros(3, 2), 3),
+        ([torch.zeros(3, 2), torch.zeros(3)], 3),
+        ((torch.zeros(0, 2),), 0),
+        ({"a": torch.zeros(2), "b": torch.zeros(2, 5)}, 2),
+        ({"a": ["words"], "b": {"c": torch.zeros(4)}}, 4),
+        (torch.tensor(1.0), 1),
+        (None, 1),
+    ],
+    ids=str,
+)
+def test_batch_sizes(batch: Any, size: int) -> None:
+    module = Learner()
+    trainer = stand_in(module)
+    trainer.active_metrics.begin_batch(batch)
+    ModuleLog(module, trainer)("x", 1.0, on_epoch=True)
+    (entry,) = trainer.active_metrics.entries.values()
+    assert entry.accumulated()[1] == size

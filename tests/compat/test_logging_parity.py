@@ -1,0 +1,409 @@
+"""What ``self.log`` shows to the outside, under Lightning's Trainer and ours: one small program each, compared."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+from unittest import mock
+
+import pytest
+import rich
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loops import evaluation_loop
+from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import data as batch_sizes
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from tests.parity import CLASSES, Classifier, RecordingLogger, data, run_both
+
+Make = Callable[..., Any]
+Log = Callable[[Any, Any, int], None]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's CombinedLoader on torch 2.15
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+
+class Logs(Classifier):
+    """Runs the functions it is given, (module, batch, batch_idx), in its steps."""
+
+    def __init__(self, training: Log | None = None, evaluation: Log | None = None) -> None:
+        super().__init__()
+        self.in_training, self.in_evaluation = training, evaluation
+        self.accuracy = MulticlassAccuracy(CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.in_training is not None:
+            self.in_training(self, batch, batch_idx)
+        return self.loss(batch[0] if isinstance(batch[0], (list, tuple)) else batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if self.in_evaluation is not None:
+            self.in_evaluation(self, batch, batch_idx)
+
+    test_step = validation_step
+
+
+def shown(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Values and their types: 0-dim tensors or numbers."""
+    kinds = {k: (v.dtype, v.ndim, v.device) if isinstance(v, Tensor) else type(v) for k, v in metrics.items()}
+    return {name: (round(float(metrics[name]), 5), kinds[name]) for name in sorted(metrics)}
+
+
+def everything(trainer: Any) -> list[Any]:
+    return [shown(trainer.callback_metrics), shown(trainer.logged_metrics), shown(trainer.progress_bar_metrics)]
+
+
+def attempt(action: Callable[[], Any], words: int = 45) -> Any:
+    """What ``action`` returns, or the type and the first words of what it raises."""
+    try:
+        return action()
+    except Exception as error:
+        return type(error).__name__, str(error)[:words]
+
+
+def warned(action: Callable[[], Any], about: str) -> list[Any]:
+    """The warnings that ``action`` gives, by category and first words."""
+    result.warning_cache.clear()
+    batch_sizes.warning_cache.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return sorted({(w.category.__name__, str(w.message)[:60]) for w in caught if about in str(w.message)})
+
+
+def fitted(make: Make, training: Log, **arguments: Any) -> list[Any]:
+    trainer = make(max_epochs=1, **arguments)
+    trainer.fit(Logs(training), data(6))
+    return everything(trainer)
+
+
+# --- the programs -------------------------------------------------------------------------------------------------
+
+
+def values_and_types_without_a_logger(make: Make) -> Any:
+    def training(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("both", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool):
+            module.log(str(dtype), torch.tensor(batch_idx, dtype=dtype), on_epoch=True)
+        module.log("of one element", torch.tensor([[2.5]]))
+        module.log("number", 3)
+
+    def evaluation(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("v", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
+        module.log("step", float(batch_idx), on_step=True, on_epoch=False, prog_bar=True)
+
+    trainer, module = make(max_epochs=1), Logs(training, evaluation)
+    trainer.fit(module, data(6), data(4))
+    after_fit = everything(trainer)
+    return after_fit, trainer.test(module, data(4), verbose=False), everything(trainer)
+
+
+def batch_sizes_found_in_batches(make: Make) -> Any:
+    two, three = (torch.zeros(n, 4) for n in (2, 3))
+    labels = torch.zeros(2, dtype=torch.long), torch.zeros(3, dtype=torch.long)
+    mean = Logs(lambda module, batch, i: module.log("x", float(i), on_step=False, on_epoch=True))
+
+    def fit_on(*batches: Any) -> Any:
+        trainer = make(max_epochs=1)
+        return warned(lambda: trainer.fit(mean, Batches(list(batches))), "batch_size"), shown(trainer.callback_metrics)
+
+    found = []
+    for one, other in ((None, None), (torch.zeros(5), torch.zeros(1)), ("a", "b"), ([], {}), (torch.tensor(1.0), 7)):
+        found.append(fit_on([(two, labels[0]), one], [(three, labels[1]), other]))
+    words = Logs(evaluation=lambda module, batch, i: module.log("x", 1.0))
+    found.append(attempt(lambda: make().validate(words, Batches(["a", "b"]), verbose=False)))
+    given = Logs(evaluation=lambda module, batch, i: module.log("x", float(i), batch_size=i + 1))
+    return found, make().validate(given, Batches(["a", "b", "c"]), verbose=False)
+
+
+def tables(make: Make) -> Any:
+    def evaluation(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("accuracy", 1 / 3)
+        module.log("loss_with_a_name_that_is_rather_long_for_a_column", torch.tensor(2.0))
+
+    printed = []
+    for with_rich in (True, False):
+        for loaders, verbose in ((data(4), True), ([data(4)] * 2, True), (data(4), False)):
+            with (
+                mock.patch.object(evaluation_loop, "_RICH_AVAILABLE", with_rich),
+                redirect_stdout(StringIO()) as plain,
+                rich.get_console().capture() as captured,
+            ):
+                results = make().validate(Logs(evaluation=evaluation), loaders, verbose=verbose)
+            printed.append((results, plain.getvalue(), captured.get()))
+        with redirect_stdout(StringIO()) as plain:
+            printed.append((make().test(Logs(), data(4)), plain.getvalue()))
+    return printed
+
+
+def rows_at_a_step_of_ones_own(make: Make) -> Any:
+    def training(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log_dict({"loss": 1.0, "step": 100.0 + batch_idx})
+
+    def evaluation(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("v", 1.0, on_step=True, on_epoch=True)
+        module.log("epoch", 17.0)
+
+    logger = RecordingLogger()
+    trainer = make(max_epochs=2, logger=logger, log_every_n_steps=1)
+    trainer.fit(Logs(training, evaluation), data(4), data(4))
+    return logger.rows, shown(trainer.logged_metrics)
+
+
+def how_often_there_are_rows(make: Make) -> Any:
+    rows = []
+    for every, stop in ((0, None), (1, None), (3, 4), (0, 2)):
+
+        def training(module: Any, batch: Any, batch_idx: int, stop: Any = stop) -> None:
+            module.log("x", float(batch_idx))
+            module.trainer.should_stop |= module.global_step == stop
+
+        logger = RecordingLogger()
+        make(max_epochs=2, logger=logger, log_every_n_steps=every).fit(Logs(training), data(10))
+        rows.append(logger.rows)
+    return rows
+
+
+def a_run_that_broke_off_and_another(make: Make) -> Any:
+    def training(module: Any, batch: Any, batch_idx: int) -> None:
+        module.accuracy(module(batch[0]), batch[1])
+        module.log("accuracy", module.accuracy, on_step=False, on_epoch=True)
+        if batch_idx == 2 and module.global_step == 2:
+            raise RuntimeError("broken off")
+        module.log("x", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
+
+    trainer, module = make(max_epochs=1), Logs(training)
+    outcome = attempt(lambda: trainer.fit(module, data(10)))
+    broken_off = everything(trainer)
+    trainer.fit(module, data(10))
+    return outcome, broken_off, everything(trainer)
+
+
+def options_that_change_from_run_to_run(make: Make) -> Any:
+    def evaluation(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("x", float(batch_idx), on_step=module.trainer.state.fn == "fit", on_epoch=True)
+
+    trainer, module = make(max_epochs=1), Logs(evaluation=evaluation)
+    trainer.fit(module, data(4), data(4))
+    after_fit = everything(trainer)
+    return after_fit, trainer.validate(module, data(4), verbose=False), everything(trainer)
+
+
+def metric_objects(make: Make) -> Any:
+    class Several(Logs):
+        def __init__(self, training: Log) -> None:
+            super().__init__(training)
+            kinds = [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]
+            self.nested = nn.ModuleDict({"a": nn.ModuleList([MetricCollection(kinds, prefix="p/")])})
+
+    def collection(module: Any, batch: Any, batch_idx: int) -> None:
+        own = module.nested["a"][0]
+        own.update(module(batch[0]), batch[1])
+        module.log_dict(own, on_step=False, on_epoch=True, prog_bar=True)
+
+    def foreign(module: Any, batch: Any, batch_idx: int, **options: Any) -> None:
+        metric = MulticlassAccuracy(CLASSES)
+        metric(module(batch[0]), batch[1])
+        module.log("foreign", metric, **options)
+
+    def sum_of_two(module: Any, batch: Any, batch_idx: int) -> None:
+        module.accuracy(module(batch[0]), batch[1])
+        module.log("sum", module.accuracy + 1, on_step=False, on_epoch=True, metric_attribute="accuracy")
+
+    def bare(module: Any, batch: Any, batch_idx: int) -> None:
+        del module.accuracy
+        foreign(module, batch, batch_idx)
+
+    def named(module: Any, batch: Any, batch_idx: int) -> None:
+        foreign(module, batch, batch_idx, metric_attribute="accuracy")
+
+    trainer = make(max_epochs=2)
+    trainer.fit(Several(collection), data(6))
+    others = [attempt(lambda log=log: fitted(make, log), words=300) for log in (foreign, bare, named, sum_of_two)]
+    return everything(trainer), others
+
+
+def wrong_use(make: Make) -> Any:
+    outcomes = []
+    for value in (None, {"a": 1}, "word", [1, 2], (1,), torch.ones(2), 1j, float("inf")):
+        outcomes.append(attempt(lambda value=value: fitted(make, lambda m, b, i: m.log("x", value))))
+    for options in (
+        {"on_step": False, "on_epoch": False},
+        {"reduce_fx": "median"},
+        {"reduce_fx": torch.argmax},
+        {"reduce_fx": "AVG", "on_epoch": True},
+        {"sync_dist": True, "rank_zero_only": True, "enable_graph": True},
+    ):
+        outcomes.append(attempt(lambda given=options: fitted(make, lambda m, b, i: m.log("x", 1.0, **given))))
+
+    def twice(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("x", 1.0, prog_bar=False)
+        module.log("x", 1.0, prog_bar=True)
+
+    outcomes.append(attempt(lambda: fitted(make, twice)))
+    outcomes.append(attempt(lambda: fitted(make, lambda m, b, i: m.log("x/dataloader_idx_0", 1.0))))
+    same_name = Logs(evaluation=lambda m, b, i: m.log("x", 1.0, add_dataloader_idx=False))
+    outcomes.append(attempt(lambda: make().validate(same_name, [data(4), data(4)], verbose=False)))
+    outcomes.append(warned(lambda: fitted(make, lambda m, b, i: m.log("x", torch.tensor(1))), "needs to"))
+    outcomes.append(warned(lambda: fitted(make, lambda m, b, i: m.log("x", 1.0, logger=True)), "no logger"))
+    return outcomes
+
+
+def without_a_run(make: Make) -> Any:
+    module, trainer = Logs(), make(max_epochs=1)
+    outcomes = [warned(lambda: module.log("x", 1.0), "self.log")]
+    module.trainer = trainer
+    outcomes.append(attempt(lambda: module.log("x", 1.0)))
+    trainer.state.stage = RunningStage.TRAINING
+    outcomes.append(attempt(lambda: module.log("x", 1.0)))
+    module._current_fx_name = "training_step"
+    module.log("x", torch.tensor([1.25]), on_epoch=True)
+    module.log("metric", module.accuracy, on_step=True, on_epoch=False)
+    outcomes += everything(trainer)
+    trainer.state.stage = None
+    trainer.fit(module := Logs(), data(2), data(2))
+    return outcomes, attempt(lambda: module.log("x", 1.0))
+
+
+def results_by_hook_and_name(make: Make) -> Any:
+    seen: list[Any] = []
+
+    class Looks(Logs):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.accuracy(self(batch[0]), batch[1])
+            self.log("accuracy", self.accuracy)
+            self.log_dict({"mean": float(batch_idx), "step": 2.0}, on_epoch=True)
+            self.log("largest", 5.0 - batch_idx, on_step=False, on_epoch=True, reduce_fx="max")
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            self.log("v", 1.0)
+            self.log(f"own_{dataloader_idx}", 2.0, add_dataloader_idx=False)
+            seen.append(self.trainer._results.dataloader_idx)
+
+        def on_train_epoch_end(self) -> None:
+            results = self.trainer._results
+            assert (
+                list(results) == list(self.trainer.fit_loop._results) == list(self.trainer.fit_loop.epoch_loop._results)
+            )
+            seen.append([shown(part) for part in results.metrics(on_step=False).values()])
+            mean, metric = results["training_step.mean"], results["training_step.accuracy"]
+            seen.append((float(mean.value), int(mean.cumulated_batch_size), float(mean.compute())))
+            seen.append((type(metric.value).__name__, metric.meta.metric_attribute, metric.meta.on_epoch))
+            seen.append((float(results["training_step.largest"].value), "training_step.other" in results, len(results)))
+
+        def on_validation_epoch_end(self) -> None:
+            results = self.trainer._results
+            seen.append((sorted(results), int(results["validation_step.v.1"].cumulated_batch_size), results.batch))
+
+    make(max_epochs=1, num_sanity_val_steps=0).fit(Looks(), data(6), [data(4), data(6)])
+    return seen
+
+
+def what_users_write_into_the_dictionaries(make: Make) -> Any:
+    class Writes(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.callback_metrics["c"] = torch.tensor(1.0)
+            trainer.logged_metrics["l"] = torch.tensor(2.0)
+            trainer.progress_bar_metrics["p"] = 3.0
+
+    return fitted(make, lambda m, b, i: m.log("x", float(i), prog_bar=True), callbacks=Writes())
+
+
+def callbacks_that_log(make: Make) -> Any:
+    outcomes: list[Any] = []
+
+    class Own(Callback):
+        def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            outcomes.append(attempt(lambda: self.log("setup", 1.0), words=0))
+
+        def on_train_start(self, *args: Any) -> None:
+            self.log("train_start", 1.0)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.log_dict({"a": 1.0, "b": torch.tensor(2.0)}, on_step=True, on_epoch=True, prog_bar=True)
+
+    return fitted(make, lambda m, b, i: None, callbacks=Own()), outcomes
+
+
+def where_logging_is_allowed(make: Make) -> Any:
+    """Every public method of a module and of a callback tries."""
+
+    def methods(cls: type) -> set[str]:
+        return {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+
+    outcomes: dict[Any, set[Any]] = defaultdict(set)
+    module, callback = Logs(), Callback()
+    for stage in ("train", "val", "test", "predict"):
+        setattr(module, f"{stage}_dataloader", lambda: data(4))
+
+    def tries(name: str, call: Callable[..., Any] | None) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            returned = None if call is None else call(*args, **kwargs)
+            trainer = module._trainer
+            outcome = attempt(lambda: module.log(f"{name}_{call is None}", 1.0), words=0)
+            outcomes[trainer and trainer.state.fn, call is None, name].add(outcome)
+            return returned
+
+        return method
+
+    not_hooks = methods(nn.Module) | {"log", "log_dict", "configure_sharded_model"}
+    for name in methods(LightningModule) - not_hooks:
+        setattr(module, name, tries(name, getattr(module, name)))
+    for name in methods(Callback) - {"state_dict", "load_state_dict"}:
+        setattr(callback, name, tries(name, None))
+    trainer = make(max_epochs=2, limit_train_batches=1, limit_val_batches=1, callbacks=callback)
+    trainer.fit(module)
+    trainer.test(module, verbose=False)
+    trainer.predict(module)
+    return outcomes, sorted(trainer.callback_metrics)
+
+
+class Batches:
+    """Batches of any kind."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+PROGRAMS = [
+    values_and_types_without_a_logger,
+    batch_sizes_found_in_batches,
+    tables,
+    rows_at_a_step_of_ones_own,
+    how_often_there_are_rows,
+    a_run_that_broke_off_and_another,
+    options_that_change_from_run_to_run,
+    metric_objects,
+    wrong_use,
+    without_a_run,
+    results_by_hook_and_name,
+    what_users_write_into_the_dictionaries,
+    callbacks_that_log,
+    where_logging_is_allowed,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.filterwarnings("ignore")  # what is warned of is compared where it matters
+def test_the_same_to_the_outside(program: Callable[[Make], Any]) -> None:
+    theirs, mine = run_both(program)
+    assert mine == theirs

@@ -1,0 +1,25 @@
+"""The benchmark runs, and writes its table where it should. What it measures is nobody's business here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_writes_its_table(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- benchmark_log: start -->\nold\n<!-- benchmark_log: end -->\nafter\n")
+    words = ["--steps", "2", "--warmup", "1", "--repeats", "1", "--calls", "2", "--markdown", str(page)]
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark_log"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert len(re.findall(r"\| (?:tensor|number|metric object), [\w, ]+ \| [\d.]+ \| [\d.]+ \|", text)) == 9
+    assert "medians of 1 interleaved rounds of 2 steps; torch" in text
