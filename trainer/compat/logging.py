@@ -79,7 +79,6 @@ class ModuleLog:
         self._module = module
         self._state = vars(module)
         self._trainer = trainer
-        self._draws = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # SWA and WeightAveraging copy the module: the copy logs as Lightning's own modules do, and does not
@@ -144,11 +143,6 @@ class ModuleLog:
         if value.dtype not in _KEPT:
             value = value.to(_default_dtype())
         if batch_size is None:
-            if self._draws and self._trainer.training:
-                raise _misuse(
-                    "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)` should be"
-                    " provided."
-                )
             batch_size = _batch_size(store) if entry.options.on_epoch and entry.options.reduce_fx == "mean" else 1
         entry.update(value, batch_size)
 
@@ -198,7 +192,7 @@ class ModuleLog:
             )
         if isinstance(value, Metric) and metric_attribute is None:
             _find_attribute(self._module, name, value)
-        if batch_size is None and hook == "training_step" and _draws_its_batches(self._module):
+        if batch_size is None and store.training and _draws_its_batches(self._module):
             raise _misuse(
                 "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)` should be provided."
             )
