@@ -79,6 +79,8 @@ class ModuleLog:
         self._module = module
         self._state = vars(module)
         self._trainer = trainer
+        step = getattr(module, "training_step", None)
+        self._draws = step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # SWA and WeightAveraging copy the module: the copy logs as Lightning's own modules do, and does not
@@ -115,7 +117,7 @@ class ModuleLog:
         if store is not None:
             entry = store.entries.get((hook, name, store.dataloader_idx if add_dataloader_idx else None))
         if entry is None:
-            entry = self._register(store, hook, name, value, _Call(*call), batch_size, metric_attribute)
+            entry = self._register(store, hook, name, value, _Call(*call), metric_attribute)
             entry.asked = call
         elif entry.asked != call or (not add_dataloader_idx and entry.dataloader_idx != store.dataloader_idx):  # type: ignore[union-attr]
             raise _misuse(
@@ -143,6 +145,11 @@ class ModuleLog:
         if value.dtype not in _KEPT:
             value = value.to(_default_dtype())
         if batch_size is None:
+            if self._draws and store.training:
+                raise _misuse(
+                    "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)` should be"
+                    " provided."
+                )
             batch_size = _batch_size(store) if entry.options.on_epoch and entry.options.reduce_fx == "mean" else 1
         entry.update(value, batch_size)
 
@@ -153,7 +160,6 @@ class ModuleLog:
         name: str,
         value: Any,
         call: _Call,
-        batch_size: int | None,
         metric_attribute: str | None,
     ) -> LoggedValue:
         """Check a name that is logged for the first time, and make its entry."""
@@ -192,10 +198,6 @@ class ModuleLog:
             )
         if isinstance(value, Metric) and metric_attribute is None:
             _find_attribute(self._module, name, value)
-        if batch_size is None and store.training and _draws_its_batches(self._module):
-            raise _misuse(
-                "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)` should be provided."
-            )
         if call.logger and trainer.logger is None:
             rank_zero_warn(
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
@@ -394,11 +396,6 @@ def _find_attribute(module: LightningModule, name: str, metric: Metric) -> None:
             f" You can fix this by calling `self.log({name}, ..., metric_attribute=name)` where `name` is one"
             f" of {list(attributes.values())}"
         )
-
-
-def _draws_its_batches(module: Any) -> bool:
-    step = getattr(module, "training_step", None)
-    return step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
 def _default_dtype() -> torch.dtype:
