@@ -11,7 +11,7 @@ def test_everything_starts_at_zero():
     progress = FitProgress()
     assert progress.batches_this_epoch == 0
     assert (progress.batch_idx, progress.epoch, progress.optimizer_steps) == (-1, 0, 0)
-    assert not any(vars(EvalProgress()).values())
+    assert not any(value for name, value in vars(EvalProgress()).items() if name != "epoch")
 
 
 def test_every_counter_of_a_fit(tmp_path):
@@ -71,7 +71,8 @@ def test_the_state_inside_an_epoch():
     )  # fmt: skip
     state = progress.state_dict()
     assert state == {
-        "epoch": 3, "batch_idx": 6, "batches": 37, "optimizer_steps": 18, "skipped_steps": 2, "windows": 18
+        "epoch": 3, "batch_idx": 6, "batches": 37, "optimizer_steps": 18, "skipped_steps": 2, "windows": 18,
+        "zero_grads": 0, "schedule_steps": 0, "epoch_start": [0] * 6, "cut_short": 0,
     }  # fmt: skip
     restored = FitProgress(in_batch=True, closing=True, is_last_batch=True)
     restored.load_state_dict(state)

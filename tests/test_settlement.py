@@ -226,7 +226,7 @@ def test_a_checkpoint_holds_the_rates_that_the_next_update_will_use(tmp_path, la
     assert [state["lr_schedulers"][0]["last_epoch"] for state in states] == [1, 1, 2]
     rates = [state["optimizer_states"][0]["param_groups"][0]["lr"] for state in states]
     assert rates[0] == rates[1] < rates[2]
-    assert [state["amp_trainer"]["progress"]["skipped_steps"] for state in states] == [0, 1, 1]
+    assert [state["loops"]["amp_trainer"]["progress"]["skipped_steps"] for state in states] == [0, 1, 1]
 
 
 def test_rows_for_the_loggers_are_of_the_step_they_stand_for(tmp_path, late):
@@ -410,7 +410,7 @@ def test_an_interrupted_run_is_settled(tmp_path, late):
     trainer.save_checkpoint(tmp_path / "now.ckpt")
     saved = torch.load(tmp_path / "now.ckpt", weights_only=True)
     assert saved["lr_schedulers"][0]["last_epoch"] == 2
-    assert saved["amp_trainer"]["progress"]["batch_idx"] == 2  # the last that was trained
+    assert saved["loops"]["amp_trainer"]["progress"]["batch_idx"] == 2  # the last that was trained
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -135,6 +135,8 @@ class EvalLoop:
                 )
             self.hooks.of(f"on_{self.stage}_end")()
         self.metrics.reset()
+        if self.sanity_checking:
+            self.progress.forget_pass()
         return logged
 
     def evaluate_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:

@@ -6,18 +6,18 @@ Each says its unit and who advances it. The loops write them; everybody else rea
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import astuple, dataclass, field, fields, replace
+from typing import Any
 
 
-class EpochStart(NamedTuple):
+@dataclass(frozen=True)
+class EpochStart:
     """What the counters of a fit of the same names were when the epoch of ``batch_idx`` started."""
 
     epoch: int = 0
     batches_started: int = 0
     batches: int = 0
     optimizer_steps: int = 0
-    windows: int = 0
     zero_grads: int = 0
     schedule_steps: int = 0
 
@@ -78,7 +78,7 @@ class FitProgress:
 
     def begin_epoch(self) -> None:
         """An epoch starts."""
-        self.epoch_start = EpochStart(*(getattr(self, name) for name in EpochStart._fields))
+        self.epoch_start = EpochStart(*(getattr(self, counter.name) for counter in fields(EpochStart)))
 
     def end_epoch(self) -> None:
         """An epoch is over, its hooks included."""
@@ -88,7 +88,7 @@ class FitProgress:
     def give_up_batch(self) -> None:
         """The batch that is under way will be trained again, or never."""
         trained = self.batches - self.epoch_start.batches
-        self.epoch_start = self.epoch_start._replace(batches_started=self.batches_started - trained)
+        self.epoch_start = replace(self.epoch_start, batches_started=self.batches_started - trained)
         self.batch_idx = self.batches_trained_this_epoch - 1
         self.in_batch, self.is_trained = False, True
 
@@ -115,7 +115,7 @@ class FitProgress:
             "windows": self.windows + self.closing,
             "zero_grads": self.zero_grads,
             "schedule_steps": self.schedule_steps,
-            "epoch_start": list(self.epoch_start),
+            "epoch_start": list(astuple(self.epoch_start)),
             "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else 0,
         }
 
@@ -133,7 +133,7 @@ class FitProgress:
             self.batch_idx = state["cut_short"] - 1
         self.zero_grads, self.schedule_steps = state.get("zero_grads", 0), state.get("schedule_steps", 0)
         start = EpochStart(*state.get("epoch_start", ()))
-        self.epoch_start = start._replace(batches_started=start.batches)  # a batch that was under way is no more
+        self.epoch_start = replace(start, batches_started=start.batches)  # a batch that was under way is no more
         self.batches = self.batches_started = state["batches"]
         self.optimizer_steps = state["optimizer_steps"]
         self.skipped_steps = state["skipped_steps"]

@@ -755,7 +755,6 @@ class Trainer(TrainerBase):
             loop.run(limit=self.num_sanity_val_steps)
             hooks.on_sanity_check_end()
             self.state.stage, loop.sanity_checking = RunningStage.TRAINING, False
-        loop.progress.forget_pass()
         self.published.clear()
 
     def _validate_inside_fit(self) -> None:

@@ -110,7 +110,7 @@ def test_the_keys_are_lightnings_and_one_of_ours(tmp_path: Path) -> None:
     with lightnings_noise_ignored():
         theirs = read(saved(tmp_path, make=lightning)[0])
     mine = read(saved(tmp_path)[0])
-    assert mine.pop(state.OUR_KEY).keys() == {"format", "progress", "awaited"}
+    assert mine["loops"].pop(state.OUR_KEY).keys() == {"format", "progress", "awaited"}
     loops = theirs["loops"]
     # Lightning's dataloader states; we write none, and reading ours Lightning does without
     loops["fit_loop"]["state_dict"].clear()
@@ -385,7 +385,7 @@ def test_lightning_reads_our_scaler_and_we_read_its(tmp_path: Path) -> None:
     checkpoint["MixedPrecision"] = {
         "scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3,
     }  # fmt: skip
-    del checkpoint[state.OUR_KEY]
+    del checkpoint["loops"][state.OUR_KEY]
     torch.save(checkpoint, tmp_path / "theirs.ckpt")
     trainer = ours(max_epochs=2, limit_train_batches=1, precision="16-mixed", callbacks=[Counting()])
     trainer.fit(Fitted(), datamodule=Shuffles(), ckpt_path=tmp_path / "theirs.ckpt")

@@ -2,57 +2,193 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from trainer.compat.loop_state import loops_of, progress_from
-from trainer.progress import EvalProgress, FitProgress
+from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
+from tests.test_hooks import Manual, Scheduled
+from trainer.accumulation import AccumulationWindow
+from trainer.compat.loop_state import fit_loop_of, progress_from
+from trainer.progress import EpochStart, EvalProgress, FitProgress
 
 BETWEEN_EPOCHS = FitProgress(epoch=2, epochs_trained=2, batches=12, optimizer_steps=6, windows=6, is_last_batch=True)
-IN_AN_EPOCH = FitProgress(epoch=1, epochs_trained=1, batch_idx=2, batches=9, optimizer_steps=4, windows=4)
+IN_AN_EPOCH = FitProgress(
+    epoch=1, epochs_trained=1, batch_idx=2, batches=9, optimizer_steps=4, windows=4, epoch_start=EpochStart(1, 6, 6)
+)
 EPOCH_ENDING = FitProgress(
     epoch=1, epochs_trained=2, batch_idx=5, batches=12, optimizer_steps=6, windows=6, is_last_batch=True
 )
 FRESH = FitProgress()
+CASES = {"between epochs": BETWEEN_EPOCHS, "in an epoch": IN_AN_EPOCH, "an epoch ends": EPOCH_ENDING, "fresh": FRESH}
+for case in CASES.values():
+    case.batches_started = case.batches
+
+
+def written(progress: FitProgress, automatic: bool = True) -> dict[str, Any]:
+    return fit_loop_of(progress, EvalProgress(), AccumulationWindow(), automatic)
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-@pytest.mark.parametrize(
-    ("progress", "epoch", "batch_idx"),
-    [(BETWEEN_EPOCHS, 2, -1), (IN_AN_EPOCH, 1, 2), (EPOCH_ENDING, 2, -1), (FRESH, 0, -1)],
-    ids=["between epochs", "in an epoch", "while an epoch ends", "fresh"],
-)
-def test_there_and_back(progress: FitProgress, epoch: int, batch_idx: int, automatic: bool) -> None:
+@pytest.mark.parametrize("progress", CASES.values(), ids=CASES.keys())
+def test_there_and_back(progress: FitProgress, automatic: bool) -> None:
     back = FitProgress()
-    progress_from(loops_of(progress, EvalProgress(), automatic), back)
-    assert (back.epoch, back.epochs_trained, back.batch_idx) == (epoch, epoch, batch_idx)
-    assert (back.batches, back.optimizer_steps, back.windows) == (
-        progress.batches, progress.optimizer_steps, progress.windows,
-    )  # fmt: skip
+    progress_from(written(progress, automatic), back)
+    over = progress is EPOCH_ENDING
+    assert (back.epoch, back.epochs_trained) == (progress.epochs_trained, progress.epochs_trained)
+    assert back.batch_idx == (-1 if over else progress.batch_idx)
+    for counter in ("batches_started", "batches", "optimizer_steps", "windows", "is_last_batch"):
+        assert getattr(back, counter) == getattr(progress, counter), counter
 
 
 def test_optimizer_steps_stand_where_lightning_looks_for_them() -> None:
-    automatic = loops_of(BETWEEN_EPOCHS, EvalProgress(), True)["fit_loop"]
-    manual = loops_of(BETWEEN_EPOCHS, EvalProgress(), False)["fit_loop"]
-
     def steps(loops: dict[str, Any]) -> tuple[int, int]:
         optimizer = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
         by_hand = loops["epoch_loop.manual_optimization.optim_step_progress"]
         return optimizer["step"]["total"]["completed"], by_hand["total"]["completed"]
 
-    assert steps(automatic) == (6, 0)
-    assert steps(manual) == (0, 6)
-
-
-def test_an_epoch_that_ends_is_processed_and_not_completed() -> None:
-    epochs = loops_of(EPOCH_ENDING, EvalProgress(), True)["fit_loop"]["epoch_progress"]["current"]
-    assert epochs == {"ready": 2, "started": 2, "processed": 2, "completed": 1}
+    assert steps(written(BETWEEN_EPOCHS, True)) == (6, 0)
+    assert steps(written(BETWEEN_EPOCHS, False)) == (0, 6)
 
 
 def test_a_checkpoint_without_the_count_of_windows_falls_back_on_the_steps() -> None:
-    loops = loops_of(BETWEEN_EPOCHS, EvalProgress(), True)
-    loops["fit_loop"]["epoch_loop.state_dict"] = {}
+    fit = written(BETWEEN_EPOCHS)
+    fit["epoch_loop.state_dict"] = {}
     back = FitProgress()
-    progress_from(loops, back)
+    progress_from(fit, back)
     assert back.windows == 6
+
+
+# --- against what Lightning writes --------------------------------------------------------------------------------
+
+
+class FailedError(Exception):
+    pass
+
+
+class FailsInTraining(Scheduled):
+    """In the second epoch's batch ``at``."""
+
+    at = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if (self.current_epoch, batch_idx) == (1, self.at):
+            raise FailedError
+        return super().training_step(batch, batch_idx)
+
+
+class FailsInItsLastBatch(FailsInTraining):
+    at = 2
+
+
+class FailsInValidation(Classifier):
+    """In the second epoch's second dataloader."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        if (self.current_epoch, dataloader_idx, batch_idx) == (1, 1, 1):
+            raise FailedError
+
+
+class FailsAfterABatch(Scheduled):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (self.current_epoch, batch_idx) == (1, 1):
+            raise FailedError
+
+
+class FailsByHand(FailsAfterABatch, Manual):
+    pass
+
+
+def counts(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """Without what is no count."""
+    return {key: value for key, value in fit_loop.items() if not key.endswith("state_dict")}
+
+
+@pytest.mark.parametrize(
+    ("module", "accumulate"),
+    [
+        *((module, size) for module in (FailsInTraining, FailsInItsLastBatch) for size in (1, 2, 3)),
+        (FailsInValidation, 1),
+        (FailsAfterABatch, 2),
+        (FailsByHand, 1),
+    ],
+)
+def test_a_failed_runs_checkpoint_counts_as_lightnings(module: Any, accumulate: int, tmp_path: Path) -> None:
+    def scenario(make: Any) -> Any:
+        folder = tmp_path / make.__name__
+        trainer = make(
+            max_epochs=3,
+            accumulate_grad_batches=accumulate,
+            val_check_interval=2,
+            enable_checkpointing=True,
+            callbacks=OnExceptionCheckpoint(folder),
+        )
+        val = [data(4), data(6, seed=1)] if module is FailsInValidation else data(4)
+        with pytest.raises(FailedError):
+            trainer.fit(module(), data(6), val)
+        checkpoint = torch.load(folder / "on_exception.ckpt", weights_only=True)
+        seen = [counts(checkpoint["loops"]["fit_loop"]), counts(trainer.fit_loop.state_dict())]
+        trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
+        seen.append(counts(trainer.fit_loop.state_dict()))
+        trainer.fit_loop.reset()
+        trainer.fit_loop.epoch_loop.reset()
+        epoch_loop = trainer.fit_loop.epoch_loop
+        current = epoch_loop.batch_progress.current
+        optimizer = epoch_loop.automatic_optimization.optim_progress.optimizer
+        seen += [current.ready, current.completed, optimizer.step.current.ready, optimizer.zero_grad.current.completed]
+        return [*seen, epoch_loop.scheduler_progress.total.completed]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_a_finished_runs_counts_are_lightnings() -> None:
+    def scenario(make: Any) -> Any:
+        trainer = make(max_epochs=2, val_check_interval=2)
+        trainer.fit(Scheduled(), data(8), data(4, seed=1))
+        fit_loop = trainer.fit_loop
+        return (
+            counts(fit_loop.state_dict()),
+            fit_loop.batch_idx,
+            fit_loop.epoch_loop.batch_idx,
+            fit_loop.total_batch_idx,
+        )
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+@pytest.mark.parametrize("saver", [lightning, ours])
+def test_a_run_that_counts_steps_goes_on_where_its_last_step_was(saver: Any, tmp_path: Path) -> None:
+    """Not so one that counts epochs: for it the epoch is over."""
+
+    class Sees(Learner):
+        def on_train_epoch_start(self) -> None:
+            self.seen.append("epoch")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append((self.current_epoch, batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    path = tmp_path / "cut short.ckpt"
+
+    class Saves(Learner):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.save_checkpoint(path)
+
+    with lightnings_noise_ignored():
+        saver(max_steps=1).fit(Saves(), data(6))
+
+    def scenario(make: Any) -> Any:
+        module = Sees()
+        module.seen = []
+        make(max_steps=4).fit(module, data(6), ckpt_path=path)
+        make(max_epochs=2).fit(module, data(6), ckpt_path=path)
+        return module.seen
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine == [(0, 1), (0, 2), "epoch", (1, 0), "epoch", (1, 0), (1, 1), (1, 2)]

@@ -44,11 +44,13 @@ def schedules_of(fit: FitProgress) -> _SchedulerProgress:
     return _SchedulerProgress(_two(steps), _two(in_epoch))
 
 
-def optimization_of(fit: FitProgress, window: AccumulationWindow) -> _OptimizationProgress:
+def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: bool) -> _OptimizationProgress:
     """``fit_loop.epoch_loop.automatic_optimization.optim_progress``.
 
     A batch that is under way has its step ahead where it is its window's last.
     """
+    if not automatic:
+        return _OptimizationProgress()
     ahead, cleared = fit.in_batch and not fit.is_trained and window.is_last, fit.zero_grads
     step = _Progress(*(_two(fit.optimizer_steps - n, ahead) for n in (0, fit.epoch_start.optimizer_steps)))
     zero_grad = _Progress(
@@ -57,9 +59,9 @@ def optimization_of(fit: FitProgress, window: AccumulationWindow) -> _Optimizati
     return _OptimizationProgress(_OptimizerProgress(step, zero_grad))
 
 
-def manual_steps_of(fit: FitProgress) -> _Progress:
-    """``fit_loop.epoch_loop.manual_optimization.optim_step_progress``."""
-    return _Progress(*(_two(fit.optimizer_steps - before) for before in (0, fit.epoch_start.optimizer_steps)))
+def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
+    """``fit_loop.epoch_loop.manual_optimization.optim_step_progress``, whose ``current`` is the run's, too."""
+    return _Progress(*(_two(fit.optimizer_steps * by_hand) for _ in range(2)))
 
 
 def evaluation_of(progress: EvalProgress, epoch: int | None = None) -> _BatchProgress:
@@ -78,17 +80,15 @@ def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow,
         window: the accumulation window.
         automatic: whether optimization is automatic; Lightning counts optimizer steps in either of two places.
     """
-    optimization = optimization_of(fit, window) if automatic else _OptimizationProgress()
-    by_hand = _no_steps() if automatic else manual_steps_of(fit)
     return {
         "state_dict": {},
         "epoch_loop.state_dict": {"_batches_that_stepped": fit.windows},
         "epoch_loop.batch_progress": batches_of(fit).state_dict(),
         "epoch_loop.scheduler_progress": schedules_of(fit).state_dict(),
         "epoch_loop.automatic_optimization.state_dict": {},
-        "epoch_loop.automatic_optimization.optim_progress": optimization.state_dict(),
+        "epoch_loop.automatic_optimization.optim_progress": optimization_of(fit, window, automatic).state_dict(),
         "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": by_hand.state_dict(),
+        "epoch_loop.manual_optimization.optim_step_progress": manual_steps_of(fit, not automatic).state_dict(),
         "epoch_loop.val_loop.state_dict": {},
         "epoch_loop.val_loop.batch_progress": evaluation_of(val, fit.epoch_start.epoch).state_dict(),
         "epoch_progress": epochs_of(fit).state_dict(),
@@ -135,13 +135,11 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     progress.zero_grads = zero_grad["total"]["completed"]
     progress.schedule_steps = schedules["total"]["completed"]
     progress.is_last_batch = batches.get("is_last_batch", False)
-    in_epoch = automatic["current"]["completed"] + manual["current"]["completed"]
     progress.epoch_start = EpochStart(
         epoch=epochs_trained,
         batches_started=total["ready"] - current["ready"],
         batches=total["processed"] - current["processed"],
-        optimizer_steps=progress.optimizer_steps - in_epoch,
-        windows=progress.windows - in_epoch,
+        optimizer_steps=progress.optimizer_steps - automatic["current"]["completed"],
         zero_grads=zero_grad["total"]["completed"] - zero_grad["current"]["completed"],
         schedule_steps=schedules["total"]["completed"] - schedules["current"]["completed"],
     )

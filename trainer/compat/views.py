@@ -8,12 +8,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from trainer.compat import loop_state
 from trainer.compat.logging import ResultsView
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
+
+
+def is_automatic(trainer: Any) -> bool:
+    """Whether optimization is automatic."""
+    return trainer.lightning_module is None or bool(trainer.lightning_module.automatic_optimization)
 
 
 class EvalLoopView:
@@ -58,7 +63,9 @@ class EvalLoopView:
     @property
     def batch_progress(self) -> Any:
         """Counts of batches."""
-        return loop_state.evaluation_of(self._loop.progress)
+        inside_fit = self._stage is RunningStage.VALIDATING and self._trainer.state.fn is TrainerFn.FITTING
+        epoch = self._trainer.progress.epoch_start.epoch if inside_fit else None
+        return loop_state.evaluation_of(self._loop.progress, epoch)
 
     @property
     def predictions(self) -> Any:
@@ -88,12 +95,14 @@ class EpochLoopView:
     @property
     def automatic_optimization(self) -> SimpleNamespace:
         """Counts of steps of optimizers."""
-        return SimpleNamespace(optim_progress=loop_state.optimization_of(self._loop.progress, self._loop.window))
+        progress, window, automatic = self._loop.progress, self._loop.window, is_automatic(self._trainer)
+        return SimpleNamespace(optim_progress=loop_state.optimization_of(progress, window, automatic))
 
     @property
     def manual_optimization(self) -> SimpleNamespace:
         """The same, in manual optimization."""
-        return SimpleNamespace(optim_step_progress=loop_state.manual_steps_of(self._loop.progress))
+        by_hand = not is_automatic(self._trainer)
+        return SimpleNamespace(optim_step_progress=loop_state.manual_steps_of(self._loop.progress, by_hand))
 
     @property
     def _results(self) -> Any:
@@ -163,9 +172,8 @@ class FitLoopView:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of all these counts."""
-        module = self._trainer.lightning_module
-        automatic = module is None or module.automatic_optimization
-        return loop_state.fit_loop_of(self._loop.progress, self._val_loop.progress, self._loop.window, automatic)
+        loop, automatic = self._loop, is_automatic(self._trainer)
+        return loop_state.fit_loop_of(loop.progress, self._val_loop.progress, loop.window, automatic)
 
     def reset(self) -> None:
         """Give up a batch that is under way; an epoch goes on."""
