@@ -522,6 +522,17 @@ def test_estimated_stepping_batches(arguments: Any) -> None:
     assert_same_experience(scenario)
 
 
+@pytest.mark.parametrize("arguments", [{"max_epochs": 2}, {"accumulate_grad_batches": 3}, {"max_epochs": -1}])
+def test_estimated_stepping_batches_of_a_fit_to_come(arguments: Any) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        trainer, module = make(**{"max_epochs": 1, **arguments}), Learner()
+        trainer._data_connector.attach_data(module, train_dataloaders=data(8))
+        trainer.strategy.connect(module)
+        return trainer.estimated_stepping_batches
+
+    assert_same_experience(scenario)
+
+
 def test_who_asks_before_the_data_is_loaded_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     told = []
     monkeypatch.setattr("trainer.trainer.rank_zero_info", told.append)

@@ -703,7 +703,66 @@ def test_lbfgs_is_refused_at_set_up_where_the_loss_is_scaled(tmp_path, kind):
     assert started == []
 
 
-def test_lbfgs_takes_no_windows(tmp_path):
-    trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
-    with pytest.raises(ConfigurationError, match="LBFGS with accumulate_grad_batches=2, expected 1"):
-        trainer.fit(Regression(make_net(), lbfgs), loader_of(make_batches(2)))
+class Weighted(Regression):
+    """Batches weigh as much as their number says, or are left out."""
+
+    def __init__(self, *args, weights=None, missing=(), **how):
+        super().__init__(*args, **how)
+        self.weights, self.missing = weights, missing
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx in self.missing:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.weights is None else {"loss": loss, "weight": self.weights[batch_idx]}
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize(
+    ("weights", "missing", "sized"),
+    [
+        (None, (), True),
+        (None, (), False),
+        ([1.0, 3.0, 2.0, 1.0, 5.0], (), True),
+        (None, (1,), True),
+        (None, (0, 4), True),
+    ],
+)
+def test_lbfgs_evaluates_whole_windows(tmp_path, weights, missing, sized, search):
+    """Each evaluation is one of the window's mean loss, at the same weights; whether its size is known or not."""
+    make = partial(lbfgs, line_search_fn=search, max_iter=6)
+    ours, theirs, batches = make_net(), make_net(), make_batches(5)
+    module, data = Weighted(ours, make, weights=weights, missing=missing), loader_of(batches)
+    trainer, _ = fit_and_watch(tmp_path, module, data if sized else iter_of(data), accumulate_grad_batches=2)
+
+    optimizer, evaluations = make(theirs.parameters()), 0
+    for window in ((0, 1), (2, 3), (4,)):
+        kept = [i for i in window if i not in missing]
+        if not kept:
+            continue
+        weight = {i: 1.0 if weights is None else weights[i] for i in kept}
+
+        def closure(kept=kept, weight=weight):
+            nonlocal evaluations
+            evaluations += 1
+            optimizer.zero_grad()
+            losses = [loss_of(theirs, batches[i]) * (weight[i] / sum(weight.values())) for i in kept]
+            for loss in losses:
+                loss.backward()
+            return torch.stack(losses).sum()
+
+        optimizer.step(closure)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert trainer.global_step == 3
+    assert evaluations > 10
+
+
+def iter_of(loader):
+    """The same batches, of which nobody knows the number."""
+
+    class Unsized:
+        def __iter__(self):
+            return iter(loader)
+
+    return Unsized()

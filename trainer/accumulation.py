@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class AccumulationWindow:
         backwards: batches in the current window so far that had a loss.
         is_first, is_last: whether the current batch opens, and closes, the window.
         factor: what the current batch's loss was multiplied by, to be its share.
+        correction: what :meth:`close` has multiplied all shares by.
 
     Raises:
         ConfigurationError: ``batches`` is not a whole number, or below 1.
@@ -52,6 +54,7 @@ class AccumulationWindow:
         self.is_first = True
         self.is_last = True
         self.factor: Weight = 1.0
+        self.correction: Weight = 1.0
         self._position = -1
         self._unit: Weight = 1.0  # the first weight, which the others are measured by
         self._total: Weight = 0.0  # sum of the weights
@@ -89,8 +92,16 @@ class AccumulationWindow:
             self._position += 1
             self.is_first = False
         self._before = self.backwards, self._total
-        self.factor = 1.0
+        self.factor = self.correction = 1.0
         self.is_last = is_last_batch or self._position + 1 >= self.size
+
+    def mark(self) -> dict[str, Any]:
+        """Where the window stands, for :meth:`go_back`."""
+        return dict(vars(self))
+
+    def go_back(self, mark: dict[str, Any]) -> None:
+        """Stand where the window stood: an optimizer that evaluates the loss itself wants a batch again."""
+        vars(self).update(mark)
 
     def share(self, loss: Tensor, weight: Weight | None = None) -> Tensor:
         """The current batch's likely share of the window's mean loss.
@@ -150,7 +161,7 @@ class AccumulationWindow:
                 gradients = gradients_of(optimizers)
                 if gradients:
                     torch._foreach_mul_(gradients, correction)
-                self.factor = self.factor * correction
+                self.factor, self.correction = self.factor * correction, correction
                 loss = None if loss is None else loss * correction
         if loss is None and processes > 1:
             loss = zero_loss(engine.model.parameters())

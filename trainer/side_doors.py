@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,6 +108,9 @@ class ManualOptimization:
 class ClosureOptimization:
     """The forward and backward pass are a closure that the module's ``optimizer_step``, or the optimizer, calls.
 
+    An optimizer that evaluates the loss itself moves the weights between two evaluations. So each is one of the whole
+    accumulation window: the earlier batches are kept until then, and run again with the last one.
+
     Args:
         loop: the fit loop whose batches these are.
         optimizer_step: ``LightningModule.optimizer_step(epoch, batch_idx, optimizer, closure)``; it ends up in
@@ -114,8 +118,8 @@ class ClosureOptimization:
         wrapped: the optimizers in the form the module knows them in (Lightning's wrappers).
 
     Raises:
-        ConfigurationError: an optimizer evaluates the loss several times a step, and the loss is scaled (an
-            overflow in one of the evaluations could not be undone) or gradients are accumulated.
+        ConfigurationError: an optimizer evaluates the loss several times a step, and the loss is scaled: an overflow
+            in one of the evaluations could not be undone.
     """
 
     def __init__(self, loop: FitLoop, optimizer_step: Callable[..., Any], wrapped: list[Any]) -> None:
@@ -123,38 +127,65 @@ class ClosureOptimization:
         self._optimizer_step = optimizer_step
         self._wrapped = wrapped
         self._stepped: list[Optimizer] = []
+        self._evaluates_again = any(needs_closure(optimizer) for optimizer in loop.optimizers)
+        self._earlier: list[_Pass] = []
         _refuse_impossible_closures(loop)
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
-        """Inside a window evaluate the closure; at its end hand it to ``optimizer_step``."""
+        """Inside a window evaluate the loss; at its end hand the closure that does to ``optimizer_step``."""
         loop = self._loop
         batch = loop.start_batch(batch, batch_idx, is_last)
         if loop.skips_epoch:
             return
-        outputs: dict[str, Any] = {}
-
-        def closure() -> Tensor | None:
-            outer = loop.hooks.scope.enter("training_step")
-            with loop.precision.autocast():
-                output = loop.training_step(batch, batch_idx)
-            loop.hooks.scope.enter(outer)
-            if loop.window.is_first:
-                loop.clear_gradients()
-            loss = loop.share_of(output)
-            if loss is not None:
-                loop.run_backward(loop.scaler.scale(loss))
-            outputs.update(outputs_of(loss, output))
-            return loss
-
+        this = _Pass(batch, batch_idx, loop.window.mark())
+        if loop.window.is_first:
+            self._earlier.clear()
         with loop.engine.gradient_sync(loop.window.is_last):
             if loop.window.is_last:
                 for optimizer in self._wrapped:
-                    self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, closure)
+                    self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, partial(self._close_window, this))
                     loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
             else:
-                closure()
+                self._evaluate(this)
+                if self._evaluates_again:
+                    self._earlier.append(this)
         _finish_update(loop, self._stepped)
-        loop.end_batch(outputs, batch, batch_idx)
+        loop.end_batch(this.outputs, batch, batch_idx)
+
+    def _evaluate(self, this: _Pass) -> Tensor | None:
+        """Forward and backward of one batch. Returns its share of the window's mean loss."""
+        loop = self._loop
+        loop.window.go_back(this.mark)
+        loop.hooks.scope.enter("training_step")
+        with loop.precision.autocast():
+            output = loop.training_step(this.batch, this.batch_idx)
+        loop.hooks.scope.enter(None)
+        if loop.window.is_first:
+            loop.clear_gradients()
+        loss = loop.share_of(output)
+        if loss is not None:
+            loop.run_backward(loop.scaler.scale(loss))
+            this.share = loss.detach()
+        this.outputs = outputs_of(loss, output)
+        return loss
+
+    def _close_window(self, last: _Pass) -> Tensor | None:
+        """The closure: evaluates the last batch, and once the weights have moved the earlier ones before it.
+
+        Returns:
+            The window's mean loss, or as much of it as was evaluated.
+        """
+        if last.is_evaluated:
+            with self._loop.engine.gradient_sync(False):
+                for one in self._earlier:
+                    self._evaluate(one)
+        last.is_evaluated = True
+        loss = self._evaluate(last)
+        shares = [one.share * self._loop.window.correction for one in self._earlier if one.share is not None]
+        if not shares and not (loss is None and self._evaluates_again):
+            return loss
+        zero = torch.zeros((), device=self._loop.engine.device)  # what there is nothing to learn from is no number
+        return sum(shares, zero if loss is None else loss)
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
         """``optimizer.step(closure)`` of one optimizer. Returns what the closure returned."""
@@ -239,12 +270,30 @@ def _refuse_impossible_closures(loop: FitLoop) -> None:
             " single gradient: it evaluates the loss itself, several times a step, which loss scaling cannot"
             " follow. Use precision='bf16-mixed' or '32-true'."
         )
-    if greedy and loop.window.batches > 1:
-        raise ConfigurationError(
-            f"Got the optimizer {greedy[0]} with accumulate_grad_batches={loop.window.batches}, expected 1: it"
-            " evaluates the loss itself, several times a step, and would add up the gradients of all evaluations."
-            " Use larger batches."
-        )
+
+
+class _Pass:
+    """One batch of a window, as often as it is evaluated.
+
+    Args:
+        batch, batch_idx: what ``training_step`` is given.
+        mark: where the window stands when it is.
+
+    Attributes:
+        share: its loss's share of the window's mean loss, when it was evaluated last; None where it had none.
+        outputs: what ``on_train_batch_end`` is given.
+        is_evaluated: whether the closure has been called for it.
+    """
+
+    __slots__ = ("batch", "batch_idx", "is_evaluated", "mark", "outputs", "share")
+
+    def __init__(self, batch: Any, batch_idx: int, mark: dict[str, Any]) -> None:
+        self.batch = batch
+        self.batch_idx = batch_idx
+        self.mark = mark
+        self.share: Tensor | None = None
+        self.outputs: dict[str, Any] = {}
+        self.is_evaluated = False
 
 
 def _step(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:

@@ -28,6 +28,38 @@ from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 
 
+class _Connector(_DataConnector):
+    """Lightning's data connector; what is attached to it is attached to ours.
+
+    Args:
+        trainer: the Trainer.
+        source: where dataloaders come from.
+    """
+
+    def __init__(self, trainer: Any, source: DataSource) -> None:
+        super().__init__(trainer)
+        self._source = source
+
+    def attach_data(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        test_dataloaders: Any = None,
+        predict_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+    ) -> None:
+        """Say before a run what it will be about: so its length can be asked for."""
+        given = {
+            RunningStage.TRAINING: train_dataloaders,
+            RunningStage.VALIDATING: val_dataloaders,
+            RunningStage.TESTING: test_dataloaders,
+            RunningStage.PREDICTING: predict_dataloaders,
+        }
+        model.trainer = self.trainer
+        self._source.attach(model, given, datamodule)
+
+
 class DataSource:
     """Where a run's dataloaders come from: arguments, the module's methods, or a datamodule's.
 
@@ -37,7 +69,7 @@ class DataSource:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.connector = _DataConnector(trainer)
+        self.connector = _Connector(trainer, self)
         self.datamodule: LightningDataModule | None = None
         self._sources: dict[RunningStage, _DataLoaderSource] = {}
         self._ready: dict[RunningStage, LoaderSet | None] = {}
