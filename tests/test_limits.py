@@ -1,7 +1,8 @@
-"""When a fit validates by the clock."""
+"""When a fit stops, and when it validates by the clock."""
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -9,7 +10,7 @@ from unittest import mock
 import pytest
 from lightning.pytorch import Callback
 
-from tests.parity import Classifier, data, ours, run_both
+from tests.parity import Classifier, Learner, data, ours, run_both
 from trainer.limits import FitLimits
 from trainer.progress import FitProgress
 
@@ -66,3 +67,46 @@ def test_lightning_validates_after_the_same_batches(arguments: dict[str, Any]) -
 def test_model_checkpoint_is_told_of_the_time() -> None:
     assert ours(val_check_interval="00:00:01:00")._val_check_time_interval == 60.0
     assert ours()._val_check_time_interval is None
+
+
+def test_what_nobody_said_limits_nothing_before_it_is_filled_in():
+    limits = FitLimits(FitProgress(), max_epochs=None)
+    assert not limits.fit_is_done()
+    assert not limits.is_final_epoch()
+    assert limits.may_stop()
+    limits.fill_in(max_epochs=0)
+    assert (limits.max_epochs, limits.min_epochs, limits.fit_is_done()) == (0, 0, True)
+
+
+@pytest.mark.parametrize(("given", "least"), [({}, 0), ({"min_steps": 0}, 1), ({"min_epochs": 3, "min_steps": 7}, 3)])
+def test_least_epochs(given, least):
+    limits = FitLimits(FitProgress(), max_epochs=5, **given)
+    limits.fill_in(max_epochs=9)
+    assert (limits.max_epochs, limits.min_epochs) == (5, least)
+
+
+def test_an_interruption_is_raised_when_a_batch_or_an_epoch_is_over():
+    limits = FitLimits(FitProgress(), max_epochs=1)
+    limits.interruption = SystemExit(3)
+    for over in (limits.epoch_is_done, limits.fit_is_done):
+        with pytest.raises(SystemExit):
+            over()
+
+
+class Stops(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize("arguments", [{"min_epochs": 2}, {"min_steps": 3}, {}], ids=str)
+def test_it_is_said_once_that_training_goes_on_nevertheless(arguments, caplog):
+    def scenario(make):
+        caplog.clear()
+        trainer = make(max_epochs=3, callbacks=[Stops()], **arguments)
+        with caplog.at_level(logging.INFO):
+            trainer.fit(Learner(), data(8))
+        return trainer.global_step, [r.message for r in caplog.records if "signaled to stop" in r.message]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+    assert len(mine[1]) == bool(arguments)

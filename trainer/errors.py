@@ -29,6 +29,10 @@ class CheckpointError(TrainerError):
     """A checkpoint that cannot be written, found or restored."""
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A checkpoint that does not exist."""
+
+
 class LossScaleCollapse(TrainerError):  # noqa: N818 - the name it has in the field
     """Gradients overflow in every step, at every loss scale: training has come to an end.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from trainer.progress import FitProgress
 
@@ -21,6 +22,7 @@ class FitLimits:
         check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
         log_every_n_steps: weight updates between two rows in the loggers; 0 for none.
         val_check_seconds: seconds between validations; None to count batches.
+        announce: told, once, that training goes on although ``should_stop`` is set.
 
     Attributes:
         val_check_batch: batches between validations within an epoch; inf for its end, None where time decides
@@ -41,6 +43,7 @@ class FitLimits:
         check_val_every_n_epoch: int | None = 1,
         log_every_n_steps: int = 50,
         val_check_seconds: float | None = None,
+        announce: Callable[[str], object] = str,
     ) -> None:
         self.max_epochs = max_epochs
         self.min_epochs = min_epochs
@@ -54,6 +57,8 @@ class FitLimits:
         self.should_stop = False
         self.interruption: BaseException | None = None
         self._progress = progress
+        self._announce = announce
+        self._has_announced = False
 
     def fill_in(self, max_epochs: int) -> None:
         """What nobody has said, now that a fit starts: ``max_epochs``, and no ``min_epochs`` but with ``min_steps``."""
@@ -80,7 +85,15 @@ class FitLimits:
         if self.interruption is not None:
             raise self.interruption
         stepped_all = self.max_steps != -1 and self._progress.optimizer_steps >= self.max_steps
-        return stepped_all or (self.should_stop and self.may_stop())
+        if stepped_all or not self.should_stop:
+            return stepped_all
+        if not (stops := self.may_stop()) and not self._has_announced:
+            self._has_announced = True
+            self._announce(
+                f"Trainer was signaled to stop but the required `min_epochs={self.min_epochs!r}` or"
+                f" `min_steps={self.min_steps!r}` has not been met. Training will continue..."
+            )
+        return stops
 
     def may_stop(self) -> bool:
         """Whether ``min_epochs`` and ``min_steps`` are met."""

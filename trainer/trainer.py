@@ -256,6 +256,7 @@ class Trainer(TrainerBase):
                 check_val_every_n_epoch=limits.check_val_every_n_epoch,
                 log_every_n_steps=50 if log_every_n_steps is None else log_every_n_steps,
                 val_check_seconds=limits.val_check_seconds,
+                announce=rank_zero_info,
             ),
         )
         validation = EvalLoop("validation", **shared, fit_progress=self.progress)
@@ -548,11 +549,8 @@ class Trainer(TrainerBase):
         self._call_setup_hooks()
         modules.configure_model(self, module, self.engine.adapter.plugin)
         self.engine.convert_module()
-        self._checkpoint = {}
-        if self.ckpt_path is not None:
-            rank_zero_info(f"Restoring states from the checkpoint path at {self.ckpt_path}")
-            self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
-            checkpoints.restore_module_and_callbacks(self, self._checkpoint)
+        if not self.engine.restores_after_setup:
+            self._restore_module_and_callbacks(weights_only)
         self.published.clear()
         for metrics in (self.loop.metrics, *(loop.metrics for loop in self.eval_loops.values())):
             metrics.clear()  # of an interrupted run, or of another module
@@ -576,6 +574,8 @@ class Trainer(TrainerBase):
             hooks.on_fit_start()
         if self.enable_autolog_hparams:
             hparams.log_hyper_parameters(self)
+        if self.engine.restores_after_setup:
+            self._restore_module_and_callbacks(weights_only)
         if self._checkpoint and fitting:
             checkpoints.restore_training(self, self._checkpoint, loop_state.progress_from)
             self._refuse_past_the_end()
@@ -587,6 +587,13 @@ class Trainer(TrainerBase):
         module.zero_grad()
         if not fitting:
             self._prepare_evaluation(hooks, _STAGES[self.state.fn], self._may_infer)  # type: ignore[index]
+
+    def _restore_module_and_callbacks(self, weights_only: bool | None) -> None:
+        self._checkpoint = {}
+        if self.ckpt_path is not None:
+            rank_zero_info(f"Restoring states from the checkpoint path at {self.ckpt_path}")
+            self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
+            checkpoints.restore_module_and_callbacks(self, self._checkpoint)
 
     def _call_setup_hooks(self) -> None:
         module = self._module

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
+from tests.parity import Learner, data, run_both, weights
 from tests.support import (
     OPTIMIZERS,
     Regression,
@@ -161,3 +162,21 @@ def test_limit_and_algorithm(tmp_path):
     trainer = make_trainer(tmp_path, gradient_clip_val=0.5, gradient_clip_algorithm="value")
     (clipping,) = (callback for callback in trainer.callbacks if isinstance(callback, GradientClipping))
     assert (clipping.clip_value, clipping.max_norm, clipping.norm_type) == (0.5, None, 2.0)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "VALUE", None])
+def test_a_module_that_clips_itself_is_given_the_arguments_by_name(algorithm):
+    given = []
+
+    class Own(Learner):
+        def configure_gradient_clipping(self, optimizer, **how):
+            given.append(how)
+            self.clip_gradients(optimizer, **how)
+
+    def scenario(make):
+        module = Own()
+        make(max_steps=1, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm).fit(module, data(4))
+        return given.pop(), [weight.tolist() for weight in weights(module)]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine

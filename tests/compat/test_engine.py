@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.plugins import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.parity import Learner, data, ours
+from tests.parity import Learner, data, ours, run_both, weights
+from trainer import Trainer
 from trainer.compat.engine import LightningEngine
 from trainer.errors import PrecisionError, UnsupportedError
 
@@ -116,3 +118,49 @@ def test_the_optimizers_are_bare_and_live() -> None:
             assert self.optimizers().optimizer is self.trainer.optimizers[0]
 
     trainer.fit(Look(), data(4))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_strategy_says_when_weights_are_restored(late: bool, tmp_path: Any) -> None:
+    order: list[str] = []
+
+    class Ordered(SingleDeviceStrategy):
+        restore_checkpoint_after_setup = late  # type: ignore[assignment]
+
+        def setup(self, trainer: Any) -> None:
+            order.append("setup")
+            super().setup(trainer)
+
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            order.append("load")
+            return super().load_checkpoint(*args, **kwargs)
+
+    def scenario(make: Any) -> Any:
+        first, second = make(max_steps=2), None
+        trained, restored = Learner(), Learner()
+        first.fit(trained, data(8))
+        first.save_checkpoint(tmp_path / "some.ckpt")
+        order.clear()
+        # Lightning's base class of precision plugins stands for float32: as ours, so it may come along
+        strategy = Ordered(torch.device("cpu"), precision_plugin=LightningPrecision())
+        second = make(strategy=strategy, max_steps=3)
+        second.fit(restored, data(8), ckpt_path=tmp_path / "some.ckpt")
+        return list(order), second.global_step, [w.tolist() for w in weights(restored)]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+    assert mine[0] == (["setup", "load"] if late else ["load", "setup"])
+
+
+def test_lightnings_float32_is_refused_where_it_is_not_what_was_asked_for() -> None:
+    with pytest.raises(PrecisionError, match="Got Precision through plugins"):
+        ours(precision="bf16-mixed", plugins=LightningPrecision())
+    assert ours(plugins=[LightningPrecision()]).precision == "32-true"
+
+
+def test_a_strategy_object_may_serve_two_trainers() -> None:
+    strategy = SingleDeviceStrategy(torch.device("cpu"))
+    for precision in ("16-mixed", "32-true"):
+        trainer = Trainer(strategy=strategy, precision=precision, barebones=True)
+        assert trainer.precision_plugin is strategy.precision_plugin
+    assert strategy.precision_plugin.precision == "32-true"

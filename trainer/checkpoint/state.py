@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.engine import Engine
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, CheckpointNotFoundError
 from trainer.progress import FitProgress
 
 OUR_KEY = "amp_trainer"
@@ -105,7 +105,8 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
             asks for: for files of one's own making.
 
     Raises:
-        CheckpointError: no such file, a damaged one, or one that is not a checkpoint.
+        CheckpointNotFoundError: no such file.
+        CheckpointError: a damaged one, or one that is not a checkpoint.
     """
     if weights_only is False:
         warnings.warn(
@@ -116,7 +117,7 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
     try:
         checkpoint = engine.load(path, weights_only is not False)
     except FileNotFoundError as error:
-        raise CheckpointError(f"Got ckpt_path={str(path)!r}, expected a file that exists.") from error
+        raise CheckpointNotFoundError(f"Got ckpt_path={str(path)!r}, expected a file that exists.") from error
     except UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain containers, or is damaged: {str(error).splitlines()[0]}"

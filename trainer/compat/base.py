@@ -304,7 +304,7 @@ class TrainerBase:
     @property
     def val_check_batch(self) -> float | None:
         """Batches between validations; inf for the end of the epoch, None before a fit and where time decides."""
-        return None if self.loop.batches.loaders is None else self.loop.limits.val_check_batch
+        return self.loop.limits.val_check_batch
 
     @property
     def _val_check_time_interval(self) -> float | None:

@@ -55,10 +55,11 @@ class LightningEngine:
         if plugins is not None and not isinstance(plugins, (list, tuple)):
             plugins = [plugins]
         for plugin in plugins or ():
-            _refuse_lightning_precision(plugin, "plugins")
+            _refuse_lightning_precision(plugin, "plugins", precision)
         strategy = options.get("strategy")
         if isinstance(strategy, Strategy):
-            _refuse_lightning_precision(strategy._precision_plugin, f"{type(strategy).__name__}(precision_plugin)")
+            where = f"{type(strategy).__name__}(precision_plugin)"
+            _refuse_lightning_precision(strategy._precision_plugin, where, precision)
         self._trainer = trainer
         self.connector = _AcceleratorConnector(plugins=plugins, precision=None, **options)
         self.strategy: Strategy = self.connector.strategy
@@ -90,6 +91,11 @@ class LightningEngine:
     def device(self) -> torch.device:
         """This process's device."""
         return self.strategy.root_device
+
+    @property
+    def restores_after_setup(self) -> bool:
+        """Whether weights are loaded into the module as the strategy has wrapped it, not before."""
+        return self.strategy.restore_checkpoint_after_setup
 
     @property
     def world_size(self) -> int:
@@ -220,8 +226,10 @@ def _without_batch_idx(step: Callable[..., Any], batch: Any, batch_idx: int, *mo
     return step(batch, *more)
 
 
-def _refuse_lightning_precision(plugin: Any, where: str) -> None:
-    if isinstance(plugin, LightningPrecision):
+def _refuse_lightning_precision(plugin: Any, where: str, ours: Precision) -> None:
+    if type(plugin) is LightningPrecision and ours.name == plugin.precision:
+        return  # it does nothing, as ours
+    if isinstance(plugin, LightningPrecision) and not isinstance(plugin, PrecisionAdapter):
         raise PrecisionError(
             f"Got {type(plugin).__name__} through {where}, expected no precision plugin there: Lightning's bring"
             " autocast and a scaler of their own. Use Trainer(precision='16-mixed') or a plugin from"
