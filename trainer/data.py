@@ -63,6 +63,9 @@ class TrainingBatches:
     Args:
         loaders: the training dataloaders; None for none.
         renew: asked before each epoch for dataloaders to go on with; None where the first ones stay.
+
+    Attributes:
+        num_batches: batches in one pass; inf where nobody knows. SWA writes it; who iterates gets what there is.
     """
 
     def __init__(self, loaders: Loaders | None, renew: Callable[[], Loaders | None] | None = None) -> None:
@@ -97,7 +100,8 @@ class TrainingBatches:
         assert self.loaders is not None
         only = self.loaders.only()
         source = iter(only) if only is not None else (batch for batch, *_ in self.loaders.batches())
-        first, count = self._skip, None if self.num_batches == float("inf") else int(self.num_batches)
+        length = self.loaders.num_batches()  # not what callbacks have made of `num_batches`
+        first, count = self._skip, None if length == float("inf") else int(length)
         source = islice(source, count)
         if not self.has_length:
             return ((batch, i, last) for i, (batch, last) in enumerate(_with_last(source)) if i >= first)

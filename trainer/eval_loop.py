@@ -31,6 +31,7 @@ class EvalLoop:
         fit_progress: the training's counters; metrics are logged at its step.
 
     Attributes:
+        verbose: whether the Trainer prints what was logged.
         keep_predictions: whether to collect what ``predict_step`` returns.
         predictions: what it returned, a list for each dataloader.
         interruption: what to raise when the current batch is over: a signal has come. None for nothing.
@@ -55,6 +56,7 @@ class EvalLoop:
         self.progress = EvalProgress()
         self.metrics = MetricStore(training=False)
         self.sanity_checking = False
+        self.verbose = True
         self.keep_predictions = False
         self.predictions: list[list[Any]] = []
         self.interruption: BaseException | None = None
@@ -114,6 +116,7 @@ class EvalLoop:
         with self.gradient_context(), self.eval_mode():
             self.hooks.of(f"on_{self.stage}_start")()
             self.hooks.of(f"on_{self.stage}_epoch_start")()
+            loaders = self.loaders or loaders  # BatchSizeFinder puts others there
             loaders.start_epoch(self.fit_progress.epochs_trained)
             current = 0
             with suppress(StopIteration):  # a step that draws its own batches may come to their end

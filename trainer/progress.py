@@ -178,6 +178,12 @@ class EvalProgress:
         self.batches = self.batches_done = 0
         self.is_last_batch = False
 
+    def forget_run(self) -> None:
+        """Another run is about to begin: as before the first."""
+        self.begin_pass()
+        self.has_run = False
+        self.seen_batches.clear()
+
     def forget_pass(self) -> None:
         """A sanity check is over, and counts for nothing."""
         self.total_batches -= self.batches

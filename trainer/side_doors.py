@@ -5,8 +5,9 @@ Each stands in the place of ``FitLoop.train_batch`` and is chosen once, when a r
 ``ManualOptimization``   the module sets ``automatic_optimization = False`` and calls ``manual_backward`` and
                          ``optimizer.step()`` itself, for as many optimizers and as often as it likes.
 ``ClosureOptimization``  the module overrides ``optimizer_step``, or an optimizer evaluates the loss itself (LBFGS).
+``ForwardOnly``          a callback wants batches to be seen, and no weight to change (SWA, for its batch norm).
 
-A third door is about data: ``draw_in_fit`` and ``draw_in_evaluation`` are for steps that draw their own batches
+Another door is about data: ``draw_in_fit`` and ``draw_in_evaluation`` are for steps that draw their own batches
 (``training_step(self, dataloader_iter)``). They go around whatever else was chosen.
 
 The scaler's rules stay those of the loop: gradients are unscaled once for each step, the scale is the same
@@ -30,7 +31,7 @@ from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
 from trainer.hooks import Hook
 from trainer.optimization import needs_closure
-from trainer.step_output import outputs_of
+from trainer.step_output import loss_in, outputs_of
 
 Closure = Callable[[], Any]
 
@@ -192,6 +193,37 @@ class ClosureOptimization:
         result = _step(self._loop, optimizer, closure, **kwargs)
         self._stepped.append(optimizer)
         return result
+
+
+class ForwardOnly:
+    """``training_step`` and nothing after it: for buffers that follow the data.
+
+    Unlike the others it is opened, and closed again, by callbacks, between epochs.
+
+    Args:
+        loop: the fit loop whose batches these are.
+    """
+
+    def __init__(self, loop: FitLoop) -> None:
+        self._loop = loop
+        self._usual = loop.train
+
+    def close(self) -> None:
+        """Let batches take the way that they took before."""
+        self._loop.train = self._usual
+
+    def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+        """The forward pass and its hooks."""
+        loop = self._loop
+        batch = loop.start_batch(batch, batch_idx, is_last)
+        if loop.skips_epoch:
+            return
+        loop.hooks.scope.enter("training_step")
+        with loop.precision.autocast():
+            output = loop.training_step(batch, batch_idx)
+        loop.hooks.scope.enter(None)
+        loss, _ = loss_in(output)
+        loop.end_batch(outputs_of(loss, output), batch, batch_idx)
 
 
 def draw_in_fit(loop: FitLoop, loaders: DrawnLoaders, ends_epoch: bool) -> None:

@@ -341,11 +341,12 @@ class Trainer(TrainerBase):
             None with ``return_predictions=False``, or where there was nothing to predict.
         """
         loop = self.eval_loops[RunningStage.PREDICTING]
-        loop.keep_predictions, loop.predictions = return_predictions is not False, []
+        keep = return_predictions is not False
+        loop.keep_predictions, loop.predictions = keep or self.predict_loop.is_written_at_the_end, []
         with self._running(TrainerFn.PREDICTING):
             self._attach(model, {RunningStage.PREDICTING: dataloaders}, datamodule, ckpt_path)
             self.engine.launch(self._run, self.module, weights_only)
-        if not loop.keep_predictions:
+        if not keep:
             loop.predictions = []
         return self.predict_loop.predictions if loop.predictions else None
 
@@ -474,10 +475,12 @@ class Trainer(TrainerBase):
         weights_only: bool | None,
     ) -> list[dict[str, float]]:
         results: list[dict[str, float]] = []
+        loop = self.eval_loops[_STAGES[fn]]
+        loop.verbose = verbose
         with self._running(fn):
             self._attach(model, {_STAGES[fn]: dataloaders}, datamodule, ckpt_path)
             results = self.engine.launch(self._run, self.module, weights_only) or []
-        if verbose and self.is_global_zero:
+        if loop.verbose and self.is_global_zero:
             print_results(results, fn.value)
         return results
 
@@ -561,15 +564,7 @@ class Trainer(TrainerBase):
         # after the set-up, which may replace modules (sync_batchnorm)
         self._session.enter_context(plugin.session(module, self.engine.device))
         plugin.check_optimizers(self.engine.optimizers)
-        hooks = self._hooks = Hooks(
-            self,
-            module,
-            self.callbacks,
-            ModuleScope(module),
-            ordering.overrides,
-            ordering.monitors,
-            None if isinstance(self.profiler, PassThroughProfiler) else self._profiled,
-        )
+        hooks = self._hooks = self._build_hooks()
         if fitting:
             hooks.on_fit_start()
         if self.enable_autolog_hparams:
@@ -594,6 +589,17 @@ class Trainer(TrainerBase):
             rank_zero_info(f"Restoring states from the checkpoint path at {self.ckpt_path}")
             self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
             checkpoints.restore_module_and_callbacks(self, self._checkpoint)
+    def _build_hooks(self) -> Hooks:
+        module = self._module
+        return Hooks(
+            self,
+            module,
+            self.callbacks,
+            ModuleScope(module),
+            ordering.overrides,
+            ordering.monitors,
+            None if isinstance(self.profiler, PassThroughProfiler) else self._profiled,
+        )
 
     def _call_setup_hooks(self) -> None:
         module = self._module
@@ -635,6 +641,8 @@ class Trainer(TrainerBase):
         self.engine.adapter.side_door = side_door
         if side_door is not None:
             loop.train = side_door.train_batch
+        if module.automatic_optimization and (own := self.engine.backward_of(self.engine.optimizers)) is not None:
+            loop.backward = Hook("backward", hooks.scope, module=own)
         if isinstance(loaders, DrawnLoaderSet):
             draw_in_fit(loop, loaders, ends_epoch=module.automatic_optimization)
         if profiled:

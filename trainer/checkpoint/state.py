@@ -180,13 +180,14 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
                 "Trying to restore optimizer state but checkpoint contains only the model."
                 f" This is probably due to `ModelCheckpoint.save_weights_only` being set to `True`. It has no {key!r}."
             )
-        if len(checkpoint[key]) != len(what):
+        cleared = key == "lr_schedulers" and not what  # SWA does: it goes on with one of its own
+        if len(checkpoint[key]) != len(what) and not cleared:
             raise CheckpointError(
                 f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(what)}."
                 " Return the same ones as the run that saved it did."
             )
     engine.load_optimizer_states(checkpoint)
-    for config, state in zip(engine.schedules, checkpoint["lr_schedulers"], strict=True):
+    for config, state in zip(engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # none, or as many
         config.scheduler.load_state_dict(state)
     awaited = {name: torch.tensor(value) for name, value in (ours or {}).get("awaited", {}).items()}
     if run.progress.batches_this_epoch:

@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
@@ -29,6 +28,7 @@ from trainer.compat.errors import adopt
 from trainer.compat.logging import ResultsView
 from trainer.compat.precision import PrecisionAdapter
 from trainer.compat.signals import Signals
+from trainer.compat.tuning import CheckpointConnectorView
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
@@ -150,8 +150,8 @@ class TrainerBase:
         return self.engine.connector
 
     @property
-    def _checkpoint_connector(self) -> Any:
-        return SimpleNamespace(hpc_save_path=_CheckpointConnector.hpc_save_path)
+    def _checkpoint_connector(self) -> CheckpointConnectorView:
+        return CheckpointConnectorView(self)
 
     @property
     def _data_connector(self) -> Any:
@@ -394,14 +394,28 @@ class TrainerBase:
 
     @property
     def _active_loop(self) -> Any:
-        if self.state.fn is TrainerFn.FITTING:
-            return self.fit_loop
+        stage = self.state.stage
+        if stage is RunningStage.VALIDATING and self.state.fn is TrainerFn.FITTING:
+            return self.fit_loop.epoch_loop.val_loop
         views = {
+            RunningStage.TRAINING: self.fit_loop,
+            RunningStage.SANITY_CHECKING: self.fit_loop.epoch_loop.val_loop,
+            RunningStage.VALIDATING: self.validate_loop,
+            RunningStage.TESTING: self.test_loop,
+            RunningStage.PREDICTING: self.predict_loop,
+        }
+        return views.get(stage) if stage is not None else None
+
+    @property
+    def _evaluation_loop(self) -> EvalLoopView:
+        views = {
+            TrainerFn.FITTING: self.fit_loop.epoch_loop.val_loop,
             TrainerFn.VALIDATING: self.validate_loop,
             TrainerFn.TESTING: self.test_loop,
-            TrainerFn.PREDICTING: self.predict_loop,
         }
-        return views.get(self.state.fn) if self.state.fn is not None else None
+        if self.state.fn not in views:
+            raise RuntimeError("The `Trainer._evaluation_loop` property isn't defined. Accessed outside of scope")
+        return views[self.state.fn]
 
     # --- metrics and loggers ----------------------------------------------------------------------------------
 

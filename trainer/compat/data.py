@@ -108,6 +108,16 @@ class DataSource:
         """Whether there is anything to ask for dataloaders of ``stage``."""
         return self._sources[stage].is_defined()
 
+    def source(self, stage: RunningStage) -> _DataLoaderSource:
+        """Where the dataloaders of ``stage`` come from."""
+        return self._sources.get(stage) or _DataLoaderSource(None, f"{stage.dataloader_prefix}_dataloader")
+
+    def forget(self, stage: RunningStage) -> None:
+        """Make the dataloaders of ``stage`` anew when they are asked for next."""
+        old = self._ready.pop(stage, None)
+        if old is not None:
+            old.combined.reset()
+
     def is_ready(self, stage: RunningStage) -> bool:
         """Whether the dataloaders of ``stage`` have been made already."""
         return stage in self._ready

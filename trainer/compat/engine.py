@@ -34,6 +34,7 @@ from trainer.precision.base import Precision
 
 T = TypeVar("T")
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_BACKWARD = Strategy.backward
 
 
 class LightningEngine:
@@ -146,6 +147,13 @@ class LightningEngine:
         if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
             return partial(_without_batch_idx, step)
         return step
+
+    def backward_of(self, optimizers: list[Optimizer]) -> Callable[[Tensor], Any] | None:
+        """The strategy's ``backward``, where it has one of its own; None where it is Lightning's."""
+        if type(self.strategy).backward is _BACKWARD:
+            return None
+        optimizer = optimizers[0] if optimizers else None
+        return lambda loss: self.strategy.backward(loss, optimizer)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """DDP's ``no_sync`` inside a window; nothing on one device."""

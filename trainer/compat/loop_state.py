@@ -160,6 +160,14 @@ def evaluation_from(fit: dict[str, Any], val: EvalProgress, progress: FitProgres
     val.is_last_batch = batches["is_last_batch"]
 
 
+def batches_from(state: dict[str, Any], progress: EvalProgress) -> None:
+    """Set ``progress`` to what an evaluation loop of Lightning's has written."""
+    progress.forget_run()
+    total, current = state["total"], state["current"]
+    progress.total_batches, progress.total_done = total["ready"], total["completed"]
+    progress.batches, progress.batches_done = current["ready"], current["completed"]
+
+
 def _two(completed: int, ahead: int = 0) -> _ReadyCompletedTracker:
     return _ReadyCompletedTracker(ready=completed + ahead, completed=completed)
 

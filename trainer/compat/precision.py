@@ -64,8 +64,12 @@ class PrecisionAdapter(LightningPrecision):
         return tensor.detach()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """``LightningModule.manual_backward`` ends up here."""
-        self.side_door.backward(tensor, lambda scaled: model.backward(scaled, *args, **kwargs))
+        """``LightningModule.manual_backward``, and a strategy's own ``backward``, end up here."""
+        through_door = getattr(self.side_door, "backward", None)
+        if through_door is None:
+            model.backward(tensor, *args, **kwargs)
+        else:
+            through_door(tensor, lambda scaled: model.backward(scaled, *args, **kwargs))
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any

@@ -8,12 +8,21 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning_utilities.core.rank_zero import WarningCache
 
-from trainer.compat import loop_state
+from trainer.compat import loop_state, tuning
 from trainer.compat.logging import ResultsView
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
+from trainer.side_doors import ForwardOnly
+
+_warnings = WarningCache()
 
 
 def is_automatic(trainer: Any) -> bool:
@@ -29,6 +38,13 @@ class EvalLoopView:
         self._loop = loop
         self._stage = stage
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # the tuner asks what kind of loop it has
+        return _PredictionLoop if self._stage is RunningStage.PREDICTING else _EvaluationLoop
+
+    def __reduce__(self) -> Any:
+        return _bare, (type(self),), vars(self)
+
     @property
     def _results(self) -> Any:
         return ResultsView(self._trainer, self._loop.metrics)
@@ -38,13 +54,64 @@ class EvalLoopView:
         return self._loop.progress.has_run
 
     @property
-    def _data_source(self) -> SimpleNamespace:
-        return SimpleNamespace(is_defined=lambda: self._trainer.data.is_defined(self._stage))
+    def restarting(self) -> bool:
+        """Whether the loop goes on in the middle of a pass: ours never does."""
+        return False
+
+    @restarting.setter
+    def restarting(self, restarting: bool) -> None:
+        pass
+
+    @property
+    def verbose(self) -> bool:
+        """Whether the results are printed."""
+        return self._loop.verbose
+
+    @verbose.setter
+    def verbose(self, verbose: bool) -> None:
+        self._loop.verbose = verbose
+
+    @property
+    def return_predictions(self) -> bool:
+        """Whether what ``predict_step`` returns is kept."""
+        return self._loop.keep_predictions
+
+    @return_predictions.setter
+    def return_predictions(self, keep: bool | None) -> None:
+        self._loop.keep_predictions = keep is not False
+
+    @property
+    def _data_source(self) -> Any:
+        return self._trainer.data.source(self._stage)
 
     @property
     def _combined_loader(self) -> Any:
         loaders = self._trainer.data.loaders(self._stage) if self._trainer.data.is_ready(self._stage) else None
         return None if loaders is None else loaders.combined
+
+    @_combined_loader.setter
+    def _combined_loader(self, combined: None) -> None:
+        self._trainer.data.forget(self._stage)
+
+    def setup_data(self) -> None:
+        """Make the dataloaders, where there are none yet."""
+        tuning.set_up_evaluation_data(self._trainer, self._stage)
+
+    def run(self) -> None:
+        """One pass, from inside a hook of another."""
+        tuning.rerun(self._trainer, self._stage)
+
+    def reset(self) -> None:
+        """Forget the last pass."""
+        self._loop.progress.forget_run()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the counts."""
+        return {"state_dict": {}, "batch_progress": self.batch_progress.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        loop_state.batches_from(state_dict["batch_progress"], self._loop.progress)
 
     @property
     def _data_fetcher(self) -> Any:
@@ -72,6 +139,43 @@ class EvalLoopView:
         """What ``predict_step`` returned so far; a list for each dataloader where there are several."""
         made = self._loop.predictions
         return made[0] if len(made) == 1 else made
+
+    @property
+    def epoch_batch_indices(self) -> list[list[list[int]]]:
+        """The dataset's indices in each batch so far, of each dataloader; empty unless a writer waits for the end."""
+        indices = self._batch_indices()
+        return indices if self.is_written_at_the_end else [[] for _ in indices]
+
+    @property
+    def current_batch_indices(self) -> list[int]:
+        """The dataset's indices in the current batch; empty where nobody knows them."""
+        seen = [batches for batches in self._batch_indices() if batches]
+        return seen[-1][-1] if seen else []
+
+    def _batch_indices(self) -> list[list[list[int]]]:
+        """Indices by dataloader and batch: as far as batches have run, since samplers are ahead of them."""
+        loaders, left = self._loop.loaders, self._loop.progress.batches
+        if loaders is None:
+            return []
+        indices: list[list[list[int]]] = []
+        for loader, limit in zip(self._combined_loader.flattened, loaders.limits, strict=True):
+            count = int(min(limit, left))
+            left -= count
+            sampler = getattr(loader, "batch_sampler", None)
+            if isinstance(sampler, _IndexBatchSamplerWrapper):
+                indices.append(getattr(sampler, "seen_batch_indices", [])[:count])  # set by its first use
+            else:
+                _warnings.warn(
+                    f"Couldn't infer the batch indices fetched from your dataloader: `{type(loader).__name__}`"
+                )
+                indices.append([])
+        return indices
+
+    @property
+    def is_written_at_the_end(self) -> bool:
+        """Whether a callback will write all predictions at the end, and they have to be kept for it."""
+        callbacks = self._trainer.callbacks
+        return any(isinstance(one, BasePredictionWriter) and one.interval.on_epoch for one in callbacks)
 
 
 class EpochLoopView:
@@ -141,6 +245,15 @@ class EpochLoopView:
         """Optimizer steps before ``should_stop`` is heeded."""
         return self._loop.limits.min_steps
 
+    @property
+    def restarting(self) -> bool:
+        """Whether the epoch that runs was begun by another run, which a checkpoint of this one has ended."""
+        return False
+
+    @restarting.setter
+    def restarting(self, restarting: bool) -> None:
+        pass
+
     def reset(self) -> None:
         """Give up a batch that is under way."""
         self._loop.progress.give_up_batch()
@@ -160,6 +273,54 @@ class FitLoopView:
         self._loop = loop
         self._val_loop = val_loop
         self.epoch_loop = EpochLoopView(trainer, loop, EvalLoopView(trainer, val_loop, RunningStage.VALIDATING))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # the tuner asks what kind of loop it has
+        return _FitLoop
+
+    def __reduce__(self) -> Any:
+        return _bare, (type(self),), vars(self)
+
+    @property
+    def restarting(self) -> bool:
+        """Whether the loop goes on in the middle of an epoch as if it had not been left: ours starts it."""
+        return False
+
+    @restarting.setter
+    def restarting(self, restarting: bool) -> None:
+        pass
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to train at all."""
+        return self.done or self._trainer.limit_train_batches == 0
+
+    @property
+    def _can_stop_early(self) -> bool:
+        return self._loop.limits.may_stop()
+
+    @property
+    def _skip_backward(self) -> bool:
+        return isinstance(getattr(self._loop.train, "__self__", None), ForwardOnly)
+
+    @_skip_backward.setter
+    def _skip_backward(self, skip: bool) -> None:
+        if skip and not self._skip_backward:
+            self._loop.train = ForwardOnly(self._loop).train_batch
+        elif not skip and self._skip_backward:
+            self._loop.train.__self__.close()  # type: ignore[attr-defined]
+
+    @property
+    def _data_source(self) -> Any:
+        return self._trainer.data.source(RunningStage.TRAINING)
+
+    def setup_data(self) -> None:
+        """Make the dataloaders, where there are none yet."""
+        tuning.set_up_training_data(self._trainer)
+
+    def run(self) -> None:
+        """Train, from inside a hook of another run."""
+        tuning.rerun(self._trainer, RunningStage.TRAINING)
 
     @property
     def _results(self) -> Any:
@@ -204,9 +365,19 @@ class FitLoopView:
         return self._loop.limits.max_steps
 
     @property
-    def max_batches(self) -> float:
-        """Batches of one epoch."""
-        return float(self._trainer.num_training_batches)
+    def min_steps(self) -> int | None:
+        """Optimizer steps before ``should_stop`` is heeded."""
+        return self._loop.limits.min_steps
+
+    @property
+    def max_batches(self) -> int | float:
+        """Batches of one epoch; what the loop iterates is not changed by writing this."""
+        batches: float = self._trainer.num_training_batches
+        return batches if batches == float("inf") else int(batches)
+
+    @max_batches.setter
+    def max_batches(self, batches: int | float) -> None:
+        self._loop.batches.num_batches = batches
 
     @property
     def batch_idx(self) -> int:
@@ -224,6 +395,10 @@ class FitLoopView:
         loaders = data.loaders(RunningStage.TRAINING) if data.is_ready(RunningStage.TRAINING) else None
         return None if loaders is None else loaders.combined
 
+    @_combined_loader.setter
+    def _combined_loader(self, combined: None) -> None:
+        self._trainer.data.forget(RunningStage.TRAINING)
+
     @property
     def done(self) -> bool:
         """Whether no further epoch is to be trained."""
@@ -235,3 +410,8 @@ class FitLoopView:
 
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open
+
+
+def _bare(view: type) -> Any:
+    """A view without attributes, for copies: what a view says its class is would be copied in its place."""
+    return object.__new__(view)

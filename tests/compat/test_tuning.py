@@ -1,0 +1,250 @@
+"""The tuner and its callbacks find with our Trainer what they find with Lightning's, and leave the same behind."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
+
+from tests.parity import Classifier, data, ours, plain, run_both
+
+
+class Tunable(Classifier):
+    """Makes its own dataloaders, of the size that it is told."""
+
+    batch_size = 2
+    memory = 1000
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch[1]) > self.memory:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return data(16, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return data(8, batch_size=self.batch_size)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.pytorch.tuner.batch_size_scaling.garbage_collection_cuda", lambda: None)  # slow
+
+
+def situation(trainer: Any, module: Tunable) -> dict[str, Any]:
+    return {
+        "progress": (trainer.global_step, trainer.current_epoch, trainer.should_stop, str(trainer.state.status)),
+        "limits": [getattr(trainer, f"limit_{kind}_batches") for kind in ("train", "val", "test", "predict")],
+        "max_steps": (trainer.max_steps, trainer.fit_loop.max_steps),
+        "callbacks": [type(c).__name__ for c in trainer.callbacks if "lightning" in type(c).__module__],
+        "batch size": (module.batch_size, *(getattr(d, "batch_size", None) for d in loaders_of(trainer))),
+        "learning rate": round(module.learning_rate, 6),
+        "weights": plain([parameter.sum() for parameter in module.parameters()]),
+        "optimizers": [[group["lr"] for group in o.param_groups] for o in trainer.optimizers],
+    }
+
+
+def loaders_of(trainer: Any) -> list[Any]:
+    return [trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders, trainer.predict_dataloaders]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({"num_training": 20}, {}),
+        ({"num_training": 20, "mode": "linear", "update_attr": False, "max_lr": 0.5}, {}),
+        ({"num_training": 12, "early_stop_threshold": None}, {"accumulate_grad_batches": 2}),
+        ({"num_training": 200, "max_lr": 100.0}, {}),  # diverges
+        ({"num_training": 1}, {}),  # no suggestion
+    ],
+    ids=str,
+)
+def test_the_same_learning_rate(tmp_path: Any, options: dict[str, Any], arguments: dict[str, Any]) -> None:
+    def scenario(make: Any) -> Any:
+        module = Tunable()
+        trainer = make(max_epochs=2, default_root_dir=tmp_path, **arguments)
+        finder = Tuner(trainer).lr_find(module, **options)
+        found = [plain(finder.results), finder.suggestion(), finder._total_batch_idx, situation(trainer, module)]
+        trainer.fit(module)
+        return [*found, situation(trainer, module), list(tmp_path.iterdir())]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+def test_the_same_batch_size(tmp_path: Any, method: str, mode: str) -> None:
+    def scenario(make: Any) -> Any:
+        module = Tunable()
+        trainer = make(max_epochs=2, default_root_dir=tmp_path)
+        before = trainer.fit_loop.state_dict()
+        found = Tuner(trainer).scale_batch_size(module, method=method, mode=mode, max_trials=2, steps_per_trial=1)
+        assert trainer.fit_loop.state_dict() == before
+        after = situation(trainer, module)
+        trainer.fit(module)
+        return [found, after, situation(trainer, module), list(tmp_path.iterdir())]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_the_same_batch_size_where_memory_ends(tmp_path: Any, mode: str) -> None:
+    def scenario(make: Any) -> Any:
+        module = Tunable()
+        module.memory = 5
+        trainer = make(max_epochs=1, default_root_dir=tmp_path)
+        return Tuner(trainer).scale_batch_size(module, mode=mode, steps_per_trial=1), situation(trainer, module)
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+def test_a_batch_size_finder_among_the_callbacks(tmp_path: Any, method: str) -> None:
+    def scenario(make: Any) -> Any:
+        module = Tunable()
+        finder = BatchSizeFinder(max_trials=2, steps_per_trial=1)
+        trainer = make(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
+        results = getattr(trainer, method)(module)
+        loop = getattr(trainer, f"{method}_loop")
+        loop = loop.epoch_loop if method == "fit" else loop
+        counted = loop.batch_progress.total.completed if method == "fit" else loop.batch_progress.current.completed
+        return [finder.optimal_batch_size, counted, plain(results), situation(trainer, module)]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+def test_a_learning_rate_finder_among_the_callbacks(tmp_path: Any) -> None:
+    def scenario(make: Any) -> Any:
+        module = Tunable()
+        finder = LearningRateFinder(num_training_steps=20)
+        trainer = make(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
+        trainer.fit(module)
+        return plain(finder.optimal_lr.results), situation(trainer, module)
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+class AtMilestones(LearningRateFinder):
+    """Looks for a learning rate in the middle of a training."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch in (1, 2):
+            before = situation(trainer, pl_module)
+            self.lr_find(trainer, pl_module)
+            after = situation(trainer, pl_module)
+            assert {k: v for k, v in after.items() if "rate" not in k} == {
+                k: v for k, v in before.items() if "rate" not in k
+            }
+            assert not trainer.fit_loop.restarting
+
+
+class BiggerAtMilestones(BatchSizeFinder):
+    """Looks for a batch size in the middle of a training."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            self.scale_batch_size(trainer, pl_module)
+
+
+def test_finders_in_the_middle_of_a_training_leave_its_loop_as_it_was(tmp_path: Any) -> None:
+    """Lightning's loop believes the interrupted epoch to be over; here it has all its batches."""
+    module = Tunable()
+    finder = AtMilestones(num_training_steps=10, early_stop_threshold=None, update_attr=False)
+    trainer = ours(max_epochs=3, default_root_dir=tmp_path, callbacks=[finder])
+    trainer.fit(module)
+    assert trainer.global_step == 3 * 8
+    assert finder.optimal_lr is not None
+    assert len(finder.optimal_lr.results["lr"]) == 8  # the epoch that was left to train
+
+    undisturbed = Tunable()
+    ours(max_epochs=3, default_root_dir=tmp_path).fit(undisturbed)
+    assert all(map(torch.equal, module.parameters(), undisturbed.parameters()))
+
+
+def test_a_batch_size_found_in_the_middle_of_a_training_is_used(tmp_path: Any) -> None:
+    sizes: list[int] = []
+
+    class Watched(Tunable):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            sizes.append(len(batch[1]))
+
+    finder = BiggerAtMilestones(max_trials=1, init_val=4, steps_per_trial=1)
+    trainer = ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
+    trainer.fit(Watched())
+    assert [(size, len(list(group))) for size, group in itertools.groupby(sizes)] == [(2, 8), (4, 4)]
+    assert trainer.global_step == 8 + 4
+
+
+@pytest.mark.parametrize("has_schedule", [False, True])
+def test_a_finder_that_fails_tidies_up(tmp_path: Any, has_schedule: bool) -> None:
+    class Failing(Tunable):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]) if has_schedule else optimizer
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                raise RuntimeError("as it should")
+            return super().training_step(batch, batch_idx)
+
+    trainer = ours(max_epochs=1, default_root_dir=tmp_path, callbacks=[LearningRateFinder(num_training_steps=5)])
+    with pytest.raises(RuntimeError, match="as it should"):
+        trainer.fit(Failing())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fast_dev_run_looks_for_nothing(tmp_path: Any) -> None:
+    trainer = ours(fast_dev_run=True, default_root_dir=tmp_path)
+    with pytest.warns(UserWarning, match="Skipping learning rate finder since `fast_dev_run` is enabled"):
+        assert Tuner(trainer).lr_find(Tunable()) is None
+
+
+def test_steps_without_a_loss_count_for_the_finder(tmp_path: Any) -> None:
+    """They have a rate and no loss; a count that stood still would have it wait for ever."""
+
+    class Idle(Tunable):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if self.trainer.global_step in (2, 5) else super().training_step(batch, batch_idx)
+
+    def scenario(make: Any) -> Any:
+        trainer = make(max_epochs=3, default_root_dir=tmp_path)
+        finder = Tuner(trainer).lr_find(Idle(), num_training=20, early_stop_threshold=None)
+        return [loss != loss for loss in finder.results["loss"]]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+    assert [i for i, is_nan in enumerate(mine) if is_nan] == [2, 5]
+
+
+def test_the_rate_found_is_the_one_that_is_trained_with(tmp_path: Any) -> None:
+    finder, monitor = LearningRateFinder(num_training_steps=20), LearningRateMonitor("step")
+    module = Tunable()
+    trainer = ours(
+        max_epochs=3,
+        default_root_dir=tmp_path,
+        callbacks=[finder, monitor],
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=1,
+    )
+    trainer.fit(module)
+    assert finder.optimal_lr is not None
+    assert set(monitor.lrs["lr-SGD"]) == {finder.optimal_lr.suggestion()} == {module.learning_rate}

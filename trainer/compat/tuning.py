@@ -1,0 +1,93 @@
+"""What ``lightning.pytorch.tuner`` and its callbacks do to a Trainer: run its loop inside a hook, and put all back.
+
+The finders save a checkpoint, change callbacks, loggers, limits and schedules, run the loop a few times, and restore
+the checkpoint. All of that happens in a hook of the run they belong to (``on_fit_start``, ``on_validation_start``,
+``on_train_epoch_start``), which then goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+
+from trainer.checkpoint import state as checkpoints
+from trainer.compat import loop_state
+from trainer.data import TrainingBatches
+from trainer.metrics import MetricStore
+
+
+def rerun(trainer: Any, stage: RunningStage) -> None:
+    """Run the loop of ``stage`` from its beginning, with the callbacks, limits and dataloaders of now."""
+    with _set_aside(trainer):
+        hooks = trainer._hooks = trainer._build_hooks()
+        if stage is RunningStage.TRAINING:
+            trainer._prepare_fit()
+            trainer.loop.run()
+        else:
+            trainer._prepare_evaluation(hooks, stage, trainer.eval_loops[stage].inference_mode)
+            trainer.eval_loops[stage].run()
+
+
+def set_up_training_data(trainer: Any) -> None:
+    """Have the loop iterate the training dataloaders of now: new ones, if they have been forgotten."""
+    loop, loaders = trainer.loop, trainer.data.loaders(RunningStage.TRAINING)
+    if loaders is None or loop.batches.loaders is None:
+        return
+    trainer._schedule_validation(loaders)  # it is the middle of a run
+    loop.batches = TrainingBatches(loaders, trainer._renewed_loaders)
+    loop.batches.start_epoch(loop.progress.epochs_trained, skip=loop.progress.batches_this_epoch)
+    set_up_evaluation_data(trainer, RunningStage.VALIDATING)
+
+
+def set_up_evaluation_data(trainer: Any, stage: RunningStage) -> None:
+    """Have the loop of ``stage`` iterate its dataloaders of now: new ones, if they have been forgotten."""
+    if stage is RunningStage.VALIDATING and trainer.state.fn is TrainerFn.FITTING and not trainer.enable_validation:
+        return
+    loop, loaders = trainer.eval_loops[stage], trainer.data.loaders(stage)
+    if loop.loaders is not None:
+        loop.loaders = loaders
+
+
+class CheckpointConnectorView:
+    """``trainer._checkpoint_connector``: what the finders, and SLURM's requeueing, use of it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.hpc_save_path = _CheckpointConnector.hpc_save_path
+
+    def restore(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> None:
+        """Put back everything that a checkpoint of this run holds."""
+        trainer = self._trainer
+        checkpoint = checkpoints.read(trainer.engine, checkpoint_path, weights_only)
+        checkpoints.restore_module_and_callbacks(trainer, checkpoint)
+        if trainer.state.fn is not TrainerFn.FITTING:
+            return
+        if len(checkpoint["lr_schedulers"]) != len(trainer.engine.schedules):
+            checkpoint["lr_schedulers"] = []  # a finder that failed has left a schedule of its own; that error counts
+            trainer.engine.schedules.clear()
+        checkpoints.restore_training(trainer, checkpoint, loop_state.progress_from)
+
+
+@contextmanager
+def _set_aside(trainer: Any) -> Iterator[None]:
+    """Keep what the run, one of whose hooks runs another, will need to go on."""
+    adapter, state, module = trainer.engine.adapter, trainer.state, trainer.lightning_module
+    loops = [trainer.loop, *trainer.eval_loops.values()]
+    owners = [*loops, trainer.loop.limits, state]
+    kept = [(owner, dict(vars(owner))) for owner in owners]
+    hooks, doors, scope = trainer._hooks, (adapter.side_door, adapter.clip), module._current_fx_name
+    for loop in loops:
+        loop.metrics = MetricStore(training=loop is trainer.loop)
+    try:
+        yield
+    finally:
+        for owner, attributes in kept:
+            vars(owner).update(attributes)
+        trainer._hooks, (adapter.side_door, adapter.clip) = hooks, doors
+        module._current_fx_name = scope
+        trainer.loop.window.reset()
