@@ -197,7 +197,7 @@ class FitLoop:
         with self.engine.gradient_sync(window.is_last):
             self.hooks.scope.enter("training_step")
             with self.precision.autocast():  # forward and loss; never the backward
-                output = self.training_step(batch, batch_idx)
+                output = None if batch is None else self.training_step(batch, batch_idx)
             self.hooks.scope.enter(None)
             if window.is_first:
                 self.clear_gradients()
@@ -221,7 +221,7 @@ class FitLoop:
         progress.in_batch = True
         self.has_updated = False
         self.metrics.begin_batch(batch)
-        self.skips_epoch = self.hooks.on_train_batch_start(batch, batch_idx) == -1
+        self.skips_epoch = batch is not None and self.hooks.on_train_batch_start(batch, batch_idx) == -1
         if self.skips_epoch:
             progress.is_last_batch = True
         else:

@@ -58,7 +58,7 @@ class ManualOptimization:
             return
         loop.hooks.scope.enter("training_step")
         with loop.precision.autocast():
-            output = loop.training_step(batch, batch_idx)
+            output = None if batch is None else loop.training_step(batch, batch_idx)
         loop.hooks.scope.enter(None)
         _finish_update(loop, self._stepped)
         loop.end_batch(self.outputs_of(output), batch, batch_idx)

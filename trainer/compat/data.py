@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any, Literal
 
+import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -199,3 +201,10 @@ class DataSource:
         loader = self._trainer.strategy.process_dataloader(loader)
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
         return loader
+
+
+def move_training_batch(batch: Any, device: torch.device) -> Any:
+    """``batch`` on ``device``. One that is None draws a warning; nothing is trained on it."""
+    if batch is None:
+        rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+    return move_data_to_device(batch, device)
