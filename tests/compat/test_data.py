@@ -272,7 +272,21 @@ def test_the_order_of_a_shuffled_loader_follows_the_seed() -> None:
     assert orders[0][:6] != orders[0][6:]
 
 
-def test_nothing_is_trained_on_a_batch_that_is_none() -> None:
+@pytest.mark.parametrize("how", ["plainly", "by hand", "in a closure"])
+def test_nothing_is_trained_on_a_batch_that_is_none(how: str) -> None:
+    class ByHand(Learner):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    class InAClosure(Learner):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+
     class Holes(IterableDataset[Any]):
         def __iter__(self) -> Any:
             yield from [next(iter(data(2))), None, next(iter(data(2)))]
@@ -288,7 +302,7 @@ def test_nothing_is_trained_on_a_batch_that_is_none() -> None:
             self.said.append(("end", batch_idx, batch is None))
 
     def scenario(make: Any) -> Any:
-        says, module = Says(), Learner()
+        says, module = Says(), {"by hand": ByHand, "in a closure": InAClosure}.get(how, Learner)()
         trainer = make(max_epochs=1, callbacks=[says])
         with pytest.warns(UserWarning, match="train_dataloader yielded None"):
             trainer.fit(module, DataLoader(Holes(), batch_size=None))
