@@ -198,6 +198,11 @@ def test_sequential_loaders_cannot_train() -> None:
     assert mine == theirs == 6
 
 
+def test_predictions_come_from_one_loader_after_the_other() -> None:
+    with pytest.raises(ValueError, match="only supports the `CombinedLoader"):
+        ours().predict(Classifier(), CombinedLoader([data(4), data(4)], "min_size"))
+
+
 def test_profilers_time_the_fetching_of_each_batch() -> None:
     class Two(Classifier):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...

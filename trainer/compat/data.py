@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_al
 
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
+from trainer.errors import ConfigurationError
 
 
 class _Connector(_DataConnector):
@@ -170,6 +171,11 @@ class DataSource:
         trainer.strategy.barrier(f"{stage.dataloader_prefix}_dataloader()")
         mode: Literal["max_size_cycle", "sequential"] = "max_size_cycle" if training else "sequential"
         combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode)
+        if stage is RunningStage.PREDICTING and combined._mode != "sequential":
+            raise ConfigurationError(
+                '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
+                f" Got {combined._mode!r}."
+            )
         if fitting and trainer.overfit_batches > 0:
             _resolve_overfit_batches(combined, stage)
         for loader in combined.flattened:
