@@ -187,6 +187,13 @@ def test_workers_of_dataloaders_that_are_replaced_are_shut_down() -> None:
     assert made[-1]._iterator is None
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+def test_pinned_memory_and_workers_that_stay_do_not_go_with_reloading() -> None:
+    loader = data(2, num_workers=1, persistent_workers=True, pin_memory=True)
+    with pytest.warns(UserWarning, match="The combination of .* can lead to instability"):
+        ours(max_epochs=1, reload_dataloaders_every_n_epochs=1).fit(Learner(), loader)
+
+
 def test_sequential_loaders_cannot_train() -> None:
     def scenario(make: Any) -> Any:
         trainer = make(max_epochs=1)
