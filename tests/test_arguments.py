@@ -75,6 +75,22 @@ def test_overfit_batches():
     assert (parsed.train, parsed.val, parsed.test) == (3, 3, 1)
 
 
+@pytest.mark.parametrize("name", [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
+                         + ["overfit_batches", "val_check_interval"])  # fmt: skip
+@pytest.mark.parametrize("value", [1, 1.0])
+def test_one_and_all_are_told_apart(name, value, caplog):
+    with caplog.at_level("INFO"):
+        limits()
+        assert not caplog.records
+        limits(**{name: value})
+    one, all_ = "1 batch", "100% of the batches"
+    if name == "val_check_interval":
+        one, all_ = "after every batch", "at the end of the training epoch"
+    message = one if isinstance(value, int) else all_
+    assert f"`Trainer({name}={value})` was configured so" in caplog.text
+    assert message in caplog.text
+
+
 @pytest.mark.parametrize(("given", "steps"), [(None, 2), (0, 0), (5, 5), (-1, INF)])
 def test_sanity_steps(given, steps):
     assert limits(num_sanity_val_steps=given).num_sanity_val_steps == steps

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
+
 from trainer.errors import ConfigurationError, UnsupportedError
 
 
@@ -193,11 +195,21 @@ def _amount(given: int | float | None, name: str) -> int | float:
         return 1.0
     if isinstance(given, bool) or not isinstance(given, (int, float)):
         raise ConfigurationError(f"Got {name}={given!r}, expected a number of batches or a share from 0.0 to 1.0.")
+    if given == 1:
+        rank_zero_info(f"`Trainer({name}={given})` was configured so {_all_or_one(name, isinstance(given, int))}.")
     if 0 <= given <= 1:
         return given
     if given > 1 and given % 1 == 0:
         return int(given)
     raise ConfigurationError(f"You have passed invalid value {given} for {name}, it has to be in [0.0, 1.0] or an int.")
+
+
+def _all_or_one(name: str, is_one: bool) -> str:
+    """What 1, or 1.0, means, which are easily mistaken for each other."""
+    if name == "val_check_interval":
+        return f"validation will run {'after every batch' if is_one else 'at the end of the training epoch'}"
+    amount = "1 batch" if is_one else "100% of the batches"
+    return f"{amount} per epoch will be used" if name == "limit_train_batches" else f"{amount} will be used"
 
 
 def _seconds(given: str | dict[str, Any] | timedelta) -> float:

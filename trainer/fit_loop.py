@@ -22,7 +22,7 @@ from trainer.optimization import Schedules, StepOutcome
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.progress import FitProgress
-from trainer.step_output import loss_in, outputs_of
+from trainer.step_output import NOTHING, loss_in, outputs_of
 
 Clip = Callable[[Optimizer], Tensor | None]
 """Clips one optimizer's gradients in place; returns their norm before that, if it measured it."""
@@ -197,7 +197,7 @@ class FitLoop:
         with self.engine.gradient_sync(window.is_last):
             self.hooks.scope.enter("training_step")
             with self.precision.autocast():  # forward and loss; never the backward
-                output = self.training_step(batch, batch_idx)
+                output = NOTHING if batch is None else self.training_step(batch, batch_idx)
             self.hooks.scope.enter(None)
             if window.is_first:
                 self.clear_gradients()
@@ -206,7 +206,7 @@ class FitLoop:
                 self.run_backward(self.scaler.scale(loss))
         if window.is_last and (loss is not None or window.backwards):
             self.update_weights()
-        elif window.is_last:
+        elif window.is_last and batch is not None:
             self.progress.optimizer_steps += len(self.optimizers)  # counted, though there was nothing to learn from
         self.end_batch(outputs_of(loss, output), batch, batch_idx)
 
@@ -221,7 +221,7 @@ class FitLoop:
         progress.in_batch = True
         self.has_updated = False
         self.metrics.begin_batch(batch)
-        self.skips_epoch = self.hooks.on_train_batch_start(batch, batch_idx) == -1
+        self.skips_epoch = batch is not None and self.hooks.on_train_batch_start(batch, batch_idx) == -1
         if self.skips_epoch:
             progress.is_last_batch = True
         else:

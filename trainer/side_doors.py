@@ -31,7 +31,7 @@ from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
 from trainer.hooks import Hook
 from trainer.optimization import needs_closure
-from trainer.step_output import loss_in, outputs_of
+from trainer.step_output import NOTHING, loss_in, outputs_of
 
 Closure = Callable[[], Any]
 
@@ -59,7 +59,7 @@ class ManualOptimization:
             return
         loop.hooks.scope.enter("training_step")
         with loop.precision.autocast():
-            output = loop.training_step(batch, batch_idx)
+            output = None if batch is None else loop.training_step(batch, batch_idx)
         loop.hooks.scope.enter(None)
         _finish_update(loop, self._stepped)
         loop.end_batch(self.outputs_of(output), batch, batch_idx)
@@ -142,7 +142,7 @@ class ClosureOptimization:
         if loop.window.is_first:
             self._earlier.clear()
         with loop.engine.gradient_sync(loop.window.is_last):
-            if loop.window.is_last:
+            if loop.window.is_last and (batch is not None or loop.window.backwards):
                 for optimizer in self._wrapped:
                     self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, partial(self._close_window, this))
                     loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
@@ -159,7 +159,7 @@ class ClosureOptimization:
         loop.window.go_back(this.mark)
         loop.hooks.scope.enter("training_step")
         with loop.precision.autocast():
-            output = loop.training_step(this.batch, this.batch_idx)
+            output = NOTHING if this.batch is None else loop.training_step(this.batch, this.batch_idx)
         loop.hooks.scope.enter(None)
         if loop.window.is_first:
             loop.clear_gradients()

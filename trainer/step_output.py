@@ -7,10 +7,14 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainer.engine import Weight
 from trainer.errors import ConfigurationError
+
+NOTHING: Mapping[str, Any] = {"loss": torch.zeros(()), "weight": 0.0}
+"""What stands for the output of a batch that is None, which no ``training_step`` has seen."""
 
 
 def loss_in(output: Any) -> tuple[Tensor | None, Weight | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -39,7 +39,7 @@ from trainer.compat import callbacks as ordering
 from trainer.compat import hparams, loop_state, modules, registry
 from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
-from trainer.compat.data import DataSource
+from trainer.compat.data import DataSource, move_training_batch
 from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
 from trainer.compat.errors import TunerExit
@@ -620,13 +620,14 @@ class Trainer(TrainerBase):
         loaders = self.data.loaders(RunningStage.TRAINING)
         if loaders is not None:
             self._schedule_validation(loaders)
+            self._warn_of_missing_rows(loaders)
         if self.enable_validation and loop.limits.epoch_validates():
             self._prepare_validation()
         self.engine.adapter.clip = self._clip_by_hand
         loop.prepare(
             hooks=hooks,
             batches=TrainingBatches(loaders, self._renewed_loaders),
-            transfer=self._transfer(),
+            transfer=self._transfer(move_training_batch),
             optimizers=self.engine.optimizers,
             schedules=self._schedules(hooks),
             clip_gradients=self._clipping(hooks) if module.automatic_optimization else None,
@@ -669,7 +670,7 @@ class Trainer(TrainerBase):
         if isinstance(loaders, DrawnLoaderSet):
             draw_in_evaluation(loop, loaders)
 
-    def _transfer(self) -> Transfer:
+    def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
         plugin = self.engine.adapter.plugin
         converts = type(plugin).convert_batch is not Precision.convert_batch
         scope = ModuleScope(self._module)
@@ -681,7 +682,7 @@ class Trainer(TrainerBase):
         return Transfer(
             self.engine.device,
             plugin.convert_batch if converts else None,
-            move_data_to_device,
+            move,
             hook("on_before_batch_transfer"),
             hook("transfer_batch_to_device"),
             hook("on_after_batch_transfer"),
@@ -754,6 +755,16 @@ class Trainer(TrainerBase):
             )
         else:
             limits.val_check_batch = max(1, int(num_batches * interval))
+
+    def _warn_of_missing_rows(self, loaders: Loaders) -> None:
+        num_batches, every = loaders.num_batches(), self.log_every_n_steps
+        if self.loggers and 0 < num_batches < every and not self.fast_dev_run:
+            rank_zero_warn(
+                f"The number of training batches ({num_batches}) is smaller than the logging interval"
+                f" Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps if you want to see logs"
+                " for the training epoch.",
+                category=PossibleUserWarning,
+            )
 
     def _check_sanity(self) -> None:
         """A few validation batches before training, so that a mistake there shows now and not after an epoch."""

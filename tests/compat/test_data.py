@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from math import inf
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
-from tests.parity import Classifier, Learner, data, ours, run_both
+from tests.parity import Classifier, Learner, RecordingLogger, data, ours, run_both, weights
 from trainer.compat.loaders import LoaderSet
 from trainer.data import TrainingBatches
 
@@ -185,6 +187,13 @@ def test_workers_of_dataloaders_that_are_replaced_are_shut_down() -> None:
     assert made[-1]._iterator is None
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+def test_pinned_memory_and_workers_that_stay_do_not_go_with_reloading() -> None:
+    loader = data(2, num_workers=1, persistent_workers=True, pin_memory=True)
+    with pytest.warns(UserWarning, match="The combination of .* can lead to instability"):
+        ours(max_epochs=1, reload_dataloaders_every_n_epochs=1).fit(Learner(), loader)
+
+
 def test_sequential_loaders_cannot_train() -> None:
     def scenario(make: Any) -> Any:
         trainer = make(max_epochs=1)
@@ -194,6 +203,11 @@ def test_sequential_loaders_cannot_train() -> None:
 
     theirs, mine = run_both(scenario)
     assert mine == theirs == 6
+
+
+def test_predictions_come_from_one_loader_after_the_other() -> None:
+    with pytest.raises(ValueError, match="only supports the `CombinedLoader"):
+        ours().predict(Classifier(), CombinedLoader([data(4), data(4)], "min_size"))
 
 
 def test_profilers_time_the_fetching_of_each_batch() -> None:
@@ -268,3 +282,62 @@ def test_the_order_of_a_shuffled_loader_follows_the_seed() -> None:
         orders.append(module.seen)
     assert orders[0] == orders[1]
     assert orders[0][:6] != orders[0][6:]
+
+
+@pytest.mark.parametrize("how", ["plainly", "by hand", "in a closure"])
+def test_nothing_is_trained_on_a_batch_that_is_none(how: str) -> None:
+    class ByHand(Learner):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    class InAClosure(Learner):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+
+    class Holes(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from [next(iter(data(2))), None, next(iter(data(2)))]
+
+    class Says(Callback):
+        def __init__(self) -> None:
+            self.said: list[Any] = []
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            self.said.append(("start", batch_idx))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.said.append(("end", batch_idx, batch is None))
+
+    def scenario(make: Any) -> Any:
+        says, module = Says(), {"by hand": ByHand, "in a closure": InAClosure}.get(how, Learner)()
+        trainer = make(max_epochs=1, callbacks=[says])
+        with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+            trainer.fit(module, DataLoader(Holes(), batch_size=None))
+        return says.said, trainer.global_step, [w.tolist() for w in weights(module)]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warns"),
+    [
+        ({"log_every_n_steps": 5}, True),
+        ({"log_every_n_steps": 4}, False),
+        ({"log_every_n_steps": 2, "limit_train_batches": 1}, True),
+        ({"log_every_n_steps": 5, "fast_dev_run": 1}, False),
+        ({"log_every_n_steps": 5, "logger": False}, False),
+    ],
+    ids=str,
+)
+def test_epochs_too_short_for_a_row_in_the_loggers(arguments: dict[str, Any], warns: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours(**{"max_epochs": 1, "logger": RecordingLogger(), **arguments}).fit(Learner(), data(8))
+    found = [str(w.message) for w in caught if "smaller than the logging interval" in str(w.message)]
+    assert len(found) == warns

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any, Literal
 
+import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -23,9 +25,11 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
+from torch.utils.data import DataLoader
 
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
+from trainer.errors import ConfigurationError
 
 
 class _Connector(_DataConnector):
@@ -178,6 +182,11 @@ class DataSource:
         trainer.strategy.barrier(f"{stage.dataloader_prefix}_dataloader()")
         mode: Literal["max_size_cycle", "sequential"] = "max_size_cycle" if training else "sequential"
         combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode)
+        if stage is RunningStage.PREDICTING and combined._mode != "sequential":
+            raise ConfigurationError(
+                '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
+                f" Got {combined._mode!r}."
+            )
         if fitting and trainer.overfit_batches > 0:
             _resolve_overfit_batches(combined, stage)
         for loader in combined.flattened:
@@ -205,7 +214,23 @@ class DataSource:
                 " it is strongly recommended that you turn shuffling off for val/test dataloaders.",
                 category=PossibleUserWarning,
             )
+        reloads = self._trainer.reload_dataloaders_every_n_epochs > 0
+        if reloads and isinstance(loader, DataLoader) and loader.persistent_workers and loader.pin_memory:
+            rank_zero_warn(
+                "The combination of `DataLoader(`pin_memory=True`, `persistent_workers=True`) and `Trainer("
+                "reload_dataloaders_every_n_epochs > 0)` can lead to instability due to limitations in PyTorch"
+                " (https://github.com/pytorch/pytorch/issues/91252). We recommend setting `pin_memory=False` in this"
+                " case.",
+                category=PossibleUserWarning,
+            )
         loader = self.connector._prepare_dataloader(loader, shuffle=shuffled, mode=stage)
         loader = self._trainer.strategy.process_dataloader(loader)
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
         return loader
+
+
+def move_training_batch(batch: Any, device: torch.device) -> Any:
+    """``batch`` on ``device``. One that is None draws a warning; nothing is trained on it."""
+    if batch is None:
+        rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+    return move_data_to_device(batch, device)

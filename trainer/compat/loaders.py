@@ -140,7 +140,9 @@ class DrawnLoaderSet(LoaderSet):
         self.fetcher.setup(self.combined)
         iter(self.fetcher)
         while not self.is_done:
-            yield self.last
+            batch, batch_idx, dataloader_idx = self.last
+            # a loop would take None for a batch that is missing
+            yield () if batch is None else batch, batch_idx, dataloader_idx
 
 
 def watch_of(profiler: Profiler, stage: RunningStage) -> Watch | None:
