@@ -171,11 +171,11 @@ class Plateau(Regression):
 
     def on_train_epoch_end(self):
         if self.how["interval"] == "epoch":
-            self.log("value", next(self.values))
+            self.log("value", next(self.values), batch_size=4)
 
     def training_step(self, batch, batch_idx):
         if self.how["interval"] == "step":
-            self.log("value", next(self.values))
+            self.log("value", next(self.values), batch_size=4)
         return super().training_step(batch, batch_idx)
 
 
@@ -192,7 +192,7 @@ def test_a_plateau_schedule_watches_validation(tmp_path):
             pass
 
         def validation_step(self, batch, batch_idx):
-            self.log("value", next(self.values))
+            self.log("value", next(self.values), batch_size=4)
 
     module = Validated([3.0, 3.5, 2.0, 2.5], interval="epoch")
     rates = []

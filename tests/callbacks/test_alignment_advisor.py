@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
@@ -128,7 +129,7 @@ def advisors(uses_tensor_cores: bool, given=None) -> list[AlignmentAdvisor]:
     callbacks = assembly.build_callbacks(
         given, accumulate_grad_batches=None, gradient_clip_val=None, gradient_clip_algorithm=None, max_time=None,
         enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False, writes_logs=False,
-        scales_loss=False, detect_anomaly=False,
+        default_checkpoint=ModelCheckpoint, barebones=False, scales_loss=False, detect_anomaly=False,
         uses_tensor_cores=uses_tensor_cores,
     )  # fmt: skip
     return [callback for callback in callbacks if isinstance(callback, AlignmentAdvisor)]

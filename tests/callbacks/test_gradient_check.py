@@ -57,7 +57,7 @@ class Logging(Regression):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=4)
         self.log_dict({"x": 1.0})
         return {"loss": loss, "weight": 1.0}
 
