@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from torch import nn
 
 from tests.parity import (
     CALLBACK_HOOKS,
@@ -338,3 +341,82 @@ def test_the_modules_on_train_batch_start_may_end_the_epoch() -> None:
     theirs, mine = run_both(scenario)
     assert_same(theirs, mine)
     assert plain([name for name, *_ in mine]).count("callback.on_train_batch_end") == 4
+
+
+# --- methods that are watched from outside ------------------------------------------------------------------------
+
+
+def watch(owner: Any, base: type, prefix: str, calls: list[Any]) -> None:
+    """Put a spy around every public method of ``base`` on the instance, as mock's ``wraps`` does."""
+
+    def spy(name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            calls.append((f"{prefix}.{name}", shape_of(args), shape_of(kwargs)))
+            return result
+
+        return method
+
+    of_modules = {name for name, _ in inspect.getmembers(nn.Module, inspect.isfunction)}
+    unwatched = {"log", "log_dict", "optimizers", *of_modules} - {"forward", "train", "zero_grad"}
+    for name, _ in inspect.getmembers(base, inspect.isfunction):
+        if not name.startswith("_") and name not in unwatched:
+            vars(owner)[name] = spy(name, getattr(owner, name))
+
+
+def shape_of(arguments: Any) -> Any:
+    """Of a checkpoint its keys and counters, of a trainer or module that it is one."""
+    if isinstance(arguments, dict) and "state_dict" in arguments:
+        return sorted(arguments), arguments["epoch"], arguments["global_step"]
+    if isinstance(arguments, dict):
+        return {key: shape_of(value) for key, value in arguments.items()}
+    if isinstance(arguments, (tuple, list)):
+        return [shape_of(value) for value in arguments]
+    return "a function" if callable(arguments) and not isinstance(arguments, nn.Module) else plain(arguments)
+
+
+class Watched(Manual):
+    """By hand or automatically, as it is told."""
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+
+    def configure_model(self) -> None: ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) if self.automatic_optimization else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("function", ["fit", "resumed fit", "validate", "test", "predict"])
+def test_who_watches_every_method_sees_what_happens_under_lightning(
+    function: str, automatic: bool, tmp_path: Any
+) -> None:
+    def scenario(make: Any) -> list[Any]:
+        path = tmp_path / make.__name__
+        arguments: dict[str, Any] = {"max_epochs": 2, "default_root_dir": path, "enable_checkpointing": True}
+        resumed = {}
+        if function == "resumed fit":
+            make(**arguments, callbacks=[Stateful()], limit_val_batches=0).fit(Watched(automatic), data(4), data(2))
+            resumed = {"ckpt_path": next(path.rglob("*.ckpt"))}
+            arguments |= {"max_epochs": 3, "limit_val_batches": 0}
+        calls: list[Any] = []
+        module, callback = Watched(automatic), Stateful()
+        watch(module, LightningModule, "module", calls)
+        watch(callback, Callback, "callback", calls)
+        trainer = make(**arguments, callbacks=[callback])
+        loaders = [data(4), data(2)] if "fit" in function else [data(4)]
+        getattr(trainer, function.split()[-1])(module, *loaders, **resumed)
+        return calls
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert len(mine) > 20
+
+
+class Stateful(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"some": "state"}

@@ -1,15 +1,15 @@
 """Every hook, in order, as one annotated loop; and how they are called.
 
 The names, the order and the arguments are Lightning's. A hook written ``callbacks, module`` runs the callbacks'
-first, in their order. ``*`` marks what only a module has, ``d`` what a datamodule may have as well, ``+`` what
-Lightning does not have::
+first, in their order. ``*`` marks what only a module has, ``c`` what only callbacks have, ``d`` what a datamodule may
+have as well, ``+`` what Lightning does not have::
 
     fit:
         d prepare_data                       one process a node
         d setup                              datamodule, callbacks, module
         * configure_model, configure_optimizers
           on_fit_start
-          on_sanity_check_start; validation (below) on a few batches; on_sanity_check_end
+        c on_sanity_check_start; validation (below) on a few batches; on_sanity_check_end
           on_train_start
           for each epoch:
               on_train_epoch_start
@@ -130,6 +130,9 @@ CALLBACK_HOOKS = (
 )
 """The hooks that callbacks and modules share, and that run inside the loops."""
 
+OF_CALLBACKS_ONLY = ("on_sanity_check_start", "on_sanity_check_end")
+"""Those of them that modules do not have."""
+
 
 class Hooks:
     """The hooks of one run, each as an attribute: ``hooks.on_train_start()``.
@@ -185,7 +188,7 @@ class Hooks:
                 name,
                 scope,
                 before=[call for c, call in calls if not (late and monitors(c))],
-                module=self._bind(module, name) if overrides(module, name) else None,
+                module=self._bind(module, name) if name not in OF_CALLBACKS_ONLY and overrides(module, name) else None,
                 after=[call for c, call in calls if late and monitors(c)],
             )
             setattr(self, name, hook)

@@ -614,6 +614,8 @@ class Trainer(TrainerBase):
         module, loop, hooks = self._module, self.loop, self._hooks
         assert hooks is not None
         torch.set_grad_enabled(True)
+        if not loop.limits.fit_is_done():
+            modules.warn_of_eval_mode(module)
         if self._detect_anomaly and not self.scaler.is_enabled():  # where it is, AnomalyDetection does this
             self._session.enter_context(torch.autograd.set_detect_anomaly(True))
         profiled = not isinstance(self.profiler, PassThroughProfiler)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import pytest
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -13,7 +15,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
-from tests.parity import Learner, data, lightning, lightnings_noise_ignored, ours
+from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
 from trainer.compat.callbacks import in_order, monitors, overrides, with_model_callbacks
 
 
@@ -98,3 +100,70 @@ def test_the_modules_callbacks_run() -> None:
     trainer.fit_loop.max_epochs = 2
     trainer.fit(Module(), data(2))
     assert seen == ["Sees", "Sees"]  # not twice in the second run
+
+
+def test_a_step_set_to_none_is_no_step() -> None:
+    module = Classifier()
+    module.validation_step = None  # type: ignore[assignment,method-assign]
+    assert not overrides(module, "validation_step")
+    assert overrides(module, "test_step")
+
+    class Without(Classifier):
+        validation_step = None  # type: ignore[assignment]
+
+    assert not overrides(Without(), "validation_step")
+    with pytest.warns(UserWarning, match="You passed in a `val_dataloader` but have no `validation_step`"):
+        ours(max_epochs=1).fit(module, data(2), data(2))
+
+
+def spied(owner: Any, name: str) -> Any:
+    original = getattr(owner, name)
+    return functools.wraps(original)(lambda *args: original(*args))
+
+
+def test_a_spy_is_called_but_does_not_replace_what_the_loop_does_better() -> None:
+    module = Learner()
+    for name in ("backward", "on_validation_model_train"):
+        vars(module)[name] = spied(module, name)
+    assert overrides(module, "backward")
+    assert not overrides(module, "on_validation_model_train")
+    vars(module)["on_validation_model_train"] = lambda: None
+    assert overrides(module, "on_validation_model_train")
+
+
+class Stops(EarlyStopping):
+    pass
+
+
+STOPS, STOPS_TOO, CHECKPOINT = Stops("x"), EarlyStopping("x"), ModelCheckpoint()
+CONFIGURED: dict[str, tuple[list[Any], Any]] = {
+    "none": ([STOPS], None),
+    "one": ([Own()], STOPS),
+    "of the same type": ([Own(), EarlyStopping("y")], [STOPS_TOO]),
+    "of a subclass": ([EarlyStopping("y"), Own()], [STOPS]),
+    "of a base": ([STOPS], [STOPS_TOO]),
+    "several": ([EarlyStopping("y"), EarlyStopping("z"), CHECKPOINT], (STOPS_TOO, Own())),
+    "callbacks that do nothing": ([Callback()], [Callback()]),
+}
+
+
+@pytest.mark.parametrize(("given", "own"), CONFIGURED.values(), ids=CONFIGURED.keys())
+def test_the_modules_callbacks_replace_the_same_ones_as_with_lightning(given: list[Any], own: Any) -> None:
+    def scenario(make: Any) -> list[str]:
+        module = Learner()
+        module.configure_callbacks = lambda: own  # type: ignore[method-assign]
+        trainer = make(callbacks=list(given), max_epochs=0, enable_checkpointing=CHECKPOINT in given)
+        house = [callback for callback in trainer.callbacks if callback not in given]
+        trainer.fit(module, data(2))
+        trainer.fit(module, data(2))  # a second run changes nothing
+        return [type(callback).__name__ for callback in trainer.callbacks if callback not in house]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_callbacks_whose_states_would_collide_are_refused() -> None:
+    for make in (lightning, ours):
+        with pytest.raises(RuntimeError, match="Found more than one stateful callback of type `EarlyStopping`"):
+            make(callbacks=[EarlyStopping("x"), EarlyStopping("x")])
+    ours(callbacks=[EarlyStopping("x"), EarlyStopping("y"), Own(), Own()])

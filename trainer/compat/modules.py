@@ -6,11 +6,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -51,6 +53,17 @@ def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStag
     draws = isinstance(loaders, DrawnLoaderSet)  # what a step draws says itself where it comes from
     _verify_dataloader_idx_requirement(step, several and not draws, stage, module)
     _verify_dataloader_idx_requirement(hooks, several, stage, module)
+
+
+def warn_of_eval_mode(module: LightningModule) -> None:
+    """Training begins, and parts of the module are in eval mode: frozen ones, or forgotten ones."""
+    evaluating = sum(not part.training for part in module.modules())
+    if evaluating:
+        rank_zero_warn(
+            f"Found {evaluating} module(s) in eval mode at the start of training. This may lead to unexpected behavior"
+            " during training. If this is intentional, you can ignore this warning.",
+            category=PossibleUserWarning,
+        )
 
 
 def announce_device(trainer: Any, module: LightningModule) -> None:

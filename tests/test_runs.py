@@ -1,0 +1,232 @@
+"""How runs begin, end and answer: small programs under Lightning's Trainer and ours."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from tests.parity import Classifier, data, run_both
+from trainer.compat.errors import TunerExit
+
+FUNCTIONS = ("fit", "validate", "test", "predict")
+
+
+class Ends(Callback):
+    """Notes how a run ends."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.seen.append(("exception", type(exception), str(trainer.state)))
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append("fit end")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.seen.append(("teardown", stage, str(trainer.state)))
+
+
+def kind_of(error: BaseException) -> str:
+    """The type that callers catch, of several in one the most Lightning-like."""
+    kinds = (NotImplementedError, MisconfigurationException, RuntimeError, TypeError, SystemExit, Exception)
+    return next(kind.__name__ for kind in kinds if isinstance(error, kind))
+
+
+def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+    """What a call returned or raised, and the warnings it drew."""
+    with warnings.catch_warnings(record=True) as drawn:
+        warnings.simplefilter("always")
+        try:
+            result = call(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            result = kind_of(error)
+    ours_alone = "LeafSpec", "workers", "loss-scaler"
+    said = {
+        (w.category.__name__, str(w.message)[:45]) for w in drawn if not any(x in str(w.message) for x in ours_alone)
+    }
+    return result, sorted(said)
+
+
+# --- modules that lack something, or have what is no more ---------------------------------------------------------
+
+
+class Bare(LightningModule):
+    """Has nothing."""
+
+
+class WithData(Classifier):
+    def train_dataloader(self) -> Any:
+        return data(4)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+def without(name: str, base: type = WithData) -> type:
+    return type(f"Without_{name}", (base,), {name: None})
+
+
+def having(name: str) -> type:
+    return type(f"Having_{name}", (WithData,), {name: lambda self, *args: None})
+
+
+LACKING: dict[str, list[type]] = {
+    "fit": [
+        Bare,
+        *(without(name) for name in ("training_step", "configure_optimizers", "train_dataloader")),
+        *(without(name) for name in ("val_dataloader", "validation_step")),
+        *(having(name) for name in ("training_epoch_end", "validation_epoch_end", "configure_sharded_model")),
+    ],
+    "validate": [*(without(f"val{name}") for name in ("_dataloader", "idation_step")), having("validation_epoch_end")],
+    "test": [*(without(f"test_{name}") for name in ("dataloader", "step")), having("test_epoch_end")],
+    "predict": [Bare, *(without(f"predict_{name}") for name in ("dataloader", "step"))],
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "module"), [(function, module) for function in FUNCTIONS for module in LACKING[function]]
+)
+def test_what_a_module_lacks_is_said_as_lightning_says_it(function: str, module: type) -> None:
+    theirs, mine = run_both(lambda make: outcome(getattr(make(fast_dev_run=True), function), module()))
+    assert mine == theirs
+
+
+@pytest.mark.parametrize("evaluating", [[], ["net"], ["net.0", "net.2"], [""]])
+def test_parts_in_eval_mode_when_training_starts_are_spoken_of(evaluating: list[str]) -> None:
+    def scenario(make: Any) -> Any:
+        module = Classifier()
+        for name in evaluating:
+            module.get_submodule(name).eval()
+        said = outcome(make(max_epochs=1).fit, module, data(2), data(2))
+        return said, outcome(make(max_epochs=0).fit, module, data(2), data(2))
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+class Raises(Classifier):
+    """Raises in one of its methods."""
+
+    def __init__(self, where: str, error: type[BaseException]) -> None:
+        super().__init__()
+
+        def method(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        vars(self)[where] = method
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        ("fit", "setup"),
+        ("fit", "configure_optimizers"),
+        ("fit", "on_sanity_check_start"),
+        ("fit", "validation_step"),
+        ("fit", "training_step"),
+        ("fit", "on_train_epoch_end"),
+        ("validate", "validation_step"),
+        ("test", "setup"),
+        ("predict", "predict_step"),
+    ],
+)
+def test_a_run_that_fails_leaves_the_trainer_as_lightnings_is(
+    function: str, where: str, error: type[BaseException]
+) -> None:
+    def scenario(make: Any) -> Any:
+        ends = Ends()
+        trainer = make(max_epochs=1, callbacks=[ends])
+        raised = outcome(getattr(trainer, function), Raises(where, error), data(4), *[data(2)] * (function == "fit"))
+        stages = (trainer.training, trainer.validating, trainer.testing, trainer.predicting, trainer.sanity_checking)
+        state = (str(trainer.state), trainer.interrupted, stages, trainer.current_epoch, trainer.global_step)
+        again = outcome(trainer.validate, Classifier(), data(4), verbose=False)  # and it may go on
+        return raised, state, again, ends.seen
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_a_tuner_that_has_what_it_wants_ends_the_run_well() -> None:
+    def scenario(make: Any) -> Any:
+        class Tunes(Callback):
+            def on_fit_start(self, *args: Any) -> None:
+                raise TunerExit
+
+        ends = Ends()
+        trainer = make(max_epochs=1, callbacks=[ends, Tunes()])
+        return trainer.fit(WithData()), str(trainer.state), ends.seen, trainer.global_step
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+# --- predictions --------------------------------------------------------------------------------------------------
+
+
+class Echo(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return batch, batch_idx, dataloader_idx
+
+
+PREDICTED: dict[str, Callable[[], Any]] = {
+    "one": itertools.count,
+    "a list of one": lambda: [[0, 1]],
+    "two": lambda: [itertools.count(), itertools.count()],
+    "unequal": lambda: [[0, 1], [2, 3, 4, 5]],
+    "named": lambda: {"a": [0, 1], "b": [2, 3]},
+    "none": list,
+}
+
+
+@pytest.mark.parametrize("wanted", [None, True, False])
+@pytest.mark.parametrize("loaders", PREDICTED.values(), ids=PREDICTED.keys())
+def test_predictions_have_lightnings_shape(loaders: Callable[[], Any], wanted: bool | None) -> None:
+    def scenario(make: Any) -> Any:
+        trainer = make(limit_predict_batches=3)
+        returned = outcome(trainer.predict, Echo(), loaders(), return_predictions=wanted)
+        return returned, trainer.predict_loop.predictions
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_nothing_is_predicted_where_the_limit_is_zero() -> None:
+    theirs, mine = run_both(lambda make: make(limit_predict_batches=0).predict(WithData()))
+    assert mine is theirs is None
+
+
+# --- the modes of submodules --------------------------------------------------------------------------------------
+
+
+def test_frozen_parts_keep_their_mode_in_every_stage() -> None:
+    class PartlyFrozen(WithData):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(2, 2).eval().requires_grad_(False)
+            self.seen: list[Any] = []
+
+        def forward(self, features: Any) -> Any:
+            self.seen.append((str(self.trainer.state.stage), self.training, self.net.training, self.frozen.training))
+            return super().forward(features)
+
+    def scenario(make: Any) -> Any:
+        trainer, module = make(max_epochs=1, val_check_interval=1), PartlyFrozen()
+        for function in FUNCTIONS:
+            outcome(getattr(trainer, function), module)
+            module.seen.append((module.training, module.frozen.training))
+        return module.seen
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert not any(seen[-1] for seen in mine)
