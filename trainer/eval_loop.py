@@ -111,7 +111,6 @@ class EvalLoop:
         several = loaders.is_sequential and len(loaders.limits) > 1
         logged: list[Metrics] = []
         self.progress.begin_pass()
-        self.metrics.reset()
         self.predictions = [[] for _ in loaders.limits]
         with self.gradient_context(), self.eval_mode():
             self.hooks.of(f"on_{self.stage}_start")()

@@ -619,3 +619,13 @@ def test_a_real_run_that_is_interrupted(tmp_path, trainer_class):
     with pytest.raises((KeyboardInterrupt, SystemExit)):  # the latter is Lightning's
         real_trainer(trainer_class, bar, default_root_dir=tmp_path).fit(Interrupted())
     assert_given_back(bar, stdout)
+
+
+def test_a_logger_s_version_is_not_shown_and_its_name_is_taken(clock):
+    bar = ProgressBar()
+    trainer = FakeTrainer(bar, clock)
+    trainer.loggers = [SimpleNamespace(version=7)]
+    assert bar.get_metrics(trainer, None) == {"train_loss": 0.25}
+    trainer.progress_bar_metrics = {"v_num": 3.0}
+    with pytest.warns(UserWarning, match=r"The progress bar already tracks a metric with the name\(s\) 'v_num'"):
+        assert bar.get_metrics(trainer, None) == {"v_num": 3.0}

@@ -353,7 +353,7 @@ def where_logging_is_allowed(make: Make) -> Any:
         def method(*args: Any, **kwargs: Any) -> Any:
             returned = None if call is None else call(*args, **kwargs)
             trainer = module._trainer
-            outcome = attempt(lambda: module.log(f"{name}_{call is None}", 1.0), words=0)
+            outcome = attempt(lambda: module.log(f"{name}_{call is None}", 1.0))
             outcomes[trainer and trainer.state.fn, call is None, name].add(outcome)
             return returned
 

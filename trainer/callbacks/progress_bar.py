@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
+from lightning.pytorch.callbacks.progress.progress_bar import get_standard_metrics
 from lightning.pytorch.trainer.states import TrainerFn
 from rich import get_console
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -111,7 +112,10 @@ class ProgressBar(LightningProgressBar):
     ) -> dict[str, int | str | float | dict[str, float]]:
         """The metrics to show, by name: those logged with ``prog_bar=True``."""
         metrics = super().get_metrics(trainer, pl_module)  # warns of a metric with a name that is taken
-        return {name: metrics[name] for name in trainer.progress_bar_metrics}
+        for name in get_standard_metrics(trainer):
+            if not isinstance(metrics[name], float):  # the logger's version, not what the user logged
+                del metrics[name]
+        return metrics
 
     # Training
 

@@ -12,6 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.compat.averaging import follows_outcomes
+from trainer.compat.logging import ModuleScope
+from trainer.hooks import Hook
 
 _BASES = (Callback, LightningModule, LightningDataModule)
 
@@ -50,7 +52,7 @@ def in_order(callbacks: Sequence[Any]) -> list[Any]:
 
 def with_model_callbacks(callbacks: list[Any], module: LightningModule) -> list[Any]:
     """``callbacks`` with those of ``module.configure_callbacks()``, which replace those of their types and bases."""
-    returned = module.configure_callbacks()
+    returned = Hook("configure_callbacks", ModuleScope(module), module=module.configure_callbacks)()
     if not returned:
         return callbacks
     own = list(returned) if isinstance(returned, Sequence) else [returned]
