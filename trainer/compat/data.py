@@ -63,6 +63,14 @@ class _Connector(_DataConnector):
         model.trainer = self.trainer
         self._source.attach(model, given, datamodule)
 
+    def attach_dataloaders(self, model: LightningModule, *args: Any, **kwargs: Any) -> None:
+        """The same, without a datamodule."""
+        self.attach_data(model, *args, **kwargs)
+
+    def attach_datamodule(self, model: LightningModule, datamodule: LightningDataModule | None = None) -> None:
+        """The same, with a datamodule alone."""
+        self.attach_data(model, datamodule=datamodule)
+
 
 class DataSource:
     """Where a run's dataloaders come from: arguments, the module's methods, or a datamodule's.
