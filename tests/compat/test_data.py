@@ -360,3 +360,16 @@ def test_transfer_hooks_are_looked_for_in_the_datamodule_first(overrides: tuple[
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
+
+
+def test_what_is_attached_before_a_run_is_set_up_as_in_one() -> None:
+    def scenario(make: Any) -> Any:
+        module, trainer = Learner(), make(overfit_batches=2)
+        trainer.strategy.connect(module)
+        trainer._data_connector.attach_dataloaders(module, train_dataloaders=data(8, shuffle=True))
+        with pytest.warns(UserWarning, match="turning off the train dataloader shuffling"):
+            trainer.fit_loop.setup_data()
+        return trainer.num_training_batches, type(trainer.train_dataloader.sampler)
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs == (2, SequentialSampler)
