@@ -589,6 +589,7 @@ class Trainer(TrainerBase):
             rank_zero_info(f"Restoring states from the checkpoint path at {self.ckpt_path}")
             self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
             checkpoints.restore_module_and_callbacks(self, self._checkpoint)
+
     def _build_hooks(self) -> Hooks:
         module = self._module
         return Hooks(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.trainer.connectors.data_connector import warning_cache
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -341,3 +342,34 @@ def test_epochs_too_short_for_a_row_in_the_loggers(arguments: dict[str, Any], wa
         ours(**{"max_epochs": 1, "logger": RecordingLogger(), **arguments}).fit(Learner(), data(8))
     found = [str(w.message) for w in caught if "smaller than the logging interval" in str(w.message)]
     assert len(found) == warns
+
+
+@pytest.mark.parametrize("overrides", [(), ("module",), ("datamodule",), ("module", "datamodule")], ids=str)
+def test_transfer_hooks_are_looked_for_in_the_datamodule_first(overrides: tuple[str, ...]) -> None:
+    def scenario(make: Any) -> Any:
+        module, datamodule, trainer = Learner(), LightningDataModule(), make()
+        for name, owner in (("module", module), ("datamodule", datamodule)):
+            if name in overrides:
+                owner.on_after_batch_transfer = lambda batch, dataloader_idx: batch
+        warning_cache.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer._data_connector.attach_datamodule(module, datamodule=datamodule)
+            owner = trainer._data_connector._datahook_selector.get_instance("on_after_batch_transfer")
+        return trainer.datamodule is datamodule, owner is module, [str(w.message) for w in caught]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_what_is_attached_before_a_run_is_set_up_as_in_one() -> None:
+    def scenario(make: Any) -> Any:
+        module, trainer = Learner(), make(overfit_batches=2)
+        trainer.strategy.connect(module)
+        trainer._data_connector.attach_dataloaders(module, train_dataloaders=data(8, shuffle=True))
+        with pytest.warns(UserWarning, match="turning off the train dataloader shuffling"):
+            trainer.fit_loop.setup_data()
+        return trainer.num_training_batches, type(trainer.train_dataloader.sampler)
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs == (2, SequentialSampler)

@@ -63,6 +63,14 @@ class _Connector(_DataConnector):
         model.trainer = self.trainer
         self._source.attach(model, given, datamodule)
 
+    def attach_dataloaders(self, model: LightningModule, *args: Any, **kwargs: Any) -> None:
+        """The same, without a datamodule."""
+        self.attach_data(model, *args, **kwargs)
+
+    def attach_datamodule(self, model: LightningModule, datamodule: LightningDataModule | None = None) -> None:
+        """The same, with a datamodule alone."""
+        self.attach_data(model, datamodule=datamodule)
+
 
 class DataSource:
     """Where a run's dataloaders come from: arguments, the module's methods, or a datamodule's.
@@ -174,7 +182,8 @@ class DataSource:
     def _make(self, stage: RunningStage) -> LoaderSet | None:
         trainer, source = self._trainer, self._sources[stage]
         limit = getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
-        training, fitting = stage is RunningStage.TRAINING, trainer.state.fn is TrainerFn.FITTING
+        training = stage is RunningStage.TRAINING
+        fitting = training or trainer.state.fn is TrainerFn.FITTING
         optional = fitting and not training
         if limit == 0 or (optional and not source.is_defined()):
             return None  # what is needed and not defined is asked for all the same: that says what is missing
