@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
@@ -179,6 +182,11 @@ def test_time_between_validations(given, seconds):
             ConfigurationError,
             r"`enable_progress_bar=False` but found `ProgressBar`",
         ),
+        (
+            {"enable_progress_bar": True, "callbacks": [RichProgressBar(), TQDMProgressBar()]},
+            ConfigurationError,
+            r"You added multiple progress bar callbacks",
+        ),
     ],
 )
 def test_the_trainer_refuses(tmp_path, arguments, kind, message):
@@ -189,6 +197,31 @@ def test_the_trainer_refuses(tmp_path, arguments, kind, message):
 def test_an_unknown_argument():
     with pytest.raises(TypeError, match="acumulate"):
         Trainer(acumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        ({"limit_val_batches": False}, "limit_val_batches", 0),
+        ({"overfit_batches": False}, "overfit_batches", 0),
+        ({"overfit_batches": 3.0}, "overfit_batches", 3),
+        ({"fast_dev_run": 0}, "fast_dev_run", False),
+        ({"fast_dev_run": None}, "fast_dev_run", False),
+        ({"logger": 0}, "loggers", []),
+        ({"default_root_dir": "~/here/../there"}, "default_root_dir", os.path.expanduser("~/there")),
+        ({"default_root_dir": Path("a/../b")}, "default_root_dir", "b"),
+        ({"default_root_dir": "s3://a/../b"}, "default_root_dir", "s3://a/../b"),
+        ({"default_root_dir": None}, "default_root_dir", os.getcwd()),
+    ],
+    ids=str,
+)
+def test_what_arguments_become(tmp_path, arguments, name, value):
+    mine = make_trainer(tmp_path, **arguments)
+    assert getattr(mine, name) == value
+    theirs = (
+        LightningTrainer(logger=False, enable_progress_bar=False, **arguments) if "logger" not in arguments else mine
+    )
+    assert getattr(theirs, name) == value or getattr(theirs, name) is None
 
 
 @pytest.mark.parametrize("off", [0, 0.0, None])

@@ -60,7 +60,7 @@ def parse_limits(
     Raises:
         ConfigurationError: a value out of range.
     """
-    if fast_dev_run < 0:
+    if not isinstance(fast_dev_run, int) or fast_dev_run < 0:
         raise ConfigurationError(
             f"fast_dev_run={fast_dev_run!r} is not a valid configuration. It should be True, False or a number of"
             " batches."
@@ -190,9 +190,11 @@ def refuse_twice(argument: str, value: Any, default: Any, callbacks: Sequence[An
 
 
 def _amount(given: int | float | None, name: str) -> int | float:
-    """A number of batches (int) or a share of them (float); None is all."""
+    """A number of batches (int) or a share of them (float); None is all, False none. True might be either."""
     if given is None:
         return 1.0
+    if given is False:
+        return 0
     if isinstance(given, bool) or not isinstance(given, (int, float)):
         raise ConfigurationError(f"Got {name}={given!r}, expected a number of batches or a share from 0.0 to 1.0.")
     if given == 1:

@@ -75,13 +75,19 @@ def build_callbacks(
         uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
 
     Raises:
-        ConfigurationError: a setting made twice, a callback that another argument forbids, an unknown algorithm.
+        ConfigurationError: a setting made twice, two progress bars, a callback that another argument forbids, an
+            unknown algorithm.
     """
     callbacks: list[Any] = [] if given is None else [given] if isinstance(given, Callback) else list(given)
 
     def missing(kind: type) -> bool:
         return not any(isinstance(callback, kind) for callback in callbacks)
 
+    if len([callback for callback in callbacks if isinstance(callback, AnyProgressBar)]) > 1:
+        raise ConfigurationError(
+            "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is"
+            " supported. Leave all but one out."
+        )
     refuse_twice("accumulate_grad_batches", accumulate_grad_batches, 1, callbacks, GradientAccumulation)
     refuse_twice("gradient_clip_val", gradient_clip_val, None, callbacks, GradientClipping)
     for enabled, kind, name, argument in (
@@ -135,7 +141,7 @@ def build_loggers(given: Logger | Iterable[Logger] | bool | None, folder: str, *
             return [DummyLogger()]
         csv = CSVLogger(folder)
         return [TensorBoardLogger(folder, version=csv.version), csv]
-    loggers: list[Any] = [] if given is False else list(given) if isinstance(given, Iterable) else [given]
+    loggers: list[Any] = [] if not given else list(given) if isinstance(given, Iterable) else [given]
     return [DummyLogger()] if loggers and fast_dev_run else loggers
 
 
@@ -145,7 +151,7 @@ def build_profiler(given: Profiler | str | None) -> Profiler:
     Raises:
         ConfigurationError: an unknown name.
     """
-    if given is None:
+    if not given:
         return PassThroughProfiler()
     if not isinstance(given, str):
         return given

@@ -157,7 +157,7 @@ class Trainer(TrainerBase):
             enable_checkpointing = enable_progress_bar = enable_model_summary = logger = False
             log_every_n_steps = num_sanity_val_steps = 0
         limits = arguments.parse_limits(
-            fast_dev_run=fast_dev_run,
+            fast_dev_run=fast_dev_run or False,
             overfit_batches=overfit_batches,
             max_epochs=max_epochs,
             max_steps=max_steps,
@@ -188,9 +188,9 @@ class Trainer(TrainerBase):
         self.scaler: LossScaler = plugin.build_scaler(self.engine.device)
         self.engine.adapter.scaler = self.scaler if self.scaler.is_enabled() else None
 
-        self._default_root_dir = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
-        self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run
-        self.overfit_batches = overfit_batches
+        self._default_root_dir = _folder(default_root_dir)
+        self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run or False
+        self.overfit_batches = limits.train if overfit_batches else 0.0
         self.limit_train_batches = limits.train
         self.limit_val_batches = limits.val
         self.limit_test_batches = limits.test
@@ -995,6 +995,12 @@ class Trainer(TrainerBase):
                 category=PossibleUserWarning,
             )
         return 1000
+
+
+def _folder(given: str | Path | None) -> str:
+    """``default_root_dir``: a folder here, written out, or one elsewhere (``s3://...``) as it is."""
+    folder = os.fspath(given or os.getcwd())
+    return folder if "://" in folder else os.path.normpath(os.path.expanduser(folder))
 
 
 def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:

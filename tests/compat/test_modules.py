@@ -1,0 +1,106 @@
+"""Which of a module's methods a run needs, compiled modules, and the mode evaluation runs in: as under Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity import Classifier, data, ours, run_both, weights
+
+FUNCTIONS = ("fit", "validate", "test", "predict")
+pytestmark = pytest.mark.filterwarnings("ignore:.*`val_dataloader`", "ignore:.*no `validation_step`")
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize(
+    "method", ["training_step", "configure_optimizers", "validation_step", "test_step", "predict_step", "forward"]
+)
+def test_a_run_needs_the_methods_that_it_needs_under_lightning(method: str, fn: str) -> None:
+    def scenario(make: Any) -> Any:
+        module = Classifier()
+        setattr(module, method, None)
+        try:
+            getattr(make(max_steps=1), fn)(module, data(4))
+        except (TypeError, ValueError, RuntimeError) as error:
+            return isinstance(error, TypeError), str(error)[:40]
+        except Exception as error:  # MisconfigurationException is nothing else
+            return type(error), str(error)
+        return "fine"
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+@pytest.mark.parametrize("kind", ["torch.compile", "module.compile"])
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_compiled_modules(fn: str, kind: str) -> None:
+    class Logs(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return loss
+
+    def scenario(make: Any) -> Any:
+        torch._dynamo.reset()
+        module: Any = Logs()
+        if kind == "module.compile":
+            module.compile(backend="eager")
+            given = module
+        else:
+            given = torch.compile(module, backend="eager")
+        trainer = make(max_steps=2)
+        getattr(trainer, fn)(given, data(4))
+        compiler = module._compiler_ctx["compiler"] if module._compiler_ctx else None
+        values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        return compiler, trainer.lightning_module is module, values, [weight.tolist() for weight in weights(module)]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+    assert mine[:2] == ("dynamo" if kind == "torch.compile" else None, True)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_what_is_no_module(fn: str) -> None:
+    with pytest.raises(TypeError, match=r"must be a `LightningModule`.*got `Linear`"):
+        getattr(ours(max_steps=1), fn)(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("fn", FUNCTIONS[1:])
+def test_evaluation_infers_where_it_may(fn: str, inference_mode: bool) -> None:
+    class Notes(Classifier):
+        def note(self, *_: Any) -> None:
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+        on_validation_start = on_test_start = on_predict_start = note
+        on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = note
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            output = self(batch[0])
+            seen.append((batch[0].is_inference(), output.is_inference(), output.requires_grad))
+            return output.mean()
+
+        test_step = predict_step = validation_step
+
+    seen: list[Any] = []
+
+    def scenario(make: Any) -> Any:
+        seen.clear()
+        getattr(make(inference_mode=inference_mode), fn)(Notes(), data(4))
+        return list(seen)
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+    assert (False, inference_mode) in mine
+
+
+def test_in_fit_validation_tracks_no_gradients_but_may_train_on() -> None:
+    class Notes(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    seen: list[Any] = []
+    ours(max_epochs=1, inference_mode=True).fit(Notes(), data(4), data(2))
+    assert set(seen) == {(False, False)}
