@@ -321,6 +321,18 @@ class Averaging(Watch):
             self.average.update_parameters(module.net)
 
 
+class Told(WeightAveraging):
+    """A subclass that wants to hear of every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+        super().on_train_batch_end(*args)
+
+
 def average_by_hand(optimizer: Any, batches: Any, window: int, make: Any) -> AveragedModel:
     net = make_net()
     average = make(net)
@@ -342,11 +354,12 @@ def average_by_hand(optimizer: Any, batches: Any, window: int, make: Any) -> Ave
 
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam-fused"])
-@pytest.mark.parametrize("kind", ["swa", "ema", "own"])
+@pytest.mark.parametrize("kind", ["swa", "ema", "told", "own"])
 def test_averages_leave_skipped_steps_out(tmp_path, late, kind, optimizer, window):
     """Lightning's callbacks, unmodified, and torch's class in one of a user."""
-    callback: Any = {"swa": WeightAveraging, "ema": partial(EMAWeightAveraging, decay=0.8), "own": Averaging}[kind]()
-    average = {} if kind == "swa" else {"avg_fn": get_ema_avg_fn(0.8)}
+    kinds = {"swa": WeightAveraging, "ema": partial(EMAWeightAveraging, decay=0.8), "told": Told, "own": Averaging}
+    callback: Any = kinds[kind]()
+    average = {} if kind in ("swa", "told") else {"avg_fn": get_ema_avg_fn(0.8)}
     batches = make_batches(8, gains={0: 1e30, 4: 1e30, 7: 1e30})
     module = Regression(optimizer=OPTIMIZERS[optimizer])
     trainer = make_trainer(
@@ -366,7 +379,9 @@ def test_averages_leave_skipped_steps_out(tmp_path, late, kind, optimizer, windo
     if kind == "own":
         assert callback.average.n_averaged == expected.n_averaged
     else:
-        assert "on_after_optimizer_step" not in vars(callback)
+        assert not {"on_after_optimizer_step", "should_update"} & vars(callback).keys()
+    if kind == "told":
+        assert callback.batches == 16
 
 
 # --- what others do meanwhile ---------------------------------------------------------------------------------------

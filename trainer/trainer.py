@@ -557,7 +557,7 @@ class Trainer(TrainerBase):
         self.published.clear()
         for metrics in (self.loop.metrics, *(loop.metrics for loop in self.eval_loops.values())):
             metrics.clear()  # of an interrupted run, or of another module
-        attach_averaging(self.callbacks)
+        attach_averaging(self)
         self._session.callback(detach_averaging, self.callbacks)
         self.engine.setup(fitting=fitting)
         plugin = self.engine.adapter.plugin

@@ -3,11 +3,14 @@
 ``WeightAveraging`` averages in ``on_train_batch_end``, after each optimizer step that ``trainer.global_step`` counts:
 skipped ones too. Here the same method runs when an update's outcome is known, unless it was skipped. The weights are
 then those that the update left, also where the outcome arrives late.
+
+A subclass with an ``on_train_batch_end`` of its own is called after each batch, as its author expects. Its
+``should_update`` is asked about steps that were not skipped only; a late outcome is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainer.optimization import StepOutcome
 
-_HOOK = "on_after_optimizer_step"
+_HOOK, _QUESTION = "on_after_optimizer_step", "should_update"
 
 
 def follows_outcomes(callback: Any) -> bool:
@@ -25,20 +28,23 @@ def follows_outcomes(callback: Any) -> bool:
     return isinstance(callback, WeightAveraging) and _HOOK in vars(callback)
 
 
-def attach_averaging(callbacks: Iterable[Any]) -> None:
-    """Let averaging callbacks follow outcomes; those of a subclass with an ``on_train_batch_end`` of its own do not."""
-    for callback in callbacks:
-        if isinstance(callback, WeightAveraging) and (
-            type(callback).on_train_batch_end is WeightAveraging.on_train_batch_end
-        ):
+def attach_averaging(trainer: Any) -> None:
+    """Let the averaging callbacks leave skipped steps out."""
+    for callback in trainer.callbacks:
+        if not isinstance(callback, WeightAveraging):
+            continue
+        if type(callback).on_train_batch_end is WeightAveraging.on_train_batch_end:
             vars(callback)[_HOOK] = partial(_average, callback)
+        elif trainer.scaler.is_enabled():
+            vars(callback)[_QUESTION] = partial(_unless_skipped, trainer, callback.should_update)
 
 
 def detach_averaging(callbacks: Iterable[Any]) -> None:
     """Undo :func:`attach_averaging`."""
     for callback in callbacks:
-        if follows_outcomes(callback):
-            del vars(callback)[_HOOK]
+        if isinstance(callback, WeightAveraging):
+            vars(callback).pop(_HOOK, None)
+            vars(callback).pop(_QUESTION, None)
 
 
 def _average(
@@ -47,3 +53,13 @@ def _average(
     is_last = optimizer is trainer.optimizers[outcome.optimizers[-1]]  # called for each; averaged once
     if is_last and len(outcome.skipped_optimizers) < len(outcome.optimizers):
         callback.on_train_batch_end(trainer, pl_module, {}, None, trainer.progress.batch_idx)
+
+
+def _unless_skipped(
+    trainer: Any, ask: Callable[..., bool], step_idx: int | None = None, epoch_idx: int | None = None
+) -> bool:
+    if step_idx is not None:
+        outcome = trainer.step_outcome  # waits for a fused optimizer on a GPU
+        if outcome is not None and len(outcome.skipped_optimizers) == len(outcome.optimizers):
+            return False
+    return ask(step_idx=step_idx, epoch_idx=epoch_idx)

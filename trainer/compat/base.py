@@ -193,6 +193,8 @@ class TrainerBase:
         """Batches of one epoch; inf where nobody knows, or not yet."""
         training = RunningStage.TRAINING
         loaders = self.data.loaders(training) if self.data.is_ready(training) else self.loop.batches.loaders
+        if loaders is not None and loaders is self.loop.batches.loaders:
+            return self.loop.batches.num_batches  # where SWA writes
         return float("inf") if loaders is None else loaders.num_batches()
 
     @property
