@@ -48,6 +48,7 @@ class FitProgress:
             The fit loop.
         in_batch: whether a batch is being trained, ``on_train_batch_end`` included. The fit loop.
         closing: whether a window has closed that ``windows`` does not count yet. The fit loop.
+        resumed_epoch: the epoch that a checkpoint has put the fit into; -1 without one. Who restores it.
     """
 
     epoch: int = 0
@@ -65,6 +66,7 @@ class FitProgress:
     is_trained: bool = True
     in_batch: bool = False
     closing: bool = False
+    resumed_epoch: int = -1
 
     @property
     def batches_this_epoch(self) -> int:
@@ -95,7 +97,7 @@ class FitProgress:
     def start_anew(self) -> None:
         """After an interrupted run: what was trained counts, and the epoch that was not starts from its beginning."""
         self.windows += self.closing
-        self.epoch = self.epochs_trained
+        self.epoch, self.resumed_epoch = self.epochs_trained, -1
         self.batch_idx = -1
         self.is_last_batch = self.in_batch = self.closing = False
         self.is_trained = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +95,23 @@ def test_what_callbacks_write_reaches_the_loop() -> None:
     trainer.accumulate_grad_batches = 4
     assert trainer.loop.window.batches == 4
     assert (trainer.max_epochs, trainer.max_steps) == (2, 3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fit_is_restarting_in_the_epoch_that_a_checkpoint_has_put_it_into(tmp_path: Path) -> None:
+    class Tells(Classifier):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((self.current_epoch, batch_idx, self.trainer.fit_loop.restarting))
+            if len(seen) == 2:
+                self.trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    def scenario(make: Any) -> list[Any]:
+        seen.clear()
+        make(max_epochs=1).fit(Tells(), data(8))
+        make(max_epochs=2).fit(Tells(), data(8), ckpt_path=tmp_path / "middle.ckpt")
+        return [*seen]
+
+    seen: list[Any] = []
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert [restarting for *_, restarting in mine] == [False] * 4 + [True] * 2 + [False] * 4

@@ -174,6 +174,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
     elif loops:
         progress_from(loops["fit_loop"], run.progress, finish_epoch=finish_epoch)
         run.progress.give_up_batch()
+    run.progress.resumed_epoch = run.progress.epoch
     for key, what in (("optimizer_states", engine.optimizers), ("lr_schedulers", engine.schedules)):
         if key not in checkpoint:
             raise CheckpointError(

@@ -283,12 +283,12 @@ class FitLoopView:
 
     @property
     def restarting(self) -> bool:
-        """Whether the loop goes on in the middle of an epoch as if it had not been left: ours starts it."""
-        return False
+        """Whether the epoch that runs is the one that a checkpoint has put the fit into."""
+        return self._loop.progress.resumed_epoch == self._loop.progress.epoch
 
     @restarting.setter
     def restarting(self, restarting: bool) -> None:
-        pass
+        self._loop.progress.resumed_epoch = self._loop.progress.epoch if restarting else -1
 
     @property
     def skip(self) -> bool:
