@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary, Timer
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary, Timer
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -34,7 +34,7 @@ from trainer.errors import ConfigurationError
 _PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 
 
-class _ModelSummary(ModelSummary):
+class _ModelSummary(RichModelSummary):
     """Lightning's, without its warning that the size is not right for mixed precision: with float32 weights it is."""
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -84,13 +84,19 @@ def build_callbacks(
 
     refuse_twice("accumulate_grad_batches", accumulate_grad_batches, 1, callbacks, GradientAccumulation)
     refuse_twice("gradient_clip_val", gradient_clip_val, None, callbacks, GradientClipping)
-    for enabled, kind, name, argument in (
-        (enable_progress_bar, AnyProgressBar, "ProgressBar", "enable_progress_bar"),
-        (enable_checkpointing, Checkpoint, "ModelCheckpoint", "enable_checkpointing"),
+    for enabled, kind, argument in (
+        (enable_progress_bar, AnyProgressBar, "enable_progress_bar"),
+        (enable_checkpointing, Checkpoint, "enable_checkpointing"),
     ):
-        if enabled is False and not missing(kind):
+        found = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
+        if enabled is False and found:
             raise ConfigurationError(
-                f"Trainer was configured with `{argument}=False` but found `{name}` in callbacks list."
+                f"Trainer was configured with `{argument}=False` but found `{found[0]}` in callbacks list."
+            )
+        if kind is AnyProgressBar and len(found) > 1:
+            raise ConfigurationError(
+                "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is"
+                f" supported. Got {', '.join(found)}: keep one of them."
             )
     callbacks += build_clipping(gradient_clip_val, gradient_clip_algorithm)
     if max_time is not None and missing(Timer):
