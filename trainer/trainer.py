@@ -79,7 +79,7 @@ class Trainer(TrainerBase):
         precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"16-true"``, ``"bf16-true"``,
             ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. Never changed silently: one
             that the device cannot do is an error, and ``"auto"`` says what it has chosen.
-        logger: True and None stand for TensorBoard and CSV, in the same folder.
+        logger: True and None stand for TensorBoard, with a ``metrics.csv`` in the same folder.
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``; an epoch's last short window is
             averaged over what it holds.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``.
@@ -604,7 +604,7 @@ class Trainer(TrainerBase):
     def _call_setup_hooks(self) -> None:
         module = self._module
         modules.announce_device(self, module)
-        for logger in reversed(self.loggers):  # CSV before TensorBoard: it expects an empty folder
+        for logger in assembly.in_opening_order(self.loggers):
             _ = getattr(logger, "experiment", None)
         self.engine.barrier("pre_setup")
         ordering.run_hook_around(self, "setup")
