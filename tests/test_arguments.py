@@ -161,7 +161,7 @@ def test_time_between_validations(given, seconds):
         ({"gradient_clip_val": -1.0}, ConfigurationError, r"Got -1.0 as the limit of gradient clipping"),
         ({"gradient_clip_val": "1"}, TypeError, r"`gradient_clip_val` should be an int or a float. Got '1'"),
         ({"gradient_clip_algorithm": "both"}, ConfigurationError, r"gradient_clip_algorithm='both', expected 'norm'"),
-        ({"profiler": "quick"}, ConfigurationError, r"profiler='quick', expected one of simple, advanced, pytorch"),
+        ({"profiler": "quick"}, ConfigurationError, r"one of 'simple', 'advanced', 'pytorch', 'xla'. Got 'quick'"),
         (
             {"accumulate_grad_batches": 2, "callbacks": GradientAccumulation(2)},
             ConfigurationError,
@@ -180,7 +180,7 @@ def test_time_between_validations(given, seconds):
         (
             {"enable_progress_bar": False, "callbacks": RichProgressBar()},
             ConfigurationError,
-            r"`enable_progress_bar=False` but found `ProgressBar`",
+            r"`enable_progress_bar=False` but found `RichProgressBar`",
         ),
         (
             {"enable_progress_bar": True, "callbacks": [RichProgressBar(), TQDMProgressBar()]},

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary, Timer
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary, Timer
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import (
     AdvancedProfiler,
@@ -17,7 +17,9 @@ from lightning.pytorch.profilers import (
     Profiler,
     PyTorchProfiler,
     SimpleProfiler,
+    XLAProfiler,
 )
+from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.arguments import check_clipping, refuse_twice
 from trainer.callbacks.alignment_advisor import AlignmentAdvisor
@@ -29,12 +31,18 @@ from trainer.callbacks.overflow_report import OverflowReport
 from trainer.callbacks.progress_bar import ProgressBar
 from trainer.callbacks.run_summary import RunSummary
 from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+from trainer.default_logger import DefaultLogger
 from trainer.errors import ConfigurationError
 
-_PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+_PROFILERS: dict[str, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+    "xla": XLAProfiler,
+}
 
 
-class _ModelSummary(ModelSummary):
+class _ModelSummary(RichModelSummary):
     """Lightning's, without its warning that the size is not right for mixed precision: with float32 weights it is."""
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -90,13 +98,19 @@ def build_callbacks(
         )
     refuse_twice("accumulate_grad_batches", accumulate_grad_batches, 1, callbacks, GradientAccumulation)
     refuse_twice("gradient_clip_val", gradient_clip_val, None, callbacks, GradientClipping)
-    for enabled, kind, name, argument in (
-        (enable_progress_bar, AnyProgressBar, "ProgressBar", "enable_progress_bar"),
-        (enable_checkpointing, Checkpoint, "ModelCheckpoint", "enable_checkpointing"),
+    for enabled, kind, argument in (
+        (enable_progress_bar, AnyProgressBar, "enable_progress_bar"),
+        (enable_checkpointing, Checkpoint, "enable_checkpointing"),
     ):
-        if enabled is False and not missing(kind):
+        found = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
+        if enabled is False and found:
             raise ConfigurationError(
-                f"Trainer was configured with `{argument}=False` but found `{name}` in callbacks list."
+                f"Trainer was configured with `{argument}=False` but found `{found[0]}` in callbacks list."
+            )
+        if kind is AnyProgressBar and len(found) > 1:
+            raise ConfigurationError(
+                "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is"
+                f" supported. Got {', '.join(found)}: keep one of them."
             )
     callbacks += build_clipping(gradient_clip_val, gradient_clip_algorithm)
     if max_time is not None and missing(Timer):
@@ -132,17 +146,33 @@ def build_clipping(limit: float | None, algorithm: str | None) -> list[GradientC
 
 
 def build_loggers(given: Logger | Iterable[Logger] | bool | None, folder: str, *, fast_dev_run: bool) -> list[Any]:
-    """The loggers that ``given`` stands for; True and None are TensorBoard and CSV, in one folder below ``folder``.
+    """The loggers that ``given`` stands for; True and None are one that writes TensorBoard and CSV, below ``folder``.
 
     A ``fast_dev_run`` gets one that drops everything.
     """
     if given is None or given is True:
-        if fast_dev_run:
-            return [DummyLogger()]
-        csv = CSVLogger(folder)
-        return [TensorBoardLogger(folder, version=csv.version), csv]
+        return [DummyLogger() if fast_dev_run else _default_logger(folder)]
     loggers: list[Any] = [] if not given else list(given) if isinstance(given, Iterable) else [given]
     return [DummyLogger()] if loggers and fast_dev_run else loggers
+
+
+def _default_logger(folder: str) -> Logger:
+    try:
+        return DefaultLogger(folder)
+    except ModuleNotFoundError:
+        rank_zero_warn(
+            "`logger=True` will use `CSVLogger` as the default logger, unless the `tensorboard` or `tensorboardX`"
+            " packages are found. Install one of them for TensorBoard's files."
+        )
+        return CSVLogger(folder)
+
+
+def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
+    """``loggers`` in the order in which they open their files.
+
+    W&B sees only what other libraries open after it; CSV expects an empty folder, which it may share.
+    """
+    return sorted(loggers, key=lambda logger: (not isinstance(logger, WandbLogger), not isinstance(logger, CSVLogger)))
 
 
 def build_profiler(given: Profiler | str | None) -> Profiler:
@@ -156,6 +186,8 @@ def build_profiler(given: Profiler | str | None) -> Profiler:
     if not isinstance(given, str):
         return given
     if given.lower() not in _PROFILERS:
-        raise ConfigurationError(f"Got profiler={given!r}, expected one of {', '.join(_PROFILERS)}, or a profiler.")
-    profiler: Profiler = _PROFILERS[given.lower()]()
-    return profiler
+        raise ConfigurationError(
+            "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of"
+            f" {', '.join(map(repr, _PROFILERS))}. Got {given!r}."
+        )
+    return _PROFILERS[given.lower()]()

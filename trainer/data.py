@@ -63,16 +63,23 @@ class TrainingBatches:
     Args:
         loaders: the training dataloaders; None for none.
         renew: asked before each epoch for dataloaders to go on with; None where the first ones stay.
+        watch: put around the batches of an epoch, by a profiler; None for nothing.
 
     Attributes:
         num_batches: batches in one pass; inf where nobody knows. SWA writes it; who iterates gets what there is.
     """
 
-    def __init__(self, loaders: Loaders | None, renew: Callable[[], Loaders | None] | None = None) -> None:
+    def __init__(
+        self,
+        loaders: Loaders | None,
+        renew: Callable[[], Loaders | None] | None = None,
+        watch: Callable[[Iterable[Batch]], Iterable[Batch]] | None = None,
+    ) -> None:
         self.loaders = loaders
         self.num_batches: float = loaders.num_batches() if loaders is not None else 0
         self.has_length = loaders is None or loaders.has_length
         self._renew = renew
+        self._watch = watch
         self._skip = 0
 
     def __bool__(self) -> bool:
@@ -103,6 +110,8 @@ class TrainingBatches:
         length = self.loaders.num_batches()  # not what callbacks have made of `num_batches`
         first, count = self._skip, None if length == float("inf") else int(length)
         source = islice(source, count)
+        if self._watch is not None:
+            source = iter(self._watch(source))
         if not self.has_length:
             return ((batch, i, last) for i, (batch, last) in enumerate(_with_last(source)) if i >= first)
         return ((batch, i, i + 1 == count) for i, batch in enumerate(source) if i >= first)

@@ -146,7 +146,7 @@ class Hooks:
         scope: told the name of each hook that runs.
         overrides: whether an object has its own version of a named method.
         monitors: whether a callback's ``on_train_epoch_end`` waits for the module's, whose metrics it reads.
-        profile: wraps a call in a profiler's scope; None to leave calls bare.
+        profile: wraps a call in a profiler's scope: (owner, name of the hook, call); None to leave calls bare.
     """
 
     on_fit_start: Hook
@@ -173,7 +173,7 @@ class Hooks:
         scope: HookScope,
         overrides: Callable[[Any, str], bool],
         monitors: Callable[[Any], bool],
-        profile: Callable[[str, Call], Call] | None = None,
+        profile: Callable[[Any, str, Call], Call] | None = None,
     ) -> None:
         self.scope = scope
         self._module = module
@@ -182,13 +182,14 @@ class Hooks:
         callbacks = list(callbacks)
 
         for name in CALLBACK_HOOKS:
-            calls = [(c, self._bind(c, name, trainer, module)) for c in callbacks if overrides(c, name)]
+            parts = ((c, self._part_of(c, name, trainer, module)) for c in callbacks)
+            calls = [(c, call) for c, call in parts if call is not None]
             late = name == "on_train_epoch_end"
             hook = Hook(
                 name,
                 scope,
                 before=[call for c, call in calls if not (late and monitors(c))],
-                module=self._bind(module, name) if name not in OF_CALLBACKS_ONLY and overrides(module, name) else None,
+                module=None if name in OF_CALLBACKS_ONLY else self._part_of(module, name),
                 after=[call for c, call in calls if late and monitors(c)],
             )
             setattr(self, name, hook)
@@ -206,13 +207,22 @@ class Hooks:
         """The module's own version of ``name``, or None where it has none and the loop may do it directly."""
         return self.of_module(name) if self._overrides(self._module, name) else None
 
+    def _part_of(self, owner: Any, name: str, *first: Any) -> Call | None:
+        """What ``owner`` does at one point; None for nothing. A profiler's account names those, too."""
+        if self._overrides(owner, name):
+            return self._bind(owner, name, *first)
+        if self._profile is None or not hasattr(owner, name):
+            return None
+        return self._profile(owner, name, _nothing)
+
     def _bind(self, owner: Any, name: str, *first: Any) -> Call:
         method = getattr(owner, name)
         call: Call = partial(method, *first) if first else method
-        if self._profile is None:
-            return call
-        who = f"[Callback]{owner.state_key}" if first else f"[LightningModule]{type(owner).__name__}"
-        return self._profile(f"{who}.{name}", call)
+        return call if self._profile is None else self._profile(owner, name, call)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 class _NoScope:

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -46,6 +46,7 @@ from trainer.compat.errors import TunerExit
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_results
 from trainer.compat.optimizers import with_closure
+from trainer.compat.profiling import Profiling
 from trainer.compat.signals import Signals, ctrl_c_ignored, requeued_checkpoint
 from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.data import Loaders, TrainingBatches, Transfer
@@ -79,7 +80,7 @@ class Trainer(TrainerBase):
         precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"16-true"``, ``"bf16-true"``,
             ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. Never changed silently: one
             that the device cannot do is an error, and ``"auto"`` says what it has chosen.
-        logger: True and None stand for TensorBoard and CSV, in the same folder.
+        logger: True and None stand for TensorBoard, with a ``metrics.csv`` in the same folder.
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``; an epoch's last short window is
             averaged over what it holds.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``.
@@ -212,6 +213,7 @@ class Trainer(TrainerBase):
         self._gradient_clip_val = gradient_clip_val
         self._gradient_clip_algorithm = gradient_clip_algorithm
         self._hooks: Hooks | None = None
+        self._profiling: Profiling | None = None
         self._session = ExitStack()
 
         callbacks = assembly.build_callbacks(
@@ -368,7 +370,8 @@ class Trainer(TrainerBase):
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
-        self.engine.save(self._dump(bool(weights_only)), filepath, storage_options)
+        with self.profiler.profile("save_checkpoint"):
+            self.engine.save(self._dump(bool(weights_only)), filepath, storage_options)
 
     def reload_dataloaders(self, train: bool = True, val: bool = False) -> None:
         """Have dataloaders made anew, by the same methods: for a curriculum, or after a change of the datamodule.
@@ -564,6 +567,7 @@ class Trainer(TrainerBase):
         # after the set-up, which may replace modules (sync_batchnorm)
         self._session.enter_context(plugin.session(module, self.engine.device))
         plugin.check_optimizers(self.engine.optimizers)
+        self._profiling = Profiling.of(self)
         hooks = self._hooks = self._build_hooks()
         if fitting:
             hooks.on_fit_start()
@@ -599,13 +603,13 @@ class Trainer(TrainerBase):
             ModuleScope(module),
             ordering.overrides,
             ordering.monitors,
-            None if isinstance(self.profiler, PassThroughProfiler) else self._profiled,
+            None if self._profiling is None else self._profiling.hook,
         )
 
     def _call_setup_hooks(self) -> None:
         module = self._module
         modules.announce_device(self, module)
-        for logger in reversed(self.loggers):  # CSV before TensorBoard: it expects an empty folder
+        for logger in assembly.in_opening_order(self.loggers):
             _ = getattr(logger, "experiment", None)
         self.engine.barrier("pre_setup")
         ordering.run_hook_around(self, "setup")
@@ -619,7 +623,7 @@ class Trainer(TrainerBase):
             modules.warn_of_eval_mode(module)
         if self._detect_anomaly and not self.scaler.is_enabled():  # where it is, AnomalyDetection does this
             self._session.enter_context(torch.autograd.set_detect_anomaly(True))
-        profiled = not isinstance(self.profiler, PassThroughProfiler)
+        profiling = self._profiling
         loaders = self.data.loaders(RunningStage.TRAINING)
         if loaders is not None:
             self._schedule_validation(loaders)
@@ -629,7 +633,9 @@ class Trainer(TrainerBase):
         self.engine.adapter.clip = self._clip_by_hand
         loop.prepare(
             hooks=hooks,
-            batches=TrainingBatches(loaders, self._renewed_loaders),
+            batches=TrainingBatches(
+                loaders, self._renewed_loaders, None if profiling is None else profiling.training_epoch
+            ),
             transfer=self._transfer(move_training_batch),
             optimizers=self.engine.optimizers,
             schedules=self._schedules(hooks),
@@ -649,13 +655,8 @@ class Trainer(TrainerBase):
             loop.backward = Hook("backward", hooks.scope, module=own)
         if isinstance(loaders, DrawnLoaderSet):
             draw_in_fit(loop, loaders, ends_epoch=module.automatic_optimization)
-        if profiled:
-            loop.transfer = self._profiled("[FitLoop].transfer", loop.transfer)
-            loop.training_step = self._profiled("[FitLoop].training_step", loop.training_step)
-            loop.backward = loop.backward or hooks.of_module("backward")  # a hook of the module is timed as such
-            vars(loop)["update_weights"] = self._profiled(
-                "[FitLoop].update_weights", partial(FitLoop.update_weights, loop)
-            )
+        if profiling is not None:
+            profiling.watch_fit(loop, hooks, side_door)
 
     def _prepare_evaluation(self, hooks: Hooks, stage: RunningStage, inference_mode: bool) -> None:
         module, loop = self._module, self.eval_loops[stage]
@@ -672,6 +673,8 @@ class Trainer(TrainerBase):
         )
         if isinstance(loaders, DrawnLoaderSet):
             draw_in_evaluation(loop, loaders)
+        if self._profiling is not None:
+            self._profiling.watch_evaluation(loop)
 
     def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
         plugin = self.engine.adapter.plugin
@@ -680,6 +683,8 @@ class Trainer(TrainerBase):
 
         def hook(name: str) -> Hook | None:
             own = self.data.transfer_hook(name)
+            if own is not None and self._profiling is not None:
+                own = self._profiling.hook(getattr(own, "__self__", self.module), name, own)
             return None if own is None else Hook(name, scope, module=own)
 
         return Transfer(
@@ -882,13 +887,6 @@ class Trainer(TrainerBase):
         """Whether evaluation may run in ``torch.inference_mode``, whose tensors gloo cannot send."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return self._inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
-
-    def _profiled(self, name: str, call: Any) -> Any:
-        def profiled(*args: Any) -> Any:
-            with self.profiler.profile(name):
-                return call(*args)
-
-        return profiled
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

@@ -536,7 +536,7 @@ def test_best_and_last_find_their_files(tmp_path: Path) -> None:
     assert resumed.global_step == 20
 
 
-def test_csv_and_tensorboard_are_the_default_loggers(tmp_path: Path) -> None:
+def test_the_default_logger_writes_csv_and_tensorboard(tmp_path: Path) -> None:
     class Tuned(Fitted):
         pass
 
@@ -545,7 +545,7 @@ def test_csv_and_tensorboard_are_the_default_loggers(tmp_path: Path) -> None:
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Tuned(), datamodule=Shuffles())
-    assert [type(logger).__name__ for logger in trainer.loggers] == ["TensorBoardLogger", "CSVLogger"]
+    assert [type(logger).__name__ for logger in trainer.loggers] == ["DefaultLogger"]
     folder = tmp_path / "lightning_logs" / "version_0"
     assert trainer.log_dir == str(folder)
     rows = (folder / "metrics.csv").read_text().splitlines()

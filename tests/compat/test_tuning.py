@@ -80,6 +80,7 @@ def test_the_same_learning_rate(tmp_path: Any, options: dict[str, Any], argument
     assert theirs == mine
 
 
+@pytest.mark.filterwarnings("ignore:.*in eval mode at the start")  # Lightning, too, leaves it so
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
 def test_the_same_batch_size(tmp_path: Any, method: str, mode: str) -> None:

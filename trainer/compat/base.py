@@ -204,7 +204,9 @@ class TrainerBase:
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Sanity-check batches of each dataloader."""
+        """Sanity-check batches of each dataloader; empty where no fit would run them."""
+        if self.state.fn is TrainerFn.VALIDATING:
+            return []
         return [min(self.num_sanity_val_steps, batches) for batches in self.num_val_batches]
 
     @property

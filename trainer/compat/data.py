@@ -154,7 +154,8 @@ class DataSource:
         """
         old = self._ready.get(stage)
         if stage not in self._ready or anew:
-            with warnings.catch_warnings():
+            timed = self._trainer.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
+            with timed, warnings.catch_warnings():
                 # Lightning 2.6.6 asks torch's pytree in a way that torch 2.15 deprecates
                 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
                 self._ready[stage] = self._make(stage)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers.pytorch import warning_cache
+
+from tests.parity import Classifier, Learner, data, lightning, ours, run_both
+
+
+class Everything(Classifier):
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+class Manual(Everything):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+NOT_OURS = re.compile(
+    r"\[Strategy\]\w+\.on_|.*\.(configure_callbacks|on_save_checkpoint|on_(before|after)_batch_transfer"
+    r"|configure_gradient_clipping)$"
+)
+"""What Lightning times and we do not: hooks of strategies, empty hooks of batches, clipping where there is none."""
+
+NOT_THEIRS = re.compile(r"\[Callback\]ScalerCheckpoint|setup_\w+_dataloader|.*on_after_optimizer_step")
+
+
+@pytest.mark.parametrize(
+    ("module", "functions"), [(Everything, ["fit", "validate", "test", "predict"]), (Manual, ["fit"])]
+)
+def test_actions_have_lightnings_names(module: type[Learner], functions: list[str]) -> None:
+    loaders: dict[str, tuple[Any, ...]] = {"fit": (data(6), data(4)), "predict": (data(4),)}
+
+    def scenario(make: Callable[..., Any]) -> dict[str, dict[str, int]]:
+        profiler, stopping = SimpleProfiler(), EarlyStopping("loss", strict=False, check_on_train_epoch_end=True)
+        trainer = make(max_epochs=2, profiler=profiler, callbacks=[stopping])
+        counts = {}
+        for function in functions:
+            profiler.recorded_durations.clear()
+            getattr(trainer, function)(module(), *loaders.get(function, (data(4),)))
+            counts[function] = {name: len(times) for name, times in profiler.recorded_durations.items()}
+        return counts
+
+    theirs, mine = run_both(scenario)
+    for function in functions:
+        a, b = theirs[function], mine[function]
+        assert [name for name in a if name not in b and not NOT_OURS.match(name)] == []
+        assert [name for name in b if name not in a and not NOT_THEIRS.match(name)] == []
+        # we ask for the end of the data, too
+        assert {n: b[n] for n in a if n in b and not n.endswith("_next")} == {
+            n: a[n] for n in a if n in b and not n.endswith("_next")
+        }
+    assert mine["fit"]["run_training_batch"] == mine["fit"]["[Strategy]SingleDeviceStrategy.training_step"] == 6
+    assert mine["fit"]["[_TrainingEpochLoop].train_dataloader_next"] == 6 + 2
+    assert "setup_train_dataloader" in mine["fit"]
+
+
+def test_two_callbacks_of_a_kind_have_two_names() -> None:
+    profiler = SimpleProfiler()
+    several = [EarlyStopping("a", strict=False), EarlyStopping("b", strict=False)]
+    ours(max_epochs=1, profiler=profiler, callbacks=several).fit(Classifier(), data(4), data(2))
+    for name in ("a", "b"):
+        assert f"[Callback]EarlyStopping{{'monitor': '{name}', 'mode': 'min'}}.on_validation_start" in (
+            profiler.recorded_durations
+        )
+
+
+def test_a_second_fit_counts_on_and_nothing_twice() -> None:
+    trainer = ours(max_epochs=2, profiler="simple")
+    for _ in range(2):
+        trainer.fit(Learner(), data(6))
+        trainer.fit_loop.max_epochs = 4
+    durations = {name: len(times) for name, times in trainer.profiler.recorded_durations.items()}
+    for name in ("training_step", "backward", "batch_to_device"):
+        assert durations[f"[Strategy]SingleDeviceStrategy.{name}"] == 2 * 2 * 3
+    assert durations["[LightningModule]Learner.optimizer_step"] == 2 * 2 * 3
+    assert durations["run_training_epoch"] == 4
+
+
+def test_an_epoch_that_raised_is_over() -> None:
+    class Raises(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("no")
+
+    trainer = ours(max_epochs=1, profiler="simple")
+    for _ in range(2):  # a profiler refuses to start what has not stopped
+        with pytest.raises(ValueError, match=r"^no$"):
+            trainer.fit(Raises(), data(4))
+    assert trainer.profiler.current_actions == {}
+
+
+UNCUT = partial(PyTorchProfiler, schedule=None, row_limit=-1, table_kwargs={"max_name_column_width": 100})
+
+
+@pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler, UNCUT])
+def test_each_function_has_a_file(kind: Any, tmp_path: Path) -> None:
+    profiler = kind(filename="profile")
+    trainer = ours(fast_dev_run=2, profiler=profiler, default_root_dir=tmp_path)
+    module = Classifier()
+    trainer.fit(module, data(4), data(4))
+    for function in ("validate", "test", "predict"):
+        getattr(trainer, function)(module, data(4))
+    for function, step in (("fit", "training"), ("validate", "validation"), ("test", "test"), ("predict", "predict")):
+        assert f"SingleDeviceStrategy.{step}_step" in (tmp_path / f"{function}-profile.txt").read_text()
+    assert profiler.dirpath == str(tmp_path)
+
+
+@pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
+def test_the_pytorch_profiler_knows_when_a_run_is_too_short(function: str, tmp_path: Path) -> None:
+    stage = {"fit": "train", "validate": "val"}.get(function, function)
+    told = {}
+    for make in (lightning, ours):
+        warning_cache.clear()
+        trainer = make(profiler="pytorch", max_epochs=1, default_root_dir=tmp_path, **{f"limit_{stage}_batches": 4})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            getattr(trainer, function)(Classifier(), data(12))
+        told[make] = sum("not enough steps to properly record traces" in str(w.message) for w in caught)
+    warning_cache.clear()
+    assert told[ours] == told[lightning] == 1
+
+
+def test_no_profiler_leaves_every_call_bare() -> None:
+    trainer = ours(max_epochs=1)
+    trainer.fit(Learner(), data(4))
+    assert type(trainer.profiler) is PassThroughProfiler
+    assert trainer.loop.train == trainer.loop.train_batch
+    assert trainer.loop.backward is None
+    assert "update_weights" not in vars(trainer.loop)

@@ -1,0 +1,83 @@
+"""A profiler's view of a run: what is timed, under the names that Lightning's Trainer gives to it.
+
+Without a profiler nothing of this is made, and the loops call what they call directly. (The fetching of batches is
+timed in ``loaders``, the hooks around a run in ``callbacks``.) Two actions hold something else than with Lightning:
+``run_training_batch`` is all of a batch, from its transfer to ``on_train_batch_end``; and ``optimizer_step`` of a
+module that leaves it to the loop is the weight update alone, without forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.profilers import PassThroughProfiler
+
+from trainer.eval_loop import EvalLoop
+from trainer.fit_loop import FitLoop
+from trainer.hooks import Hook, Hooks
+from trainer.side_doors import ManualOptimization
+
+Call = Callable[..., Any]
+
+
+class Profiling:
+    """Puts the Trainer's profiler around the calls of one run.
+
+    Args:
+        trainer: whose profiler, module and strategy.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._profiler = trainer.profiler
+        self._module: LightningModule = trainer.lightning_module
+        self._strategy = f"[Strategy]{type(trainer.strategy).__name__}"
+
+    @classmethod
+    def of(cls, trainer: Any) -> Profiling | None:
+        """That of ``trainer``'s next run; None where there is nothing to do."""
+        return None if isinstance(trainer.profiler, PassThroughProfiler) else cls(trainer)
+
+    def action(self, name: str, call: Call) -> Call:
+        """``call``, timed as ``name``."""
+        return partial(self._time, name, call)
+
+    def hook(self, owner: Any, name: str, call: Call) -> Call:
+        """``call``, timed as the hook ``name`` of a callback, a module or a datamodule."""
+        kind, who = "Callback", type(owner).__name__
+        if isinstance(owner, (LightningModule, LightningDataModule)):
+            kind = "LightningModule" if isinstance(owner, LightningModule) else "LightningDataModule"
+        else:
+            who = getattr(owner, "state_key", who)
+        return self.action(f"[{kind}]{who}.{name}", call)
+
+    def training_epoch(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """``batches``, timed until the last one is through."""
+        with self._profiler.profile("run_training_epoch"):
+            yield from batches
+
+    def watch_fit(self, loop: FitLoop, hooks: Hooks, side_door: Any) -> None:
+        """Time what a prepared fit loop does with a batch."""
+        module, strategy = f"[LightningModule]{type(self._module).__name__}", self._strategy
+        loop.transfer = self.action(f"{strategy}.batch_to_device", loop.transfer)
+        loop.train = self.action("run_training_batch", loop.train)
+        loop.training_step = self.action(f"{strategy}.training_step", loop.training_step)
+        loop.optimizer_zero_grad = hooks.of_module("optimizer_zero_grad")
+        backward = loop.backward or self._module.backward
+        loop.backward = Hook("backward", hooks.scope, module=self.action(f"{strategy}.backward", backward))
+        if loop.clip_gradients is not None:
+            loop.clip_gradients = self.action(f"{module}.configure_gradient_clipping", loop.clip_gradients)
+        vars(loop)["update_weights"] = self.action(f"{module}.optimizer_step", partial(FitLoop.update_weights, loop))
+        if isinstance(side_door, ManualOptimization):
+            vars(side_door)["step"] = self.action("optimizer_step", side_door.step)
+
+    def watch_evaluation(self, loop: EvalLoop) -> None:
+        """Time what a prepared evaluation loop does with a batch."""
+        loop.transfer = self.action(f"{self._strategy}.batch_to_device", loop.transfer)
+        loop.step = self.action(f"{self._strategy}.{loop.stage}_step", loop.step)
+
+    def _time(self, name: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        with self._profiler.profile(name):
+            return call(*args, **kwargs)
