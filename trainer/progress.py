@@ -35,8 +35,9 @@ class FitProgress:
             -1 before an epoch's first. The fit loop, when a batch starts.
         batches_started: batches started, over all epochs. The fit loop, when a batch starts.
         batches: batches trained, over all epochs. The fit loop, before ``on_train_batch_end``.
-        optimizer_steps: optimizer steps attempted, skipped ones included, each optimizer counted;
-            ``trainer.global_step``. The fit loop, at each step of an optimizer.
+        optimizer_steps: optimizer steps attempted, skipped ones included, each optimizer counted; windows without a
+            loss count as well, and an ``optimizer_step`` of the module's own once a call; ``trainer.global_step``. The
+            fit loop, at each step of an optimizer.
         skipped_steps: weight updates skipped because a gradient was not finite. The fit loop, when a step settles.
         windows: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
             window's last batch (after that batch is logged).
