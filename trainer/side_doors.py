@@ -157,7 +157,7 @@ class ClosureOptimization:
         """Forward and backward of one batch. Returns its share of the window's mean loss."""
         loop = self._loop
         loop.window.go_back(this.mark)
-        outer = loop.hooks.scope.enter("training_step")
+        outer = loop.hooks.scope.enter("training_step")  # from `optimizer_step`, perhaps
         with loop.precision.autocast():
             output = NOTHING if this.batch is None else loop.training_step(this.batch, this.batch_idx)
         loop.hooks.scope.enter(outer)
