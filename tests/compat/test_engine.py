@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.plugins import Precision as LightningPrecision
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.parity import Learner, data, ours, run_both, weights
@@ -164,3 +170,94 @@ def test_a_strategy_object_may_serve_two_trainers() -> None:
         trainer = Trainer(strategy=strategy, precision=precision, barebones=True)
         assert trainer.precision_plugin is strategy.precision_plugin
     assert strategy.precision_plugin.precision == "32-true"
+
+
+SLURM = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NAME": "some", "SLURM_NODEID": "0",
+         "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}  # fmt: skip
+ELASTIC = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0",
+           "TORCHELASTIC_RUN_ID": "1"}  # fmt: skip
+
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"accelerator": "gpu", "devices": 1},
+    {"accelerator": "gpu", "devices": 1, "num_nodes": 2},
+    {"accelerator": "cuda", "devices": [1], "strategy": "ddp"},
+    {"accelerator": "cpu", "devices": 2},
+    {"accelerator": "cpu", "devices": 2, "strategy": "ddp_fork", "sync_batchnorm": True},
+    {"accelerator": "cpu", "devices": 2, "strategy": lambda: DDPStrategy(find_unused_parameters=True)},
+    {"accelerator": "cpu", "strategy": "ddp", "plugins": TorchSyncBatchNorm},
+    {"accelerator": "cpu", "strategy": "ddp", "plugins": lambda: [TorchCheckpointIO(), LightningEnvironment()]},
+    {"accelerator": "cpu", "strategy": "ddp", "plugins": lambda: [TorchCheckpointIO(), TorchCheckpointIO()]},
+    {"accelerator": "cpu", "devices": "0"},
+    {"accelerator": "gpu", "devices": ["0"]},
+    {"accelerator": "gpu", "devices": 3},
+    {"accelerator": "tpu"},
+    {"num_nodes": 0},
+    {"strategy": object},
+    {"strategy": "ddp_nonsense"},
+    {"plugins": object},
+]
+TWO = [{"devices": 2, **more} for more in ({"accelerator": "gpu"}, {"accelerator": "cpu"}, {"strategy": DDPStrategy})]
+
+
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [(options, {}) for options in CHOICES]
+    + [(options, environment) for options in TWO for environment in (SLURM, ELASTIC)],
+    ids=str,
+)
+def test_devices_and_processes_are_lightnings(
+    options: dict[str, Any], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is chosen on a machine with two GPUs, or what is raised."""
+    for place in ("lightning.fabric.accelerators.cuda", "lightning.pytorch.accelerators.cuda"):
+        monkeypatch.setattr(f"{place}.num_cuda_devices", lambda: 2)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def scenario(make: Any) -> Any:
+        given = {"accelerator": "auto", "devices": "auto", **options}
+        try:
+            trainer = make(**{name: value() if callable(value) else value for name, value in given.items()})
+        except Exception as error:
+            return type(error), re.sub("0x[0-9a-f]+", "", str(error))
+        strategy = trainer.strategy
+        return (
+            type(trainer.accelerator), type(strategy), strategy.root_device, type(strategy.checkpoint_io),
+            type(getattr(strategy, "cluster_environment", None)), type(getattr(strategy, "_layer_sync", None)),
+            type(strategy.launcher), trainer.device_ids, trainer.num_nodes, trainer.distributed_sampler_kwargs,
+            (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, rank_zero_only.rank),
+        )  # fmt: skip
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+@pytest.mark.parametrize("deterministic", [None, True, False, "warn"])
+@pytest.mark.parametrize("benchmark", [None, True, False])
+def test_torchs_flags_are_set_as_by_lightning(
+    deterministic: Any, benchmark: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+
+    def scenario(make: Any) -> Any:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = False
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make(deterministic=deterministic, benchmark=benchmark)
+        return (
+            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            [str(warning.message) for warning in caught if "deterministic" in str(warning.message)],
+        )  # fmt: skip
+
+    try:
+        theirs, mine = run_both(scenario)
+        assert theirs == mine
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
