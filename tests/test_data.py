@@ -11,7 +11,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 class Counted:
     """Loaders whose source counts how many batches were drawn."""
 
-    is_sequential = False
+    is_sequential = goes_on = False
 
     def __init__(self, length, *, limit=None, known=True, single=True):
         self.length, self.limit, self.has_length, self.single = length, limit, known, single

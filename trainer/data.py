@@ -35,6 +35,10 @@ class Loaders(Protocol):
     def start_epoch(self, epoch: int) -> None:
         """Tell the samplers which epoch it is: they shuffle by it."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the first pass goes on by itself where a checkpoint was written: the dataloaders keep their place."""
+
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """One pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
 
@@ -80,13 +84,15 @@ class TrainingBatches:
         self.has_length = loaders is None or loaders.has_length
         self._renew = renew
         self._watch = watch
-        self._skip = 0
+        self._first = self._skip = 0
 
     def __bool__(self) -> bool:
         return self.num_batches > 0
 
     def start_epoch(self, epoch: int, skip: int) -> None:
-        """The next pass is that of ``epoch``, without its first ``skip`` batches (they are loaded and dropped).
+        """The next pass is that of ``epoch``, without its first ``skip`` batches.
+
+        They are loaded and dropped, unless the dataloaders keep their place.
 
         Raises:
             ConfigurationError: the dataloaders run one after the other.
@@ -101,20 +107,21 @@ class TrainingBatches:
                 ' each dataloader at a time: choose "max_size_cycle", "max_size" or "min_size".'
             )
         self.loaders.start_epoch(epoch)
-        self._skip = skip
+        self._first, self._skip = skip, 0 if skip and self.loaders.goes_on else skip
 
     def __iter__(self) -> Iterator[tuple[Batch, int, bool]]:
         assert self.loaders is not None
         only = self.loaders.only()
         source = iter(only) if only is not None else (batch for batch, *_ in self.loaders.batches())
         length = self.loaders.num_batches()  # not what callbacks have made of `num_batches`
-        first, count = self._skip, None if length == float("inf") else int(length)
-        source = islice(source, count)
+        first, start = self._first, self._first - self._skip
+        count = None if length == float("inf") else int(length)
+        source = islice(source, None if count is None else count - start)
         if self._watch is not None:
             source = iter(self._watch(source))
         if not self.has_length:
-            return ((batch, i, last) for i, (batch, last) in enumerate(_with_last(source)) if i >= first)
-        return ((batch, i, i + 1 == count) for i, batch in enumerate(source) if i >= first)
+            return ((batch, i, last) for i, (batch, last) in enumerate(_with_last(source), start) if i >= first)
+        return ((batch, i, i + 1 == count) for i, batch in enumerate(source, start) if i >= first)
 
 
 def _with_last(source: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:

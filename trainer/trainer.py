@@ -578,6 +578,8 @@ class Trainer(TrainerBase):
         if self._checkpoint and fitting:
             checkpoints.restore_training(self, self._checkpoint, loop_state.progress_from)
             self._refuse_past_the_end()
+            if self.progress.batches_this_epoch or self.max_steps != -1:
+                self.data.states = loop_state.loader_states_in(self._checkpoint)
         elif fitting:
             self.progress.start_anew()
         self._checkpoint = {}  # free the memory
@@ -628,6 +630,7 @@ class Trainer(TrainerBase):
         if loaders is not None:
             self._schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
+            self.data.go_on(loaders, after=self.progress.batches_this_epoch)
         if self.enable_validation and loop.limits.epoch_validates():
             self._prepare_validation()
         self.engine.adapter.clip = self._clip_by_hand
@@ -894,6 +897,7 @@ class Trainer(TrainerBase):
         self.loop.settle()
         val_progress, automatic = self.eval_loops[RunningStage.VALIDATING].progress, self._module.automatic_optimization
         loops = loop_state.loops_of(self.progress, val_progress, self.loop.window, automatic)
+        loops["fit_loop"]["state_dict"].update(self.data.state_dict())
         as_lightning = hparams.as_lightning(loops, self.module, self.datamodule)
         scope = ModuleScope(self._module)
         outer = scope.enter("on_save_checkpoint")

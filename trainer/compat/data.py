@@ -87,6 +87,7 @@ class DataSource:
         self._ready: dict[RunningStage, LoaderSet | None] = {}
         self._made_in: dict[RunningStage, float] = {}
         self._outdated: set[RunningStage] = set()
+        self.states: list[dict[str, Any]] = []
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
         """Note where each stage's dataloaders will come from.
@@ -100,6 +101,7 @@ class DataSource:
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
         self._outdated.clear()
+        self.states.clear()
         for stage in (
             RunningStage.TRAINING,
             RunningStage.VALIDATING,
@@ -123,6 +125,30 @@ class DataSource:
     def source(self, stage: RunningStage) -> _DataLoaderSource:
         """Where the dataloaders of ``stage`` come from."""
         return self._sources.get(stage) or _DataLoaderSource(None, f"{stage.dataloader_prefix}_dataloader")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training dataloaders are, those that know; as Lightning's fit loop writes it."""
+        ready = self._ready.get(RunningStage.TRAINING)
+        states = [] if ready is None else ready.state_dicts()
+        return {"combined_loader": states} if states else {}
+
+    def go_on(self, loaders: LoaderSet, *, after: int) -> None:
+        """Let the training dataloaders go on where a checkpoint was written, if ``states`` says where.
+
+        Args:
+            loaders: the training dataloaders.
+            after: batches of an epoch that were trained before it was written, and should not come twice.
+        """
+        states, self.states = self.states, []
+        loaders.load_state_dicts(states)
+        if 0 < after < loaders.num_batches() and not loaders.is_repeatable:
+            rank_zero_warn(
+                "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not"
+                " resumable. The batches that were trained are loaded and dropped; in another order they are others."
+                " Consider using an end-of-epoch checkpoint or make your dataloader"
+                " resumable by implementing the `state_dict` / `load_state_dict` interface.",
+                category=PossibleUserWarning,
+            )
 
     def forget(self, stage: RunningStage) -> None:
         """Make the dataloaders of ``stage`` anew when they are asked for next."""

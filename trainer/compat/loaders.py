@@ -8,10 +8,12 @@ from itertools import islice
 from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import SequentialSampler
 
 from trainer.data import Batch
 
@@ -44,6 +46,7 @@ class LoaderSet:
         self._limits = limits
         self._has_length = has_length
         self._watch = _unwatched if watch is None else watch
+        self._goes_on = False
 
     @property
     def limits(self) -> list[float]:
@@ -59,6 +62,28 @@ class LoaderSet:
     def has_length(self) -> bool:
         """Whether the length of each is known."""
         return self._has_length
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the dataloaders go on by themselves where a checkpoint was written."""
+        return self._goes_on
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a pass that was left can be gone on with exactly: by who keeps its place, or has a fixed order."""
+        return all(
+            isinstance(loader, _Stateful) or isinstance(getattr(loader, "sampler", None), SequentialSampler)
+            for loader in self.combined.flattened
+        )
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """The places of those dataloaders that keep theirs."""
+        return self.combined._state_dicts()
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        """Go on from what ``state_dicts`` returned."""
+        self.combined._load_state_dicts(states)
+        self._goes_on = bool(states)
 
     def num_batches(self) -> float:
         """Batches in one pass; inf where nobody knows."""

@@ -145,6 +145,12 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     )
 
 
+def loader_states_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
+    """The places of the training dataloaders that keep theirs."""
+    states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
+    return list(states or ())
+
+
 def evaluation_from(fit: dict[str, Any], val: EvalProgress, progress: FitProgress) -> None:
     """Set ``val`` to what a fit loop of Lightning's has written about the validation inside it.
 
