@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from tests.parity import (
+    CALLBACK_HOOKS,
     CLASSES,
     Classifier,
     Learner,
     RecordingLogger,
     data,
+    recording,
     run_both,
 )
 
@@ -292,24 +295,39 @@ def numbers(metrics: Any) -> dict[str, float]:
 class Seen:
     """Everything that a run shows."""
 
-    def __init__(self, make: Callable[..., Any], module: Any, loaders: Callable[[], Any], arguments: Any) -> None:
+    def __init__(
+        self, make: Callable[..., Any], module: Any, loaders: Callable[[], Any], arguments: Any, folder: Path
+    ) -> None:
         self.module = module()
+        self.hooks = recording(Callback, CALLBACK_HOOKS, "callback")()
+        self.hooks.calls = []
         self.logger = RecordingLogger()
         self.metrics = MetricsSeen()
         self.losses: list[float] = []
         callbacks = [kind() for kind in arguments.pop("callbacks", [])]
         self.trainer = make(
-            logger=self.logger, callbacks=[self.metrics, *callbacks], **{"log_every_n_steps": 1, **arguments}
+            logger=self.logger, callbacks=[self.metrics, *callbacks, self.hooks], **{"log_every_n_steps": 1, **arguments}
         )
         self.module.register_forward_hook(lambda *io: self.losses.append(io[2].sum().item()))
         train, val = loaders()
         self.trainer.fit(self.module, train, val)
+        self.trainer.save_checkpoint(folder / "last.ckpt")
+        self.checkpoint = shape(torch.load(folder / "last.ckpt", weights_only=False))
         self.after_fit = [numbers(self.trainer.callback_metrics), numbers(self.trainer.logged_metrics)]
         self.results: list[Any] = []
         if val is not None:
             self.results = [self.trainer.validate(self.module, loaders()[1], verbose=False)]
             if type(self.module).test_step is not Classifier.test_step:
                 self.results.append(self.trainer.test(self.module, loaders()[1], verbose=False))
+
+
+def shape(checkpoint: Any) -> Any:
+    """The keys of a checkpoint, at every depth; under ``loops`` with the counts, but ours in our own form."""
+    keys = {key: sorted(value) if isinstance(value, dict) else len(value) if isinstance(value, list) else value
+            for key, value in checkpoint.items()}  # fmt: skip
+    keys["loops"] = {key: value for key, value in checkpoint["loops"].items() if key != "amp_trainer"}
+    keys["callbacks"] = [key for key in keys["callbacks"] if key != "ScalerCheckpoint"]
+    return keys
 
 
 def assert_close(theirs: Any, mine: Any, where: str = "") -> None:
@@ -401,11 +419,13 @@ COUNTERS = ("current_epoch", "global_step", "num_training_batches", "is_last_bat
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_same_run(name: str) -> None:
+def test_same_run(name: str, tmp_path: Path) -> None:
     module, loaders, arguments = SCENARIOS[name]
-    theirs, mine = run_both(lambda make: Seen(make, module, loaders, dict(arguments)))
+    theirs, mine = run_both(lambda make: Seen(make, module, loaders, dict(arguments), tmp_path))
     without_grad_norm(mine)
     assert_close(theirs.losses, mine.losses, "forward")
+    assert_close(theirs.hooks.calls, mine.hooks.calls, "hooks")
+    assert_close(theirs.checkpoint, mine.checkpoint, "checkpoint")
     for (key, a), b in zip(theirs.module.state_dict().items(), mine.module.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
     assert_close(theirs.logger.rows, mine.logger.rows, "logger")
