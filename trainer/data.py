@@ -67,6 +67,8 @@ class TrainingBatches:
 
     Attributes:
         num_batches: batches in one pass; inf where nobody knows. SWA writes it; who iterates gets what there is.
+        goes_on: whether the loaders themselves go on where a checkpoint was written, in the next pass. Set by who
+            resumes.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class TrainingBatches:
         self.loaders = loaders
         self.num_batches: float = loaders.num_batches() if loaders is not None else 0
         self.has_length = loaders is None or loaders.has_length
+        self.goes_on = False
         self._renew = renew
         self._watch = watch
         self._skip = 0
@@ -86,7 +89,9 @@ class TrainingBatches:
         return self.num_batches > 0
 
     def start_epoch(self, epoch: int, skip: int) -> None:
-        """The next pass is that of ``epoch``, without its first ``skip`` batches (they are loaded and dropped).
+        """The next pass is that of ``epoch``, without its first ``skip`` batches.
+
+        They are loaded and dropped, unless the loaders go on after them by themselves.
 
         Raises:
             ConfigurationError: the dataloaders run one after the other.
@@ -109,12 +114,13 @@ class TrainingBatches:
         source = iter(only) if only is not None else (batch for batch, *_ in self.loaders.batches())
         length = self.loaders.num_batches()  # not what callbacks have made of `num_batches`
         first, count = self._skip, None if length == float("inf") else int(length)
-        source = islice(source, count)
+        start, self.goes_on = first if self.goes_on else 0, False
+        source = islice(source, None if count is None else count - start)
         if self._watch is not None:
             source = iter(self._watch(source))
         if not self.has_length:
-            return ((batch, i, last) for i, (batch, last) in enumerate(_with_last(source)) if i >= first)
-        return ((batch, i, i + 1 == count) for i, batch in enumerate(source) if i >= first)
+            return ((batch, i, last) for i, (batch, last) in enumerate(_with_last(source), start) if i >= first)
+        return ((batch, i, i + 1 == count) for i, batch in enumerate(source, start) if i >= first)
 
 
 def _with_last(source: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.types import _Stateful
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
@@ -87,6 +88,7 @@ class DataSource:
         self._ready: dict[RunningStage, LoaderSet | None] = {}
         self._made_in: dict[RunningStage, float] = {}
         self._outdated: set[RunningStage] = set()
+        self._states: list[Any] = []
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
         """Note where each stage's dataloaders will come from.
@@ -100,6 +102,7 @@ class DataSource:
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
         self._outdated.clear()
+        self._states = []
         for stage in (
             RunningStage.TRAINING,
             RunningStage.VALIDATING,
@@ -166,6 +169,41 @@ class DataSource:
         if old is not None and old is not self._ready[stage]:
             old.combined.reset()
         return self._ready[stage]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of those training dataloaders that have one, as Lightning's fit loop keeps them."""
+        loaders = self._ready.get(RunningStage.TRAINING)
+        states = [] if loaders is None else loaders.combined._state_dicts()
+        return {"combined_loader": states} if states else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what ``state_dict`` returned until :meth:`resume`."""
+        self._states = state.get("combined_loader", [])
+
+    def resume(self, batches: int) -> bool:
+        """Put the training dataloaders where they were when a checkpoint was written, where they can be put.
+
+        Args:
+            batches: of the epoch that have been trained.
+
+        Returns:
+            Whether their next batch is the one after these; if not, it is the epoch's first.
+        """
+        loaders, states = self.loaders(RunningStage.TRAINING), self._states
+        self._states = []
+        if loaders is None or not loaders.num_batches():
+            return False
+        resumable = all(isinstance(loader, _Stateful) for loader in loaders.combined.flattened)
+        if batches % loaders.num_batches() and not resumable:
+            rank_zero_warn(
+                "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not"
+                f" resumable. Its first {batches} batches are loaded and dropped; a shuffled order is not the same."
+                " Consider using an end-of-epoch checkpoint or make your dataloader resumable by implementing the"
+                " `state_dict` / `load_state_dict` interface (torchdata's StatefulDataLoader has it).",
+                category=PossibleUserWarning,
+            )
+        loaders.combined._load_state_dicts(states)
+        return bool(states)
 
     def release(self) -> None:
         """Shut down the worker processes of a run that is over."""
