@@ -880,8 +880,9 @@ class Trainer(TrainerBase):
 
     @property
     def _module(self) -> LightningModule:
-        assert self.module is not None, "a run has a module"
-        return self.module
+        module: LightningModule | None = self.lightning_module
+        assert module is not None, "a run has a module"
+        return module
 
     @property
     def _resumes_inside_epoch(self) -> bool:
