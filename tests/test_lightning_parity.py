@@ -304,10 +304,8 @@ class Seen:
         self.logger = RecordingLogger()
         self.metrics = MetricsSeen()
         self.losses: list[float] = []
-        callbacks = [kind() for kind in arguments.pop("callbacks", [])]
-        self.trainer = make(
-            logger=self.logger, callbacks=[self.metrics, *callbacks, self.hooks], **{"log_every_n_steps": 1, **arguments}
-        )
+        callbacks = [self.metrics, *(kind() for kind in arguments.pop("callbacks", [])), self.hooks]
+        self.trainer = make(logger=self.logger, callbacks=callbacks, **{"log_every_n_steps": 1, **arguments})
         self.module.register_forward_hook(lambda *io: self.losses.append(io[2].sum().item()))
         train, val = loaders()
         self.trainer.fit(self.module, train, val)

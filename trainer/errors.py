@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pickle import UnpicklingError
 
 
 class TrainerError(Exception):
@@ -30,7 +31,17 @@ class CheckpointError(TrainerError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """A checkpoint that does not exist."""
+    """There is no file where a checkpoint was expected."""
+
+
+class UnsafeCheckpointError(CheckpointError, UnpicklingError):
+    """A checkpoint that holds more than tensors and plain containers: loading it could run any code."""
+
+
+class IncompleteCheckpointError(CheckpointError, KeyError):
+    """A checkpoint without something that resuming needs."""
+
+    __str__ = Exception.__str__  # KeyError's shows the message in quotes
 
 
 class LossScaleCollapse(TrainerError):  # noqa: N818 - the name it has in the field

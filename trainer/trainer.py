@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -39,6 +38,7 @@ from trainer.compat import callbacks as ordering
 from trainer.compat import hparams, loop_state, modules, registry
 from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
+from trainer.compat.checkpoints import select_path
 from trainer.compat.data import DataSource, move_training_batch
 from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
@@ -47,8 +47,8 @@ from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_results
 from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
-from trainer.compat.signals import Signals, ctrl_c_ignored, requeued_checkpoint
-from trainer.compat.views import EvalLoopView, FitLoopView
+from trainer.compat.signals import Signals, ctrl_c_ignored
+from trainer.compat.views import EvalLoopView, FitLoopView, MonitoredMetrics
 from trainer.data import Loaders, TrainingBatches, Transfer
 from trainer.errors import ConfigurationError
 from trainer.eval_loop import EvalLoop
@@ -206,7 +206,8 @@ class Trainer(TrainerBase):
         self.state = TrainerState()
         self.data = DataSource(self)
         self.module: LightningModule | None = None
-        self.ckpt_path: Any = None
+        self._ckpt_path: str | Path | None = None
+        self.ckpt_path_is_assigned = False
         self._checkpoint: dict[str, Any] = {}
         self._inference_mode = inference_mode
         self._detect_anomaly = detect_anomaly
@@ -293,7 +294,7 @@ class Trainer(TrainerBase):
             train_dataloaders: an iterable of batches, or a collection of them; or a LightningDataModule.
             val_dataloaders: likewise, for validation.
             datamodule: in the place of dataloaders.
-            ckpt_path: resume from this checkpoint: a path, ``"best"`` or ``"last"``.
+            ckpt_path: resume from this checkpoint: a path or URL, ``"best"``, ``"last"`` or ``"hpc"``.
             weights_only: False to load a checkpoint that holds more than tensors and plain containers, which may
                 run any code: for files of your own.
         """
@@ -365,7 +366,7 @@ class Trainer(TrainerBase):
         Raises:
             AttributeError: no run has brought a module yet.
         """
-        if self.module is None:
+        if self.lightning_module is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
@@ -508,7 +509,7 @@ class Trainer(TrainerBase):
                 f"`Trainer.{self._function}()` requires a `LightningModule` when it hasn't been passed in a previous"
                 " run"
             )
-        self.ckpt_path = self._resolve_ckpt_path(ckpt_path, model_given=model is not None)
+        self._ckpt_path = select_path(self, ckpt_path, model_given=model is not None)
         module = self.module = modules.as_module(model if model is not None else self.module)
         module.trainer = self  # type: ignore[assignment]
         self.data.attach(module, given, datamodule)
@@ -582,6 +583,9 @@ class Trainer(TrainerBase):
                 self.data.states = loop_state.loader_states_in(self._checkpoint)
         elif fitting:
             self.progress.start_anew()
+        if self._checkpoint:
+            done = "Restored all states" if fitting else "Loaded model weights"
+            rank_zero_info(f"{done} from the checkpoint at {self.ckpt_path}")
         self._checkpoint = {}  # free the memory
         self._signal_connector.register_signal_handlers()
         self.engine.barrier("run-stage")
@@ -703,7 +707,7 @@ class Trainer(TrainerBase):
         # manual optimization steps its schedules itself
         configs = self.engine.schedules if self._module.automatic_optimization else []
         revocable = hooks.override_of("lr_scheduler_step") is None  # what a module's own does, nobody can take back
-        step, metrics = hooks.of_module("lr_scheduler_step"), partial(getattr, self, "callback_metrics")
+        step, metrics = hooks.of_module("lr_scheduler_step"), partial(MonitoredMetrics, self)
         return Schedules(configs, step, metrics, revocable, self.progress)
 
     def _clipping(self, hooks: Hooks) -> Clip | None:
@@ -783,7 +787,7 @@ class Trainer(TrainerBase):
         assert hooks is not None
         if not self.enable_validation or not self.num_sanity_val_steps:
             return
-        if self.progress.batches_this_epoch:  # resumed inside an epoch
+        if self._resumes_inside_epoch:
             return
         with isolate_rng():  # also from what making the dataloaders draws
             self.state.stage, loop.sanity_checking = RunningStage.SANITY_CHECKING, True
@@ -876,8 +880,14 @@ class Trainer(TrainerBase):
 
     @property
     def _module(self) -> LightningModule:
-        assert self.module is not None, "a run has a module"
-        return self.module
+        module: LightningModule | None = self.lightning_module
+        assert module is not None, "a run has a module"
+        return module
+
+    @property
+    def _resumes_inside_epoch(self) -> bool:
+        """Whether the run goes on where a checkpoint was written; as in Lightning, always if it counts steps."""
+        return self.ckpt_path is not None and (self.progress.batches_this_epoch > 0 or self.max_steps != -1)
 
     @property
     def _function(self) -> str:
@@ -904,46 +914,6 @@ class Trainer(TrainerBase):
         checkpoint = checkpoints.dump(self, as_lightning, weights_only=weights_only)
         scope.enter(outer)
         return checkpoint
-
-    def _resolve_ckpt_path(self, given: str | Path | None, *, model_given: bool) -> str | Path | None:
-        """The file that ``ckpt_path`` means; None for none."""
-        fn = self._function
-        if given == "hpc" or (given is None and SLURMEnvironment.detect()):
-            requeued = requeued_checkpoint(self)
-            if requeued is None and given is not None:
-                raise ConfigurationError(
-                    f'`.{fn}(ckpt_path="hpc")` is set but no HPC checkpoint was found: expected a file hpc_ckpt_*.ckpt'
-                    f" in {self.default_root_dir}."
-                )
-            given = requeued
-        if given is None:
-            if model_given:
-                return None
-            rank_zero_warn(
-                f"`.{fn}(ckpt_path=None)` was called without a model. The best model of the previous `fit` call will be"
-                f" used. You can pass `.{fn}(ckpt_path='best')` to use the best model or `.{fn}(ckpt_path='last')` to"
-                " use the last model. If you pass a value, this warning will be silenced."
-            )
-            given = "best"
-        if given == "best":
-            callback = self.checkpoint_callback
-            path = getattr(callback, "best_model_path", None)
-            if not path:
-                raise ConfigurationError(
-                    f'`.{fn}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save the best model.'
-                    " Add ModelCheckpoint(monitor=...) to the callbacks, or pass the path of a file."
-                )
-            return str(path)
-        if given == "last":
-            found = [path for path in modules.last_checkpoints(self) if os.path.exists(path)]
-            if not found:
-                rank_zero_warn(
-                    f'.{fn}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be'
-                    " loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
-                )
-                return None
-            return max(found, key=os.path.getmtime)
-        return registry.fetch(given, self)
 
     def _refuse_past_the_end(self) -> None:
         if self.max_epochs not in (None, -1) and self.current_epoch > self.max_epochs:

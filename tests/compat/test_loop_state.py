@@ -116,6 +116,7 @@ def counts(fit_loop: dict[str, Any]) -> dict[str, Any]:
         (FailsByHand, 1),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*(previous `fit` call will be used|there is no last checkpoint)")
 def test_a_failed_runs_checkpoint_counts_as_lightnings(module: Any, accumulate: int, tmp_path: Path) -> None:
     def scenario(make: Any) -> Any:
         folder = tmp_path / make.__name__
@@ -161,6 +162,7 @@ def test_a_finished_runs_counts_are_lightnings() -> None:
     assert mine == theirs
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("saver", [lightning, ours])
 def test_a_run_that_counts_steps_goes_on_where_its_last_step_was(saver: Any, tmp_path: Path) -> None:
     """Not so one that counts epochs: for it the epoch is over."""

@@ -24,7 +24,12 @@ from typing import Any, Protocol
 import torch
 
 from trainer.engine import Engine
-from trainer.errors import CheckpointError, CheckpointNotFoundError
+from trainer.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    UnsafeCheckpointError,
+)
 from trainer.progress import FitProgress
 
 OUR_KEY = "amp_trainer"
@@ -106,6 +111,7 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
 
     Raises:
         CheckpointNotFoundError: no such file.
+        UnsafeCheckpointError: it holds more than tensors and plain containers.
         CheckpointError: a damaged one, or one that is not a checkpoint.
     """
     if weights_only is False:
@@ -117,9 +123,11 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
     try:
         checkpoint = engine.load(path, weights_only is not False)
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"Got ckpt_path={str(path)!r}, expected a file that exists.") from error
+        raise CheckpointNotFoundError(
+            f"Checkpoint file not found: {path}. Expected the path or URL of a file that exists."
+        ) from error
     except UnpicklingError as error:
-        raise CheckpointError(
+        raise UnsafeCheckpointError(
             f"{path} holds more than tensors and plain containers, or is damaged: {str(error).splitlines()[0]}"
             " If you made the file yourself and trust it, pass weights_only=False."
         ) from error
@@ -133,11 +141,11 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
 def restore_module_and_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     """Put back what has to be there before the module is moved to its device: weights, datamodule, callbacks."""
     module, datamodule = run.lightning_module, run.datamodule
+    module.on_load_checkpoint(checkpoint)
+    run.engine.load_module_state(checkpoint, strict=module.strict_loading)
     if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
         with run.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.load_state_dict"):
             datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
-    module.on_load_checkpoint(checkpoint)
-    run.engine.load_module_state(checkpoint, strict=module.strict_loading)
     states = checkpoint.get("callbacks")
     if states is None:
         return
@@ -164,7 +172,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
         progress_from: sets the counters from what Lightning's fit loop has written.
 
     Raises:
-        CheckpointError: the checkpoint has weights only, or another number of optimizers.
+        IncompleteCheckpointError: the checkpoint has weights only.
+        CheckpointError: it has another number of optimizers.
     """
     engine, loops = run.engine, checkpoint.get("loops", {})
     ours = loops.get(OUR_KEY, checkpoint.get(OUR_KEY))  # it stood beside `loops` once
@@ -177,12 +186,14 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
     run.progress.resumed_epoch = run.progress.epoch
     for key, what in (("optimizer_states", engine.optimizers), ("lr_schedulers", engine.schedules)):
         if key not in checkpoint:
-            raise CheckpointError(
+            raise IncompleteCheckpointError(
                 "Trying to restore optimizer state but checkpoint contains only the model."
                 f" This is probably due to `ModelCheckpoint.save_weights_only` being set to `True`. It has no {key!r}."
             )
         cleared = key == "lr_schedulers" and not what  # SWA does: it goes on with one of its own
-        if len(checkpoint[key]) != len(what) and not cleared:
+        if what and not checkpoint[key]:
+            warnings.warn(f"The checkpoint has no {key}: those of this run start anew.", stacklevel=2)
+        elif len(checkpoint[key]) != len(what) and not cleared:
             raise CheckpointError(
                 f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(what)}."
                 " Return the same ones as the run that saved it did."

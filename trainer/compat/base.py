@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +54,8 @@ class TrainerBase:
     callbacks: list[Any]
     module: LightningModule | None
     profiler: Profiler
-    ckpt_path: Any
+    ckpt_path_is_assigned: bool
+    _ckpt_path: str | Path | None
     fast_dev_run: int | bool
     overfit_batches: int | float
     limit_train_batches: int | float
@@ -168,6 +170,15 @@ class TrainerBase:
     def model(self) -> nn.Module | None:
         """Its strategy-wrapped form."""
         return self.strategy.model
+
+    @property
+    def ckpt_path(self) -> Any:
+        """The checkpoint of the current or last run. Assign one, and each run loads it, until None is assigned."""
+        return self._ckpt_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: Any) -> None:
+        self._ckpt_path, self.ckpt_path_is_assigned = path, bool(path)
 
     @property
     def datamodule(self) -> LightningDataModule | None:
@@ -555,6 +566,9 @@ class TrainerBase:
         """
         with self.strategy.tensor_init_context(empty_init=empty_init):
             yield
+
+    def _teardown(self) -> None:
+        self.engine.teardown()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print``, once, from rank 0."""

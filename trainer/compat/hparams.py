@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning
 from lightning.pytorch.loggers.utilities import _log_hyperparams
+from lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
 from lightning.pytorch.utilities.parsing import clean_namespace
 
 
@@ -22,8 +23,20 @@ def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
             continue
         if hasattr(owner, "_hparams_name"):
             kept[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
-        kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+        if _is_omegaconf(owner.hparams):  # as it is: with interpolations, and access by attribute
+            kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
+            kept[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(owner.hparams)
+        else:
+            kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
     return kept
+
+
+def _is_omegaconf(hparams: Any) -> bool:
+    if not _OMEGACONF_AVAILABLE:
+        return False
+    from omegaconf import Container
+
+    return isinstance(hparams, Container)
 
 
 def log_hyper_parameters(trainer: Any) -> None:

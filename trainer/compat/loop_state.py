@@ -130,8 +130,12 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     progress.in_batch = total["ready"] > total["completed"]
     progress.is_trained = total["ready"] == total["processed"]
     progress.closing = False
-    progress.optimizer_steps = automatic["total"]["completed"] + manual["total"]["completed"]
-    progress.windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
+    # one of them is 0, but in checkpoints from before 1.6.5, brought up to date, which have both
+    progress.optimizer_steps = max(automatic["total"]["completed"], manual["total"]["completed"])
+    windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
+    # inside an epoch Lightning counts a window after all that may write a checkpoint; by hand, each batch is one
+    closed = total["processed"] if manual["total"]["completed"] else progress.optimizer_steps
+    progress.windows = windows + (inside_epoch and not cut_short and closed == windows + 1)
     progress.zero_grads = zero_grad["total"]["completed"]
     progress.schedule_steps = schedules["total"]["completed"]
     progress.is_last_batch = batches.get("is_last_batch", False)

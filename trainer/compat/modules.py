@@ -8,7 +8,6 @@ from typing import Any
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
 from lightning.pytorch.trainer.states import RunningStage
@@ -96,12 +95,3 @@ def forget_run(module: LightningModule) -> None:
     """Forget what belonged to the run that has ended."""
     module._current_fx_name = None
     module._metric_attributes = None
-
-
-def last_checkpoints(trainer: Any) -> set[str]:
-    """The files that ``ckpt_path="last"`` may mean."""
-    found: set[str] = set()
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            found |= callback._find_last_checkpoints(trainer)
-    return found

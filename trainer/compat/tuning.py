@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import loop_state
+from trainer.compat.signals import requeued_checkpoint
 from trainer.data import TrainingBatches
 from trainer.metrics import MetricStore
 
@@ -54,11 +55,29 @@ def set_up_evaluation_data(trainer: Any, stage: RunningStage) -> None:
 
 
 class CheckpointConnectorView:
-    """``trainer._checkpoint_connector``: what the finders, and SLURM's requeueing, use of it."""
+    """``trainer._checkpoint_connector``: what the finders, SLURM's requeueing, and the curious use of it."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.hpc_save_path = _CheckpointConnector.hpc_save_path
+
+    @property
+    def _ckpt_path(self) -> str | Path | None:
+        path: str | Path | None = self._trainer.ckpt_path
+        return path
+
+    @property
+    def _user_managed(self) -> bool:
+        return bool(self._trainer.ckpt_path_is_assigned)
+
+    @property
+    def _hpc_resume_path(self) -> str | None:
+        return requeued_checkpoint(self._trainer)
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """A checkpoint of this moment."""
+        checkpoint: dict[str, Any] = self._trainer._dump(bool(weights_only))
+        return checkpoint
 
     def restore(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> None:
         """Put back everything that a checkpoint of this run holds."""

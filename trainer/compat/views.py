@@ -5,6 +5,7 @@ Each view holds nothing of its own: it shows the loop's state under Lightning's 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,8 +262,29 @@ class EpochLoopView:
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open
 
+    def _get_monitor_value(self, key: str) -> Any:
+        return self._trainer.callback_metrics.get(key)
+
     def _should_check_val_epoch(self) -> bool:
         return self._loop.validate is not None and self._loop.limits.epoch_validates()
+
+
+class MonitoredMetrics(Mapping[str, Any]):
+    """What schedules may watch: ``trainer.callback_metrics``, looked up where Lightning looks it up."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getitem__(self, name: str) -> Any:
+        if (value := self._trainer.fit_loop.epoch_loop._get_monitor_value(name)) is None:
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trainer.callback_metrics)
+
+    def __len__(self) -> int:
+        return len(self._trainer.callback_metrics)
 
 
 class FitLoopView:

@@ -1,0 +1,241 @@
+"""A run that one Trainer has started and the other goes on with: the same hooks, weights and counters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.parity import MAKERS, Classifier, assert_same_weights, data, lightning, ours
+
+NOT_RESUMABLE = (
+    "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable"
+)
+
+
+@pytest.fixture(autouse=True)
+def _without_noise() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Diary(Classifier):
+    """Writes down where it is, and has schedules of each kind. All batches are the same: Lightning replays them."""
+
+    def __init__(self, by_hand: bool = False, watches: bool = False) -> None:
+        super().__init__(momentum=0.9)
+        self.automatic_optimization = not by_hand
+        self.watches = watches
+        self.entries: list[Any] = []
+
+    def note(self, what: str, *more: int) -> None:
+        self.entries.append((what, self.current_epoch, self.global_step, *more))
+
+    def on_train_start(self) -> None:
+        self.note("train")
+
+    def on_train_epoch_start(self) -> None:
+        self.note("epoch start")
+
+    def on_train_epoch_end(self) -> None:
+        self.note("epoch end")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("batch", batch_idx)
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.trainer.sanity_checking:
+            self.note("validation", batch_idx)
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        lr = torch.optim.lr_scheduler
+        return [optimizer], [
+            {"scheduler": lr.StepLR(optimizer, 3, 0.5), "interval": "step"},
+            lr.ExponentialLR(optimizer, 0.9),
+            *([{"scheduler": lr.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}] if self.watches else []),
+        ]
+
+
+def same_batches(number: int) -> DataLoader[Any]:
+    features, labels = next(iter(data(2)))
+    return DataLoader(TensorDataset(features.repeat(number, 1), labels.repeat(number)), batch_size=2)
+
+
+def write(make: Callable[..., Any], folder: Path, module: Any, options: dict[str, Any], **arguments: Any) -> None:
+    saver = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}-{step}", **options)
+    trainer = make(callbacks=[saver], enable_checkpointing=True, default_root_dir=folder, **arguments)
+    trainer.fit(module(), same_batches(4), same_batches(2))
+    trainer.save_checkpoint(folder / "end.ckpt")
+
+
+def resume(make: Callable[..., Any], path: Path, module: Any, **arguments: Any) -> tuple[Any, ...]:
+    trainer, module = make(default_root_dir=path.parent, **arguments), module()
+    trainer.fit(module, same_batches(4), same_batches(2), ckpt_path=path)
+    rates = [config.scheduler.get_last_lr() for config in trainer.lr_scheduler_configs]
+    counters = trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop._batches_that_stepped
+    return module, (module.entries, rates, counters)
+
+
+RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "epoch ends": (partial(Diary, watches=True), {}, {}, ("epoch=0-step=4", "epoch=1-step=8", "end")),
+    "after validations": (
+        Diary,
+        {},
+        {"val_check_interval": 0.5},
+        ("epoch=0-step=2", "epoch=1-step=6", "epoch=1-step=8"),
+    ),
+    "batches": (Diary, {"every_n_train_steps": 1}, {}, ("epoch=0-step=1", "epoch=1-step=7")),
+    "manual": (
+        partial(Diary, by_hand=True),
+        {"every_n_train_steps": 1},
+        {},
+        ("epoch=0-step=3", "epoch=1-step=6", "end"),
+    ),
+    "windows": (Diary, {"every_n_train_steps": 1}, {"accumulate_grad_batches": 2}, ("epoch=0-step=1", "end")),
+    "steps": (
+        Diary,
+        {"save_on_train_epoch_end": True},
+        {"max_epochs": -1, "max_steps": 6, "num_sanity_val_steps": 0},
+        ("epoch=1-step=6",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_either_resumes_what_the_other_wrote(tmp_path: Path, name: str) -> None:
+    module, options, arguments, files = RUNS[name]
+    for make in MAKERS:
+        write(make, tmp_path / make.__name__, module, options, **{"max_epochs": 2, **arguments})
+    longer = {**arguments, "max_steps": 11} if "max_steps" in arguments else {**arguments, "max_epochs": 3}
+    for file in files:
+        theirs, expected = resume(lightning, tmp_path / "lightning" / f"{file}.ckpt", module, **longer)
+        for writer, reader in (("lightning", ours), ("ours", lightning), ("ours", ours)):
+            mine, seen = resume(reader, tmp_path / writer / f"{file}.ckpt", module, **longer)
+            assert seen[:2] == expected[:2], (file, writer, reader.__name__)
+            assert seen[2][:2] == expected[2][:2]
+            assert_same_weights(theirs, mine)
+
+
+def test_the_loops_in_a_checkpoint_count_as_lightnings_do(tmp_path: Path) -> None:
+    counted = ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
+    for name, (module, options, arguments, files) in RUNS.items():
+        folder = tmp_path / name
+        for make in MAKERS:
+            write(make, folder / make.__name__, module, options, **{"max_epochs": 2, **arguments})
+        for file in files:
+            theirs, mine = (
+                torch.load(folder / make.__name__ / f"{file}.ckpt", weights_only=True)["loops"]["fit_loop"]
+                for make in MAKERS
+            )
+            assert {k: mine[k] for k in counted} == {k: theirs[k] for k in counted}, (name, file)
+
+
+# --- an epoch that max_steps has cut short ----------------------------------------------------------------------------
+
+
+def test_a_run_by_steps_goes_on_inside_the_epoch_that_it_left(tmp_path: Path) -> None:
+    whole, module = ours(max_steps=7, max_epochs=-1), Diary()
+    whole.fit(module, data(8), same_batches(2))
+    saver = ModelCheckpoint(tmp_path, filename="left", save_on_train_epoch_end=True)
+    first = ours(max_steps=6, max_epochs=-1, callbacks=[saver], enable_checkpointing=True)
+    first.fit(Diary(), data(8), same_batches(2))
+    second, resumed = ours(max_steps=7, max_epochs=-1), Diary()
+    second.fit(resumed, data(8), same_batches(2), ckpt_path=tmp_path / "left.ckpt")
+    assert resumed.entries == [("train", 1, 6), *module.entries[-2:]]
+    assert resumed.entries[-2:] == [("batch", 1, 6, 2), ("epoch end", 1, 7)]
+    assert_same_weights(module, resumed)
+    by_epochs, third = Diary(), ours(max_epochs=3)
+    third.fit(by_epochs, data(8), same_batches(2), ckpt_path=tmp_path / "left.ckpt")
+    assert by_epochs.entries[:2] == [("train", 2, 6), ("epoch start", 2, 6)]
+
+
+# --- dataloaders with a state -----------------------------------------------------------------------------------------
+
+
+class Counter:
+    """Ten numbers from ``start``."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.next = start
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            self.next += 1
+            yield torch.tensor([float(self.next)])
+
+
+class StatefulCounter(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Reader(Diary):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.entries.append(([float(part) for part in torch.utils._pytree.tree_leaves(batch)], batch_idx))
+        return self(torch.ones(1, 4)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [
+        StatefulCounter,
+        lambda: CombinedLoader(StatefulCounter()),
+        lambda: CombinedLoader([StatefulCounter(3), StatefulCounter(1)]),
+        lambda: CombinedLoader([Counter(3), StatefulCounter(1)]),
+        list,
+    ],
+    ids=["one", "in a combined loader", "two", "with one that has none", "no data"],
+)
+def test_dataloaders_with_a_state_go_on_where_they_were(tmp_path: Path, loaders: Any) -> None:
+    seen = []
+    for make in MAKERS:
+        path = tmp_path / f"{make.__name__}.ckpt"
+        first, module = make(max_steps=2), Reader()
+        first.fit(module, loaders())
+        first.save_checkpoint(path)
+        second, resumed = make(max_steps=4), Reader()
+        second.fit(resumed, loaders(), ckpt_path=path)
+        states = torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]
+        batches = [entry[0] for entry in module.entries + resumed.entries if isinstance(entry[0], list)]
+        seen.append((states, batches))
+    assert seen[0] == seen[1]
+    assert len(seen[1][1]) == (0 if loaders is list else 4)
+
+
+def test_who_resumes_inside_an_epoch_is_told_what_is_not_the_same(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    first = ours(max_epochs=1, callbacks=[saver], enable_checkpointing=True)
+    first.fit(Diary(), data(8), same_batches(2))
+    with pytest.warns(UserWarning, match=NOT_RESUMABLE):
+        ours(max_epochs=1).fit(Diary(), data(8, shuffle=True), same_batches(2), ckpt_path=tmp_path / "step=2.ckpt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", NOT_RESUMABLE)
+        ours(max_epochs=1).fit(Diary(), data(8), same_batches(2), ckpt_path=tmp_path / "step=2.ckpt")  # in order
+        ours(max_epochs=2).fit(Diary(), data(8), same_batches(2), ckpt_path=tmp_path / "step=4.ckpt")

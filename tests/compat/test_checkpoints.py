@@ -1,0 +1,245 @@
+"""Which file `ckpt_path` means, under both Trainers; and what ModelCheckpoint writes when."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+from tests.parity import Classifier, data, ours, run_both
+from trainer.errors import CheckpointError
+
+SLURM = "lightning.fabric.plugins.environments.slurm.SLURMEnvironment.detect"
+
+
+class Scored(Classifier):
+    """Logs a score that goes up and down."""
+
+    SCORES = (3.0, 1.0, 2.0, 5.0, 4.0, 0.0, 7.0, 8.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validations = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("step_number", float(self.global_step), on_step=True, on_epoch=True)
+        return self.loss(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", self.SCORES[self.validations % len(self.SCORES)])
+        self.validations += not self.trainer.sanity_checking
+
+
+class Fails(Scored):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.current_epoch == 1 and batch_idx == 2:
+            raise RuntimeError("enough")
+        return super().training_step(batch, batch_idx)
+
+
+def fit(make: Callable[..., Any], folder: Path, *callbacks: Any, module: Any = None, **arguments: Any) -> Any:
+    given = {"max_epochs": 2, "callbacks": list(callbacks), "enable_checkpointing": bool(callbacks) or None}
+    trainer = make(default_root_dir=folder, **{**given, **arguments})
+    trainer.fit(module or Scored(), data(8), data(4, seed=1))
+    return trainer
+
+
+def seen(make: Callable[..., Any], tmp_path: Path, work: Callable[[Any, Path], Any]) -> tuple[Any, list[str]]:
+    """What `work` returns, or how it fails; and the openings of the warnings on the way."""
+    folder = tmp_path / make.__name__
+    folder.mkdir()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result = work(make, folder)
+        except (ValueError, OSError, KeyError, AttributeError, pickle.UnpicklingError, RuntimeError) as error:
+            kinds = (ValueError, FileNotFoundError, KeyError, AttributeError, pickle.UnpicklingError, RuntimeError)
+            result = [kind.__name__ for kind in kinds if isinstance(error, kind)]
+    known = ("ckpt_path", "resuming from a checkpoint")
+    texts = {str(one.message).replace(str(folder), "") for one in caught}
+    return result, sorted(text[:36] for text in texts if any(part in text for part in known))
+
+
+def name(path: Any) -> str:
+    return os.path.basename(str(path))
+
+
+def best_and_last(make: Any, folder: Path) -> Any:
+    saver = ModelCheckpoint(folder / "c", monitor="score", save_last=True, filename="{epoch}")
+    trainer = fit(make, folder, saver)
+    found = []
+    for given in ("best", "last", saver.best_model_path, Path(saver.last_model_path)):
+        trainer.validate(Scored(), data(4), ckpt_path=given, verbose=False)
+        found.append((name(trainer.ckpt_path), type(trainer.ckpt_path).__name__))
+    trainer.test(dataloaders=data(4), verbose=False)  # without a model: the best
+    return [*found, name(trainer.ckpt_path)]
+
+
+def assigned(make: Any, folder: Path) -> Any:
+    trainer = fit(make, folder, ModelCheckpoint(folder / "c", monitor="score", filename="{epoch}"))
+    trainer.save_checkpoint(folder / "own.ckpt")
+    trainer.ckpt_path, found = folder / "own.ckpt", []
+    for given in (None, None, "best", None):
+        trainer.test(Scored(), data(4), ckpt_path=given, verbose=False)
+        found.append(name(trainer.ckpt_path))
+    return found
+
+
+def requeued(make: Any, folder: Path) -> Any:
+    trainer = fit(make, folder, max_epochs=1)
+    for number in ("", "_0", "_3", "_33"):
+        trainer.save_checkpoint(folder / f"hpc_ckpt{number}.ckpt")
+    with mock.patch(SLURM, return_value=True):
+        resumed = fit(make, folder)
+    resumed.validate(Scored(), data(4), ckpt_path="hpc", verbose=False)
+    return resumed.global_step, name(resumed.ckpt_path), name(trainer._checkpoint_connector.hpc_save_path(str(folder)))
+
+
+def on_exception(make: Any, folder: Path) -> Any:
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(make, folder, OnExceptionCheckpoint(folder), module=Fails())
+    trainer = fit(make, folder, OnExceptionCheckpoint(folder))
+    return trainer.global_step, name(trainer.ckpt_path), os.listdir(folder)
+
+
+def saved_weights(make: Any, folder: Path) -> None:
+    trainer = fit(make, folder)
+    trainer.save_checkpoint(folder / "w.ckpt", weights_only=True)
+    make(max_epochs=3).fit(Scored(), data(8), data(4), ckpt_path=folder / "w.ckpt")
+
+
+class Unpicklable(Callback):
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["path"] = Path("anything")
+
+
+def unsafe(make: Any, folder: Path) -> None:
+    fit(make, folder, callbacks=[Unpicklable()]).save_checkpoint(folder / "u.ckpt")
+    make().validate(Scored(), data(4), ckpt_path=folder / "u.ckpt")
+
+
+def evaluate(ckpt_path: str, **arguments: Any) -> Callable[..., Any]:
+    return lambda make, folder: make(default_root_dir=folder, **arguments).validate(
+        Scored(), data(4), ckpt_path=ckpt_path, verbose=False
+    )
+
+
+WORK = {
+    "best and last": best_and_last,
+    "assigned": assigned,
+    "requeued": requeued,
+    "on exception": on_exception,
+    "best without a callback": evaluate("best"),
+    "best in a fast run": evaluate("best", fast_dev_run=True, enable_checkpointing=True),
+    "best that was not saved": evaluate("best", enable_checkpointing=True),
+    "last that is not there": evaluate("last", enable_checkpointing=True),
+    "hpc that is not there": evaluate("hpc"),
+    "no such file": evaluate("nowhere.ckpt"),
+    "weights only": saved_weights,
+    "unsafe": unsafe,
+    "before a run": lambda make, folder: make().save_checkpoint(folder / "x.ckpt"),
+}
+
+
+@pytest.mark.parametrize("what", WORK)
+def test_ckpt_path(tmp_path: Path, what: str) -> None:
+    theirs, mine = run_both(lambda make: seen(make, tmp_path, WORK[what]))
+    assert mine == theirs
+
+
+def test_a_pre_release_checkpoint_is_brought_up_to_date(tmp_path: Path) -> None:
+    def work(make: Any, folder: Path) -> Any:
+        fit(make, folder).save_checkpoint(folder / "old.ckpt")
+        checkpoint = torch.load(folder / "old.ckpt", weights_only=True)
+        checkpoint["loops"].pop("amp_trainer", None)
+        checkpoint["pytorch-lightning_version"] = "1.6.0"  # had one progress for several optimizers
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        del fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"]
+        torch.save(checkpoint, folder / "old.ckpt")
+        trainer = make(default_root_dir=folder, max_epochs=3)
+        trainer.fit(Scored(), data(8), data(4), ckpt_path=folder / "old.ckpt")
+        return trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    theirs, mine = run_both(lambda make: seen(make, tmp_path, work))
+    assert mine == theirs
+    assert mine[0] == (12, 3, 12)
+
+
+def test_a_checkpoint_without_optimizer_states_says_so(tmp_path: Path) -> None:
+    torch.save({"state_dict": Scored().state_dict(), "optimizer_states": [], "lr_schedulers": []}, tmp_path / "x.ckpt")
+    trainer = ours(max_epochs=1)
+    with pytest.warns(UserWarning, match="has no optimizer_states: those of this run start anew"):
+        trainer.fit(Scored(), data(8), data(4), ckpt_path=tmp_path / "x.ckpt")
+    assert trainer.global_step == 4
+
+
+def test_a_url_of_a_file_system_is_a_path_like_any_other() -> None:
+    saver = ModelCheckpoint("memory://here", filename="{epoch}")
+    fit(ours, Path("memory://here"), saver)
+    assert saver.best_model_path == "memory://here/epoch=1.ckpt"
+    resumed = ours(max_epochs=3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint")
+        resumed.fit(Scored(), data(8), data(4), ckpt_path=saver.best_model_path)
+    assert resumed.global_step == 12
+    with pytest.raises(CheckpointError, match="Checkpoint file not found: memory://nowhere"):
+        resumed.validate(Scored(), data(4), ckpt_path="memory://nowhere/x.ckpt")
+
+
+# --- ModelCheckpoint --------------------------------------------------------------------------------------------------
+
+SAVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "top 2": ({"monitor": "score", "save_top_k": 2}, {"val_check_interval": 0.5}),
+    "the highest, and the last": (
+        {"monitor": "score", "mode": "max", "save_last": True, "filename": "{score:.1f}-{step}"},
+        {"val_check_interval": 0.25},
+    ),
+    "a link": ({"monitor": "step_number_epoch", "save_top_k": -1, "save_last": "link"}, {}),
+    "every 2 epochs": ({"every_n_epochs": 2, "save_top_k": -1}, {"max_epochs": 5}),
+    "every 3 steps": ({"every_n_train_steps": 3, "save_top_k": -1, "save_last": True}, {}),
+    "every step, when validated": (
+        {"every_n_train_steps": 1, "monitor": "score", "save_top_k": -1},
+        {"val_check_interval": 0.5},
+    ),
+    "by the clock": ({"train_time_interval": timedelta(seconds=0), "save_top_k": -1}, {}),
+    "every second validation": ({"monitor": "score"}, {"check_val_every_n_epoch": 2, "max_epochs": 5}),
+    "at the epoch's end": ({"save_on_train_epoch_end": True, "save_top_k": -1}, {"val_check_interval": 0.5}),
+    "steps cut short": ({"save_top_k": -1}, {"max_steps": 6, "accumulate_grad_batches": 1}),
+    "windows": ({"save_top_k": -1, "every_n_train_steps": 1}, {"accumulate_grad_batches": 3}),
+    "nothing but the last": ({"save_top_k": 0, "save_last": True}, {}),
+}
+
+
+@pytest.mark.parametrize("what", SAVERS)
+def test_modelcheckpoint_writes_the_same_at_the_same_moments(tmp_path: Path, what: str) -> None:
+    options, arguments = SAVERS[what]
+
+    def scenario(make: Any) -> Any:
+        folder = tmp_path / make.__name__
+        saver = ModelCheckpoint(folder, **options)
+        trainer = make(callbacks=[saver], enable_checkpointing=True, max_epochs=arguments.get("max_epochs", 3),
+                       **{k: v for k, v in arguments.items() if k != "max_epochs"})  # fmt: skip
+        saves, save = [], trainer.save_checkpoint
+
+        def watch(path: Any, weights_only: Any = None) -> None:
+            saves.append((name(path), trainer.global_step, trainer.current_epoch, str(trainer.state.stage)))
+            save(path, weights_only)
+
+        trainer.save_checkpoint = watch
+        trainer.fit(Scored(), data(8), data(4, seed=1))
+        state = {k: str(v).replace(str(folder), "") for k, v in saver.state_dict().items()}
+        links = [path.name for path in folder.iterdir() if path.is_symlink()]
+        return sorted(os.listdir(folder)), links, saves, state
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
