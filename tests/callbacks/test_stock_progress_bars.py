@@ -1,0 +1,195 @@
+"""Lightning's progress bars and summaries, unmodified: they show the same under both Trainers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.parity import Classifier, Learner, data, lightning, ours, run_both
+from trainer.callbacks import ProgressBar
+
+MOMENTS = [
+    f"on_{stage}_{moment}"
+    for stage in ("train", "validation", "test", "predict")
+    for moment in ("start", "epoch_start", "batch_end", "epoch_end", "end")
+]
+
+
+class Unsized(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(4), 1)] * 5)
+
+
+class Logs(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("step", float(batch_idx), prog_bar=True)
+        self.log("both", float(batch_idx), prog_bar=True, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("val", float(self.global_step), prog_bar=True)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("test", 1.0, prog_bar=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self(batch[0])
+
+
+class LogsOnce(Logs):
+    """Takes one dataloader, as Lightning wants it."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", float(self.global_step), prog_bar=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test", 1.0, prog_bar=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+def state_of(bar: Any) -> list[Any]:
+    """What is on the screen."""
+    if isinstance(bar, RichProgressBar):
+        tasks = bar.progress.tasks if bar.progress is not None else []
+        return [(task.completed, task.total, task.visible) for task in tasks]
+    bars = [getattr(bar, f"_{stage}_progress_bar") for stage in ("train", "val", "test", "predict")]
+    return [
+        None if one is None else (one.n, one.total, getattr(one, "desc", None), one.leave, one.disable) for one in bars
+    ]
+
+
+def watched(kind: type) -> type:
+    """A bar of ``kind`` that writes down its state after each hook, and the metrics that it asks for."""
+
+    def make(name: str) -> Callable[..., None]:
+        def method(self: Any, trainer: Any, *args: Any) -> None:
+            getattr(kind, name)(self, trainer, *args)
+            self.seen.append((name, str(trainer.state.stage), *state_of(self)))
+
+        return method
+
+    def get_metrics(self: Any, trainer: Any, module: Any) -> Any:
+        metrics = kind.get_metrics(self, trainer, module)
+        self.seen.append(("metrics", {name: float(value) for name, value in metrics.items()}))
+        return metrics
+
+    return type("Watched", (kind,), {**{name: make(name) for name in MOMENTS}, "get_metrics": get_metrics})
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "seldom": {"refresh_rate": 3},
+    "never": {"refresh_rate": 0},
+    "left behind": {"leave": True},
+    "validation inside": {"val_check_interval": 2},
+    "limits": {"limit_train_batches": 3, "limit_val_batches": 1, "limit_test_batches": 0.5},
+    "no validation": {"limit_val_batches": 0},
+    "no sanity check": {"num_sanity_val_steps": 0},
+    "two loaders": {"loaders": lambda: [data(4), data(2)], "num_sanity_val_steps": 0},
+    "no length": {"loaders": lambda: DataLoader(Unsized(), batch_size=1)},
+    "a fast run": {"fast_dev_run": 2},
+}
+
+
+CASES = [
+    *((TQDMProgressBar, name) for name in SCENARIOS),
+    *((RichProgressBar, name) for name in ("plain", "seldom", "validation inside", "two loaders", "no length")),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_the_screen_is_the_same(kind: type, name: str, tmp_path: Path) -> None:
+    arguments = dict(SCENARIOS[name])
+    options = {key: arguments.pop(key) for key in ("refresh_rate", "leave") if key in arguments}
+    loaders = arguments.pop("loaders", lambda: data(6))
+    module_class = Logs if name == "two loaders" else LogsOnce
+
+    def scenario(make: Callable[..., Any]) -> Any:
+        bar = watched(kind)(**options)
+        bar.seen = []
+        folder = tmp_path / make.__name__
+        trainer = make(
+            **{"max_epochs": 2, "enable_progress_bar": True, "callbacks": bar, "logger": CSVLogger(folder), **arguments}
+        )
+        module = module_class()
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            trainer.fit(module, data(10) if name != "no length" else loaders(), loaders())
+            for function in ("validate", "test", "predict"):
+                getattr(trainer, function)(module, loaders())
+        return bar.seen
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert len(mine) > 20
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_print_goes_through_the_bar(shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    written = []
+
+    class Bar(TQDMProgressBar):
+        def print(self, *args: Any, **kwargs: Any) -> None:
+            written.append((args, kwargs))
+
+    class Prints(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.print("a word", end=";")
+            return super().training_step(batch, batch_idx)
+
+    bar = Bar()
+    trainer = ours(max_epochs=1, enable_progress_bar=True, callbacks=bar)
+    if not shown:
+        bar.disable()
+    trainer.fit(Prints(), data(2))
+    assert written == ([(("a word",), {"end": ";"})] if shown else [])
+    assert ("a word;" in capsys.readouterr().out) is not shown
+
+
+def test_a_users_bar_takes_the_place_of_ours() -> None:
+    assert type(ours(enable_progress_bar=True).progress_bar_callback) is ProgressBar
+    for bar in (TQDMProgressBar(), RichProgressBar(), TQDMProgressBar(refresh_rate=0), ProgressBar()):
+        trainer = ours(enable_progress_bar=True, callbacks=bar)
+        assert trainer.progress_bar_callback is bar
+        assert sum(isinstance(one, type(bar).__mro__[-3]) for one in trainer.callbacks) == 1
+
+
+@pytest.mark.parametrize("depth", [0, 1, -1])
+def test_a_summary_has_the_same_rows(depth: int) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        rows: list[Any] = []
+
+        class Summary(ModelSummary):
+            @staticmethod
+            def summarize(*args: Any, **kwargs: Any) -> None:
+                rows.append(str((args, kwargs)))
+
+        class Shaped(Learner):
+            example_input_array = torch.zeros(2, 4)
+
+        make(max_epochs=1, enable_model_summary=True, callbacks=Summary(max_depth=depth)).fit(Shaped(), data(2))
+        return rows
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert len(mine) == (depth != 0)
+
+
+def test_the_default_summary_is_the_rich_one() -> None:
+    for make in (lightning, ours):
+        (summary,) = [one for one in make(enable_model_summary=True).callbacks if isinstance(one, ModelSummary)]
+        assert isinstance(summary, RichModelSummary)
+        assert summary._max_depth == 1
+    given = ModelSummary(max_depth=3)
+    trainer = ours(enable_model_summary=True, callbacks=given)
+    assert [one for one in trainer.callbacks if isinstance(one, ModelSummary)] == [given]

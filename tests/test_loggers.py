@@ -1,0 +1,233 @@
+"""What loggers are told, and when: the same as by Lightning's Trainer."""
+
+from __future__ import annotations
+
+import csv
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from tests.parity import Classifier, Learner, data, ours, plain, run_both
+from trainer.assembly import in_opening_order
+
+
+class Diary(Logger):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        return "diary"
+
+    @property
+    def version(self) -> str:
+        return "first"
+
+    @property
+    def experiment(self) -> object:
+        if self.told[-1:] != ["experiment"]:  # Lightning looks twice
+            self.told.append("experiment")
+        return object()
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.told.append(("metrics", step, {name: plain(value) for name, value in metrics.items()}))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.told.append(("hyper-parameters", dict(params)))
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        self.told.append("graph")
+
+    def save(self) -> None:
+        self.told.append("save")
+
+    def finalize(self, status: str) -> None:
+        self.told.append(status)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.told.append("checkpoint")
+
+
+class LogsEverywhere(Classifier):
+    def setup(self, stage: str) -> None:
+        for logger in self.loggers:
+            logger.told.append("setup")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", float(batch_idx), on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({"step": 100.0 + self.current_epoch, "at the end": 1.0})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", float(batch_idx), on_step=True, on_epoch=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test", 2.0)
+
+
+class Raises(Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 2, "val_check_interval": 2},
+        {"log_every_n_steps": 0, "enable_checkpointing": False},
+        {"fast_dev_run": True},
+        {"enable_autolog_hparams": False, "num_sanity_val_steps": 0},
+    ],
+    ids=str,
+)
+def test_a_loggers_diary(arguments: dict[str, Any], tmp_path: Path) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        loggers = [Diary(), Diary()]
+        trainer = make(
+            **{
+                "max_epochs": 2,
+                "logger": loggers,
+                "log_every_n_steps": 1,
+                "enable_checkpointing": True,
+                "default_root_dir": tmp_path / make.__name__,
+                **arguments,
+            }
+        )
+        module = LogsEverywhere()
+        if trainer.fast_dev_run:
+            assert [type(logger) for logger in trainer.loggers] == [DummyLogger]
+            trainer.loggers = loggers
+        trainer.fit(module, data(6), data(4))
+        trainer.validate(module, data(4), verbose=False)
+        trainer.test(module, data(4), verbose=False)
+        assert loggers[0].told == loggers[1].told
+        return loggers[0].told, plain(dict(trainer.logged_metrics)), trainer.log_dir
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine[0].index("experiment") < mine[0].index("setup")
+    assert mine[0][-1] == "success"
+
+
+def test_a_run_that_raised_has_failed() -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        diary = Diary()
+        with pytest.raises(ValueError, match=r"^no$"):
+            make(max_epochs=1, logger=diary, callbacks=Raises()).fit(LogsEverywhere(), data(2), data(2))
+        return diary.told
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine[-1] == "failed"
+
+
+def test_setters_and_getters(tmp_path: Path) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        folder = tmp_path / make.__name__
+        first, second = TensorBoardLogger(folder, name="a"), CSVLogger(folder, name="b")
+        trainer = make(logger=first, default_root_dir=folder)
+        seen: list[Any] = []
+
+        def look() -> None:
+            names = [logger.name for logger in trainer.loggers]
+            seen.append((names, trainer.logger is None, type(trainer.loggers), Path(trainer.log_dir).name))
+
+        look()
+        trainer.loggers.append(second)
+        look()
+        for name, value in (
+            ("logger", second), ("logger", None), ("loggers", [second, first]), ("loggers", None), ("loggers", []),
+        ):  # fmt: skip
+            setattr(trainer, name, value)
+            look()
+        for given in (False, [], {}, (first, second)):
+            trainer = make(logger=given, default_root_dir=folder)
+            look()
+        return seen
+
+    theirs, mine = run_both(scenario)
+    assert [str(one).replace("ours", "lightning") for one in mine] == [str(one) for one in theirs]
+
+
+def test_rows_of_a_csv_file(tmp_path: Path) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        logger = CSVLogger(tmp_path / make.__name__)
+        trainer = make(max_epochs=2, logger=logger, log_every_n_steps=2)
+        module = Classifier()
+        module.setup = lambda stage: None
+        module.on_train_epoch_end = lambda: module.log_dict({"step": 50.0, "at the end": 1.0})
+        trainer.fit(module, data(8), data(2))
+        with open(Path(logger.log_dir) / "metrics.csv") as file:
+            return list(csv.DictReader(file))
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine
+
+
+class Settings(LightningDataModule):
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self.save_hyperparameters(settings)
+
+    def train_dataloader(self) -> Any:
+        return data(2)
+
+
+class Configured(Learner):
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self.hparams.clear()
+        self.save_hyperparameters(settings)
+
+
+@pytest.mark.parametrize(
+    ("of_module", "of_data"),
+    [
+        ({"a": 1, "t": torch.tensor(4)}, {"a": 1, "t": torch.tensor(4)}),
+        ({"a": 1}, {"b": 2}),
+        ({"a": 1}, {"a": 2}),
+        ({"t": torch.tensor(4)}, {"t": torch.tensor(3)}),
+    ],
+)
+def test_hyper_parameters_of_module_and_data(of_module: dict[str, Any], of_data: dict[str, Any]) -> None:
+    def scenario(make: Callable[..., Any]) -> Any:
+        diary = Diary()
+        trainer = make(max_epochs=1, logger=diary)
+        try:
+            trainer.fit(Configured(of_module), datamodule=Settings(of_data))
+        except Exception as error:  # which it is, is what is compared
+            return type(error), str(error)[:40]
+        return [plain(one[1]) for one in diary.told if one[0] == "hyper-parameters"]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_wandb_opens_first_and_csv_before_tensorboard() -> None:
+    loggers = [object.__new__(kind) for kind in (TensorBoardLogger, CSVLogger, WandbLogger, TensorBoardLogger)]
+    tensorboard, rows, wandb, another = loggers
+    assert [id(one) for one in in_opening_order(loggers)] == [id(one) for one in (wandb, rows, tensorboard, another)]
+
+
+@pytest.mark.parametrize("kind", [TensorBoardLogger, CSVLogger])
+def test_a_trainers_copy_goes_on_logging(kind: Any, tmp_path: Path) -> None:
+    logger = kind(tmp_path)
+    trainer = ours(max_epochs=1, logger=logger)
+    trainer.fit(Learner(), data(2))
+    copy = pickle.loads(pickle.dumps(trainer))
+    copy.logger.log_metrics({"loss": 1.0}, 5)
+    assert (copy.logger.name, copy.logger.version, copy.log_dir) == (logger.name, logger.version, trainer.log_dir)
