@@ -118,6 +118,7 @@ class FitProgress:
             "windows": self.windows + self.closing,
             "zero_grads": self.zero_grads,
             "schedule_steps": self.schedule_steps,
+            "is_last_batch": self.is_last_batch and not over,
             "epoch_start": list(astuple(self.epoch_start)),
             "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else 0,
         }
@@ -141,7 +142,8 @@ class FitProgress:
         self.optimizer_steps = state["optimizer_steps"]
         self.skipped_steps = state["skipped_steps"]
         self.windows = state["windows"]
-        self.is_last_batch = self.in_batch = self.closing = False
+        self.is_last_batch = state.get("is_last_batch", False)
+        self.in_batch = self.closing = False
         self.is_trained = True
 
 
