@@ -1,12 +1,15 @@
-"""Steps that draw their own batches, under both Trainers."""
+"""Steps that draw their own batches, and dataloaders that keep their place, under both Trainers."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
@@ -176,3 +179,85 @@ def test_an_accumulation_window_ends_with_the_batches() -> None:
 def test_who_draws_is_warned() -> None:
     with pytest.warns(UserWarning, match="Found `dataloader_iter` argument in the `training_step`"):
         ours(max_epochs=1).fit(Draws(), data(2))
+
+
+# --- dataloaders that keep their place ----------------------------------------------------------------------------
+
+
+class Numbers:
+    """0, 1, 2, ... from where it stands; not a dataloader."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.at = start
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.at, 100):
+            self.at = number + 1
+            yield number
+
+
+class Bookmark(Numbers):
+    """Keeps its place."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Sees(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append((self.current_epoch, batch_idx, batch))
+        return self.net(torch.ones(1, FEATURES)).sum()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 2:
+            self.trainer.save_checkpoint(self.path)
+
+
+KEEPING: dict[str, Any] = {
+    "one": Bookmark,
+    "several": lambda: [Bookmark(10), Bookmark(20)],
+    "some of several": lambda: {"a": Numbers(10), "b": Bookmark(20)},
+}
+
+
+@pytest.mark.parametrize("make_loaders", KEEPING.values(), ids=KEEPING.keys())
+def test_dataloaders_that_keep_their_place_go_on_there(make_loaders: Any, tmp_path: Path) -> None:
+    def scenario(make: Any) -> Any:
+        first, second = Sees(), Sees()
+        first.path = second.path = tmp_path / f"{make.__name__}.ckpt"
+        make(max_steps=2).fit(first, make_loaders())
+        places = torch.load(first.path, weights_only=True)["loops"]["fit_loop"]["state_dict"]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint")
+            make(max_epochs=1).fit(second, make_loaders(), ckpt_path=first.path)
+        return first.seen, places, second.seen
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert [batch_idx for _, batch_idx, _ in mine[-1]] == [2, 3]
+
+
+def test_a_resume_says_where_it_cannot_be_exact(tmp_path: Path) -> None:
+    def resumed(loader: Any) -> list[Any]:
+        module = Sees()
+        module.path = tmp_path / "saved.ckpt"
+        ours(max_steps=2).fit(module, loader())
+        module.seen.clear()
+        ours(max_epochs=1).fit(module, loader(), ckpt_path=module.path)
+        return [batch_idx for _, batch_idx, _ in module.seen]
+
+    assert resumed(Bookmark) == [2, 3]
+    assert resumed(lambda: data(8)) == [2, 3]  # its order is fixed
+    for loader in (Numbers, lambda: data(8, shuffle=True)):
+        with pytest.warns(PossibleUserWarning, match="resuming from a checkpoint that ended before the epoch ended"):
+            assert resumed(loader) == [2, 3]
