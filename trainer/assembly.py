@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -79,7 +80,7 @@ def build_callbacks(
         barebones: whether to leave out what is there for the user's convenience.
         scales_loss: whether the precision scales the loss, so that steps may overflow.
         detect_anomaly: whether to look for nan; where the loss is not scaled, torch's own mode does.
-        writes_logs: whether a picture of the curves belongs beside the logs.
+        writes_logs: whether a picture of the curves belongs beside the logs, and a summary.
         uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
 
     Raises:
@@ -124,7 +125,8 @@ def build_callbacks(
         (enable_progress_bar is not False, AnyProgressBar, ProgressBar),
         (enable_model_summary is not False, ModelSummary, _ModelSummary),
         (writes_logs, Curves, Curves),
-        (enable_progress_bar is not False, RunSummary, RunSummary),  # after Curves, whose picture it lists
+        # after Curves, whose picture it lists
+        (enable_progress_bar is not False, RunSummary, partial(RunSummary, writes=writes_logs)),
         (enable_checkpointing is not False, Checkpoint, default_checkpoint),
     ]
     callbacks += [default() for wanted, kind, default in defaults if wanted and missing(kind)]

@@ -34,7 +34,7 @@ class EvalLoop:
         verbose: whether the Trainer prints what was logged.
         keep_predictions: whether to collect what ``predict_step`` returns.
         predictions: what it returned, a list for each dataloader.
-        interruption: what to raise when the current batch is over: a signal has come. None for nothing.
+        interruption: what to raise in the place of the next batch: a signal has come. None for nothing.
     """
 
     def __init__(
@@ -143,6 +143,8 @@ class EvalLoop:
 
     def evaluate_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
         """One forward pass and its hooks. ``dataloader_idx`` is None where there is only one."""
+        if self.interruption is not None:
+            raise self.interruption
         progress = self.progress
         batch = self.transfer(batch, dataloader_idx or 0)
         where = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
@@ -165,8 +167,6 @@ class EvalLoop:
             seen = progress.seen_batches
             self.recorder.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
             seen[dataloader_idx or 0] += 1
-        if self.interruption is not None:
-            raise self.interruption
 
     def close_dataloader(self) -> Metrics:
         """A dataloader's last batch is over: its metrics are those of the epoch now."""

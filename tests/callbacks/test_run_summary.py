@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch.utils.data import DataLoader
 
+from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import Trainer
 from trainer.callbacks import run_summary
 from trainer.callbacks.curves import Curves
@@ -400,3 +401,26 @@ def test_fast_dev_run(tmp_path, summary, trainer_class):
     real_fit(trainer_class, summary, tmp_path, fast_dev_run=True)  # with a logger that has no folder
     assert summary.summary["steps"] == 1
     assert "loggers" not in summary.summary["paths"]
+
+
+def test_without_a_file(tmp_path, summary):
+    summary._writes = False
+    FakeTrainer(tmp_path, summary).fit()
+    assert summary.summary["paths"] == {"run": str(tmp_path)}
+    assert printed(summary).startswith("fit finished")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files"),
+    [
+        ({"logger": False}, set()),
+        ({"fast_dev_run": True}, set()),
+        ({}, {"lightning_logs", "summary.json", "curves.json", "curves.png"}),
+    ],
+    ids=str,
+)
+def test_a_fit_that_logs_nothing_leaves_nothing(tmp_path, arguments, files):
+    trainer = make_trainer(tmp_path, **{"logger": None, "enable_progress_bar": True, **arguments})
+    trainer.fit(Regression(), loader_of(make_batches(2)))
+    assert {path.name for path in tmp_path.iterdir()} == files

@@ -85,6 +85,16 @@ def test_the_run_ends(action: Any, stage: str, fn: str, batches: int, handlers: 
     assert mine[2] == expected
 
 
+def test_an_evaluation_whose_last_batch_is_under_way_comes_to_its_end() -> None:
+    def scenario(make: Any) -> Any:
+        trainer = make(callbacks=[Does("test", terminate)])
+        trainer.test(Classifier(), data(6), verbose=False)
+        return trainer.received_sigterm, trainer.state.finished
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine == (True, True)
+
+
 def test_the_next_run_starts_afresh() -> None:
     does = Does("train", terminate)
     trainer = ours(max_epochs=1, callbacks=[does])

@@ -35,6 +35,7 @@ class RunSummary(Callback):
     Args:
         dirpath: Folder of ``summary.json``. Default: ``trainer.default_root_dir``.
         console: Where to print. Default: rich's global console, which writes to ``sys.stdout``.
+        writes: Whether there is to be a ``summary.json``. A Trainer that logs nothing makes its own without.
 
     Attributes:
         summary: What was printed, as plain Python values; empty before the end of the first fit. A value
@@ -59,8 +60,11 @@ class RunSummary(Callback):
               ``last_checkpoint``, ``curves`` and ``loggers`` (a list). All absolute.
     """
 
-    def __init__(self, dirpath: str | os.PathLike[str] | None = None, console: Console | None = None) -> None:
+    def __init__(
+        self, dirpath: str | os.PathLike[str] | None = None, console: Console | None = None, writes: bool = True
+    ) -> None:
         self.summary: dict[str, Any] = {}
+        self._writes = writes
         self._dirpath = dirpath
         self._console = console
         self._clock = time.perf_counter
@@ -191,12 +195,14 @@ class RunSummary(Callback):
             "peak_memory_bytes": _peak_memory(trainer.strategy.root_device),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "scale": scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
-            "paths": {"run": str(folder), "summary": str(path), **_paths(trainer)},
+            "paths": {"run": str(folder), **({"summary": str(path)} if self._writes else {}), **_paths(trainer)},
         }
         console = self._console or get_console()
         if not console.is_terminal:  # where a width of 80 is assumed, and would break every path in two
             console = Console(file=console.file, width=250)
         console.print(_table(self.summary))
+        if not self._writes:
+            return
         try:
             _write(path, json.dumps(self.summary, indent=2) + "\n")
         except OSError as problem:  # no reason to fail a fit that went through
