@@ -338,6 +338,22 @@ def callbacks_that_log(make: Make) -> Any:
     return fitted(make, lambda m, b, i: None, callbacks=Own()), outcomes
 
 
+def what_a_logger_is_called_with(make: Make) -> Any:
+    logger = mock.Mock(version="0", save_dir=None)
+    logger.name = "any object will do"
+    by_hook: dict[str, list[str]] = {}
+
+    class Looks(Callback):
+        def setup(self, *args: Any, **kwargs: Any) -> None:
+            by_hook["setup"] = [call[0] for call in logger.method_calls]
+
+        def on_train_start(self, *args: Any) -> None:
+            by_hook["on_train_start"] = [call[0] for call in logger.method_calls]
+
+    fitted(make, lambda m, b, i: m.log("x", float(i)), logger=logger, callbacks=Looks(), log_every_n_steps=1)
+    return by_hook, [(name, kwargs) for name, _, kwargs in logger.method_calls]
+
+
 def where_logging_is_allowed(make: Make) -> Any:
     """Every public method of a module and of a callback tries."""
 
@@ -398,6 +414,7 @@ PROGRAMS = [
     results_by_hook_and_name,
     what_users_write_into_the_dictionaries,
     callbacks_that_log,
+    what_a_logger_is_called_with,
     where_logging_is_allowed,
 ]
 
