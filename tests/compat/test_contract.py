@@ -17,7 +17,6 @@ from tests.compat import contract
 from tests.parity import Classifier, data, lightnings_noise_ignored, ours
 
 EXCEPTIONS = {
-    "gradient_clip_algorithm.value": "ours is the value: a string",
     "strategy.zero_stage_3": "asked of DeepSpeed's strategy only, which we refuse",
 }
 """What our Trainer lacks, and why it may."""
