@@ -25,6 +25,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
@@ -434,13 +435,12 @@ class Trainer(TrainerBase):
         self._set_clipping(limit, self.gradient_clip_algorithm)
 
     @property
-    def gradient_clip_algorithm(self) -> str | None:
+    def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
         """``"norm"`` or ``"value"``; None where nobody said, which is ``"norm"``. May be set between two runs."""
         clipping = self._first_callback(GradientClipping)
-        if clipping is None or self._gradient_clip_val is not None:
-            return self._gradient_clip_algorithm and self._gradient_clip_algorithm.lower()
-        algorithm: str = clipping.algorithm
-        return algorithm
+        is_ours = clipping is None or self._gradient_clip_val is not None
+        algorithm = self._gradient_clip_algorithm if is_ours else clipping.algorithm
+        return GradClipAlgorithmType(algorithm.lower()) if algorithm else None
 
     @gradient_clip_algorithm.setter
     def gradient_clip_algorithm(self, algorithm: str | None) -> None:

@@ -1,0 +1,148 @@
+"""Our Trainer has what the installed Lightning's callbacks, loggers, tuner and so on ask of one.
+
+Where this fails after an upgrade of Lightning: give the Trainer (``trainer/compat``) what is named, then run
+``scripts/record_contract``. Or say in ``EXCEPTIONS`` why nobody will miss it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.compat import contract
+from tests.parity import Classifier, data, lightnings_noise_ignored, ours
+
+EXCEPTIONS = {
+    "strategy.zero_stage_3": "asked of DeepSpeed's strategy only, which we refuse",
+}
+"""What our Trainer lacks, and why it may."""
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return data(8)
+
+    def val_dataloader(self) -> Any:
+        return data(4)
+
+    predict_dataloader = val_dataloader
+
+
+class Moments(Callback):
+    """Looks for attributes in the middle of runs, where everything that a Trainer consists of is there."""
+
+    def __init__(self, names: dict[str, bool]) -> None:
+        self.missing = dict.fromkeys(names, "never looked for")
+        self._names = names
+
+    def look(self, trainer: Any, *_: Any) -> None:
+        self.missing = {
+            name: problem for name in self.missing if (problem := lack(trainer, name, self._names[name])) is not None
+        }
+
+    on_train_batch_end = on_train_epoch_start = on_validation_batch_end = on_predict_batch_end = look
+
+
+def lack(trainer: Any, name: str, is_written: bool) -> str | None:
+    """What is wrong with ``trainer.name``; None if nothing is."""
+    *owners, last = name.split(".")
+    owner, path = trainer, "trainer"
+    for part in owners:
+        if owner is None or not hasattr(owner, part):
+            return f"{path} is None" if owner is None else f"{path} has no {part}"
+        owner, path = getattr(owner, part), f"{path}.{part}"
+    if owner is None or not hasattr(owner, last):
+        return f"{path} is None" if owner is None else f"{path} has no {last}"
+    attribute = getattr(type(owner), last, None)
+    return (
+        f"{path}.{last} cannot be set"
+        if is_written and isinstance(attribute, property) and not attribute.fset
+        else None
+    )
+
+
+def missing_on_our_trainer(names: dict[str, bool], folder: Any) -> dict[str, str]:
+    """Those of ``names`` that our Trainer has at no moment of a fit, a validation or a prediction."""
+    moments = Moments(names)
+    trainer = ours(
+        max_epochs=1,
+        limit_train_batches=2,
+        limit_val_batches=1,
+        limit_predict_batches=1,
+        default_root_dir=folder,
+        gradient_clip_val=1.0,
+        gradient_clip_algorithm="norm",
+        enable_checkpointing=True,
+        logger=CSVLogger(folder),
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+        callbacks=[
+            moments,
+            ModelCheckpoint(folder),
+            EarlyStopping("loss", strict=False),
+            RichProgressBar(),
+        ],
+    )
+    with lightnings_noise_ignored():
+        trainer.fit(Classifier(), Data())
+        trainer.validate(Classifier(), Data())
+        trainer.predict(Classifier(), Data())
+    return moments.missing
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, bool]:
+    return contract.recorded()
+
+
+@pytest.fixture(scope="module")
+def missing(record: dict[str, bool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return missing_on_our_trainer(record, tmp_path_factory.mktemp("run"))
+
+
+def test_everything_recorded_is_on_our_trainer(missing: dict[str, str]) -> None:
+    assert {name: problem for name, problem in missing.items() if name not in EXCEPTIONS} == {}
+
+
+def test_every_exception_is_needed(record: dict[str, bool], missing: dict[str, str]) -> None:
+    assert EXCEPTIONS.keys() <= record.keys()
+    assert EXCEPTIONS.keys() <= missing.keys()
+
+
+def test_the_installed_lightning_asks_for_nothing_else(record: dict[str, bool], tmp_path: Any) -> None:
+    installed = contract.installed()
+    new = {name: use.is_written for name, use in installed.items() if use.is_written > record.get(name, -1)}
+    problems = missing_on_our_trainer(new, tmp_path) if new else {}
+    assert [f"trainer.{name}, in {', '.join(installed[name].places)}: {why}" for name, why in problems.items()] == []
+
+
+def test_what_is_missing_is_told_by_name_and_place(monkeypatch: pytest.MonkeyPatch, record: Any, tmp_path: Any) -> None:
+    """A Lightning of the future, say."""
+    future = contract.installed() | {"fit_loop.next_thing": contract.Use(["callbacks/next.py:7"])}
+    monkeypatch.setattr(contract, "installed", lambda: future)
+    with pytest.raises(AssertionError, match=r"trainer\.fit_loop\.next_thing, in callbacks/next\.py:7"):
+        test_the_installed_lightning_asks_for_nothing_else(record, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("trainer.a.b", [("a.b", False)]),
+        ("self._trainer.a = pl_module.trainer.b", [("a", True), ("b", False)]),
+        ("x.lightning_module.trainer.a[0].b(c)", [("a", False)]),
+        ("trainer.a += 1", [("a", True)]),
+        ("it = trainer._loop\nit.run()\nit.over = 1", [("_loop", False), ("_loop.over", True), ("_loop.run", False)]),
+        ("getattr(trainer.a, 'b')", [("a", False), ("a.b", False)]),
+        ("getattr(trainer, 'b', None)\nhasattr(trainer, 'c')", []),
+        ("setattr(trainer, 'b', 1)", [("b", True)]),
+        ("pl.trainer.states\nimport trainer.x\nself.train.a", []),
+        ("class A:\n    @trainer.setter\n    def trainer(self, value): ...", []),
+        ("def f(trainer):\n    loop = trainer.a\ndef g(loop):\n    loop.b", [("a", False)]),
+    ],
+)  # fmt: skip
+def test_the_search_finds_what_it_should(source: str, found: list[tuple[str, bool]]) -> None:
+    assert sorted((name, is_written) for name, _, is_written in contract.used_in(source)) == found
