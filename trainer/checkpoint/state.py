@@ -3,8 +3,9 @@
 =========================  ============================================================================
 ``epoch``, ``global_step``    for people and file names; not used to restore
 ``state_dict``                the module
-``loops``                     the counters in Lightning's shape; under ``amp_trainer`` in ours, which say more
-``callbacks``                 the callbacks' states
+``loops``                     the counters in Lightning's shape; under ``amp_trainer`` in ours, which say more,
+                              with the states of our own callbacks
+``callbacks``                 the other callbacks' states: Lightning asks for every callback that has one here
 ``optimizer_states``          one for each optimizer
 ``lr_schedulers``             one for each schedule
 ``MixedPrecision``            the loss scaler (from the ScalerCheckpoint callback)
@@ -82,8 +83,11 @@ def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[
     ours: dict[str, Any] = {"format": FORMAT, "progress": progress.state_dict()}
     if not weights_only:
         ours["awaited"] = _awaited_metrics(run)
-        states = ((callback.state_key, callback.state_dict()) for callback in run.callbacks)
-        checkpoint["callbacks"] = {key: state for key, state in states if state}
+        checkpoint["callbacks"], ours["callbacks"] = {}, {}
+        for callback in run.callbacks:
+            if state := callback.state_dict():
+                place = ours if _is_ours(callback) else checkpoint
+                place["callbacks"][callback.state_key] = state
         checkpoint["optimizer_states"] = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.schedules]
     checkpoint.update(as_lightning)
@@ -158,6 +162,7 @@ def restore_module_and_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
         )
     for callback in run.callbacks:
         callback.on_load_checkpoint(run, module, checkpoint)
+    states = {**states, **checkpoint.get("loops", {}).get(OUR_KEY, {}).get("callbacks", {})}
     for callback in run.callbacks:
         if state := states.get(callback.state_key):
             callback.load_state_dict(deepcopy(state))
@@ -209,6 +214,10 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
         if waits and run.progress.epoch % config.frequency == 0:
             run.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
+
+
+def _is_ours(callback: Any) -> bool:
+    return type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
 def _awaited_metrics(run: Run) -> dict[str, float]:
