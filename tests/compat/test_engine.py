@@ -216,6 +216,7 @@ def test_devices_and_processes_are_lightnings(
         monkeypatch.setattr(f"{place}.num_cuda_devices", lambda: 2)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rank_zero_only, "rank", rank_zero_only.rank)  # which a Trainer sets: put back afterwards
 
     def scenario(make: Any) -> Any:
         given = {"accelerator": "auto", "devices": "auto", **options}
