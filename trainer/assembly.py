@@ -92,11 +92,6 @@ def build_callbacks(
     def missing(kind: type) -> bool:
         return not any(isinstance(callback, kind) for callback in callbacks)
 
-    if len([callback for callback in callbacks if isinstance(callback, AnyProgressBar)]) > 1:
-        raise ConfigurationError(
-            "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is"
-            " supported. Leave all but one out."
-        )
     refuse_twice("accumulate_grad_batches", accumulate_grad_batches, 1, callbacks, GradientAccumulation)
     refuse_twice("gradient_clip_val", gradient_clip_val, None, callbacks, GradientClipping)
     for enabled, kind, argument in (
