@@ -519,10 +519,10 @@ class TrainerBase:
         )
 
     def _should_update_logs(self) -> bool:
-        if self.state.fn in (None, TrainerFn.FITTING):
+        every, active = self.log_every_n_steps, self._active_loop
+        if active is self.fit_loop:
             return self.loop.limits.logging_is_due()
-        every, step = self.log_every_n_steps, self._active_loop.batch_progress.current.ready
-        return every > 0 and (step % every == 0 or self.should_stop)
+        return every > 0 and (active is None or active.batch_progress.current.ready % every == 0 or self.should_stop)
 
     # --- callbacks --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,500 @@
+"""Lightning's own callbacks do under our Trainer what they do under Lightning's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.parity import CLASSES, FEATURES, Classifier, RecordingLogger, data, ours, plain, run_both
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these callbacks warn of is their own business
+
+
+class Net(Classifier):
+    """With a backbone, a batch norm, a schedule, and data of its own."""
+
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        self.crashes_at: int | None = None
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.backbone = nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5) if norm else nn.Tanh(), nn.ReLU())
+            self.net = nn.Linear(5, CLASSES)
+
+    def forward(self, features: Any) -> Any:
+        return self.net(self.backbone(features))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.current_epoch == self.crashes_at:
+            raise ValueError("crash")
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
+        return [optimizer], [lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    def train_dataloader(self) -> Any:
+        return data(8)
+
+    def val_dataloader(self) -> Any:
+        return data(4)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self(batch[0])
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            yield torch.randn(FEATURES, generator=generator), torch.tensor(1)
+
+
+def state_of(module: nn.Module) -> Any:
+    return plain([value.float().sum() for value in module.state_dict().values()])
+
+
+def last_file(folder: Any) -> Any:
+    return max(folder.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+
+# --- averaging ------------------------------------------------------------------------------------------------------
+
+
+class Swa(StochasticWeightAveraging):
+    """Writes down what it has made of the Trainer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"swa_epoch_start": 1, "swa_lrs": 0.05, **options})
+        self.seen: list[Any] = []
+
+    def look(self, trainer: Any) -> None:
+        loop, schedules = trainer.fit_loop, trainer.lr_scheduler_configs
+        self.seen.append((
+            trainer.current_epoch, trainer.max_epochs, trainer.num_training_batches, loop.max_batches,
+            trainer.accumulate_grad_batches, loop._skip_backward, [type(one.scheduler).__name__ for one in schedules],
+            plain([group["lr"] for group in trainer.optimizers[0].param_groups]), plain(self.n_averaged),
+        ))  # fmt: skip
+
+    def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
+        super().on_train_epoch_start(trainer, *args)
+        self.look(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_train_epoch_end(trainer, *args)
+        self.look(trainer)
+
+    def on_train_end(self, trainer: Any, *args: Any) -> None:
+        super().on_train_end(trainer, *args)
+        self.look(trainer)
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("crashes_at", [None, 2])
+@pytest.mark.parametrize("endless", [False, True])
+def test_stochastic_weight_averaging(tmp_path: Any, norm: bool, endless: bool, crashes_at: int | None) -> None:
+    def scenario(make: Any) -> Any:
+        folder = tmp_path / make.__name__
+        loader = DataLoader(Endless(), batch_size=2) if endless else None
+        arguments = {
+            "max_epochs": 4,
+            "limit_train_batches": 4,
+            "limit_val_batches": 0,
+            "accumulate_grad_batches": 2,
+            "enable_checkpointing": True,
+            "default_root_dir": folder,
+        }
+        module, callback = Net(norm), Swa()
+        module.crashes_at = crashes_at
+        trainer = make(callbacks=[callback], **arguments)
+        if crashes_at is not None:
+            with pytest.raises(ValueError, match="crash"):
+                trainer.fit(module, loader)
+            module, callback = Net(norm), Swa()
+            trainer = make(callbacks=[callback], **arguments)
+        trainer.fit(module, loader, ckpt_path=None if crashes_at is None else last_file(folder))
+        # Lightning steps once more in the extra epoch for the batch norm, on the gradients of the epoch before
+        return [callback.seen, trainer.max_epochs, trainer.current_epoch, None if norm else state_of(module)]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+def test_the_extra_epoch_for_batch_norm_changes_no_weight() -> None:
+    class Watch(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            self.before = [p.detach().clone() for p in module.parameters()], trainer.global_step
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            weights, steps = self.before
+            changed = not all(map(torch.equal, weights, module.parameters()))
+            assert changed == (steps != trainer.global_step) == (trainer.current_epoch < 3)
+
+    module = Net()
+    ours(max_epochs=3, callbacks=[Swa(), Watch()]).fit(module)
+    assert module.backbone[1].num_batches_tracked == 4
+
+
+class OfEpochs(WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx in (1, 2)
+
+
+AVERAGES: dict[str, Callable[[], Any]] = {
+    "mean": WeightAveraging,
+    "ema": lambda: EMAWeightAveraging(decay=0.9, update_every_n_steps=3, update_starting_at_step=2),
+    "epochs": lambda: OfEpochs(use_buffers=False),
+}
+
+
+@pytest.mark.parametrize("crashes_at", [None, 2])
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_weight_averaging(tmp_path: Any, kind: str, crashes_at: int | None) -> None:
+    def scenario(make: Any) -> Any:
+        folder = tmp_path / make.__name__
+        arguments = {"max_epochs": 4, "enable_checkpointing": True, "default_root_dir": folder}
+        module, callback = Net(), AVERAGES[kind]()
+        module.crashes_at = crashes_at
+        trainer = make(callbacks=[callback], **arguments)
+        seen = []
+        if crashes_at is not None:
+            with pytest.raises(ValueError, match="crash"):
+                trainer.fit(module)
+            saved = torch.load(last_file(folder), weights_only=True)
+            seen = [sorted(saved), plain(saved["averaging_state"]), len(saved["current_model_state"])]
+            module, callback = Net.load_from_checkpoint(last_file(folder)), AVERAGES[kind]()
+            trainer = make(callbacks=[callback], **arguments)
+        trainer.fit(module, ckpt_path=None if crashes_at is None else last_file(folder))
+        return [*seen, plain(callback._average_model.n_averaged), callback._latest_update_step, state_of(module)]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+# --- watching -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ("fit", {"max_steps": 3}),
+        ("fit", {"max_steps": 3, "val_check_interval": 1}),
+        ("fit", {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_train_batches": 3}),
+        ("fit", {"max_epochs": 1, "accumulate_grad_batches": 3, "log_every_n_steps": 2}),  # refused
+        ("validate", {}),
+        ("test", {}),
+        ("predict", {}),
+    ],
+    ids=str,
+)
+def test_throughput_monitor(function: str, arguments: dict[str, Any]) -> None:
+    def scenario(make: Any) -> Any:
+        monitor = ThroughputMonitor(lambda batch: 2, length_fn=lambda batch: 6, window_size=3)
+        logger = RecordingLogger()
+        trainer = make(logger=logger, callbacks=[monitor], **{"log_every_n_steps": 1, **arguments})
+        module = Net()
+        module.flops_per_batch = 10
+        flops = mock.patch("lightning.pytorch.callbacks.throughput_monitor.get_available_flops", return_value=100)
+        with flops, mock.patch("time.perf_counter", side_effect=range(100)):
+            try:
+                getattr(trainer, function)(module)
+                getattr(trainer, function)(module)
+            except ValueError as error:
+                return str(error)
+        return [row for row in logger.rows if any("/" in name for name in row[1])]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+@pytest.mark.parametrize("cpu_stats", [None, False])
+def test_device_stats_monitor(cpu_stats: bool | None) -> None:
+    if cpu_stats is None:
+        pytest.importorskip("psutil")
+
+    def scenario(make: Any) -> Any:
+        logger = RecordingLogger()
+        trainer = make(max_epochs=1, logger=logger, log_every_n_steps=1, callbacks=[DeviceStatsMonitor(cpu_stats)])
+        module = Net()
+        trainer.fit(module)
+        trainer.test(module)
+        return [(step, sorted(row)) for step, row in logger.rows]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return {"scheduler": lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100), "interval": "step", "name": "mine"}
+
+
+RATES: dict[str, Callable[[Any], Any]] = {
+    "bare": lambda module: torch.optim.Adam(module.parameters(), lr=0.1, weight_decay=0.2),
+    "groups": lambda module: torch.optim.SGD(
+        [{"params": module.net.parameters(), "name": "head"}, {"params": module.backbone.parameters(), "lr": 0.01}],
+        lr=0.1,
+        momentum=0.9,
+    ),
+    "epochs": lambda module: (lambda o: ([o], [lr_scheduler.StepLR(o, 1)]))(torch.optim.SGD(module.parameters(), 0.1)),
+    "steps": lambda module: (lambda o: ([o], [one_cycle(o)]))(torch.optim.SGD(module.parameters(), 0.1, momentum=0.5)),
+}
+
+
+@pytest.mark.parametrize("interval", [None, "step", "epoch"])
+@pytest.mark.parametrize("kind", RATES)
+def test_learning_rate_monitor(kind: str, interval: Any) -> None:
+    def scenario(make: Any) -> Any:
+        class Rated(Net):
+            def configure_optimizers(self) -> Any:
+                return RATES[kind](self)
+
+        monitor = LearningRateMonitor(interval, log_momentum=True, log_weight_decay=True)
+        logger = RecordingLogger()
+        trainer = make(max_epochs=2, logger=logger, log_every_n_steps=2, callbacks=[monitor])
+        trainer.fit(Rated())
+        found = monitor.lrs, monitor.last_momentum_values, monitor.last_weight_decay_values
+        return [plain(found), plain(logger.rows), plain(dict(trainer.callback_metrics))]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+# --- stopping -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "arguments"),
+    [
+        ({"patience": 2}, (3, 2, 2, 2, 2, 2), {}),
+        ({"patience": 2}, (3, 2, 2, 2, 2, 2), {"min_epochs": 5}),
+        ({"patience": 1}, (3, 3, 3, 3, 3, 3), {"min_steps": 14, "min_epochs": 2}),
+        ({"mode": "max", "patience": 1}, (1, 2, 1, 1, 1, 1), {}),
+        ({"stopping_threshold": 1.5}, (3, 2, 1, 1, 1, 1), {"check_val_every_n_epoch": 2}),
+        ({"divergence_threshold": 5.0}, (3, 9, 1, 1, 1, 1), {"val_check_interval": 2}),
+        ({"check_finite": True}, (3, float("nan"), 1, 1, 1, 1), {}),
+        ({"check_on_train_epoch_end": True, "patience": 0}, (1, 2, 3, 4, 5, 6), {}),
+        ({"monitor": "unknown"}, (1, 1, 1, 1, 1, 1), {}),
+        ({"monitor": "unknown", "strict": False}, (1, 1, 1, 1, 1, 1), {}),
+    ],
+    ids=str,
+)
+def test_early_stopping(options: dict[str, Any], values: Any, arguments: dict[str, Any]) -> None:
+    def scenario(make: Any) -> Any:
+        class Scripted(Net):
+            def on_validation_epoch_end(self) -> None:
+                self.log("value", float(values[self.trainer.current_epoch]))
+
+        callback = EarlyStopping(**{"monitor": "value", **options})
+        trainer = make(max_epochs=6, callbacks=[callback], **arguments)
+        try:
+            trainer.fit(Scripted())
+        except RuntimeError as error:
+            return str(error).partition("Pass in")[0]
+        state = plain(callback.state_dict()), callback.stopping_reason_message
+        return [*state, trainer.current_epoch, trainer.global_step, trainer.should_stop]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({}, {}),
+        ({"duration": timedelta(0)}, {}),
+        ({"duration": timedelta(0), "interval": "epoch"}, {"min_epochs": 1}),
+        ({"duration": timedelta(0)}, {"min_steps": 3}),
+    ],
+    ids=str,
+)
+def test_timer(options: dict[str, Any], arguments: dict[str, Any]) -> None:
+    def scenario(make: Any) -> Any:
+        timer = Timer(**options)
+        trainer = make(max_epochs=2, callbacks=[timer], **arguments)
+        trainer.fit(Net())
+        return [
+            trainer.global_step,
+            trainer.current_epoch,
+            {k: v > 0 for k, v in timer.state_dict()["time_elapsed"].items()},
+        ]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+def test_a_timer_that_a_checkpoint_says_has_run_out(tmp_path: Any) -> None:
+    module = Net()
+    arguments: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": True, "max_epochs": 2}
+    ours(callbacks=[Timer()], **arguments).fit(module)
+    timer = Timer(timedelta(microseconds=1))
+    trainer = ours(callbacks=[timer], **{**arguments, "max_epochs": 5})
+    trainer.fit(module, ckpt_path=last_file(tmp_path))
+    assert trainer.global_step == 8
+    assert timer._offset > 0
+
+
+# --- changing the module --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resumes_after", [None, 1, 3])
+def test_backbone_finetuning(tmp_path: Any, resumes_after: int | None) -> None:
+    def scenario(make: Any) -> Any:
+        folder, groups = tmp_path / make.__name__, []
+
+        class Watch(Callback):
+            def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+                (optimizer,) = trainer.optimizers
+                groups.append(plain([(group["lr"], len(group["params"])) for group in optimizer.param_groups]))
+
+        def fit(epochs: int, path: Any = None) -> Any:
+            module = Net()
+            callbacks = [BackboneFinetuning(2), Watch(), ModelCheckpoint(folder, save_top_k=-1)]
+            make(max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True).fit(module, ckpt_path=path)
+            return module
+
+        if resumes_after is not None:
+            fit(resumes_after)
+        module = fit(4, None if resumes_after is None else last_file(folder))
+        return [groups, state_of(module), [p.requires_grad for p in module.parameters()]]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pruning_fn": "l1_unstructured"},
+        {"pruning_fn": "l1_unstructured", "prune_on_train_epoch_end": False, "make_pruning_permanent": False},
+        {"pruning_fn": "ln_structured", "pruning_dim": 0, "pruning_norm": 1, "use_global_unstructured": False},
+    ],
+    ids=str,
+)
+def test_model_pruning(tmp_path: Any, options: dict[str, Any]) -> None:
+    def scenario(make: Any) -> Any:
+        module, folder = Net(), tmp_path / make.__name__
+        to_prune = [(module.backbone[0], "weight"), (module.net, "weight")]
+        pruning = ModelPruning(amount=0.3, parameters_to_prune=to_prune, **options)
+        callbacks = [pruning, ModelCheckpoint(folder)]
+        trainer = make(max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(module)
+        trainer.test(module)
+        saved = torch.load(last_file(folder), weights_only=False)["state_dict"]
+        return [state_of(module), sorted(saved), [int((value == 0).sum()) for value in saved.values()]]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self, interval: Any) -> None:
+        super().__init__(interval)
+        self.written: list[Any] = []
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, *where: int
+    ) -> None:
+        self.written.append((plain(prediction), indices, where))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.written.append((plain(predictions), indices))
+
+
+@pytest.mark.parametrize("loaders", ["one", "several", "iterable"])
+@pytest.mark.parametrize("returns", [None, False])
+@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+def test_prediction_writer(interval: str, returns: bool | None, loaders: str) -> None:
+    def scenario(make: Any) -> Any:
+        class Watched(Net):
+            def on_predict_epoch_end(self) -> None:
+                loop = self.trainer.predict_loop
+                writer.written.append((loop.epoch_batch_indices, plain(loop.predictions)))
+
+        writer = Writer(interval)
+        given = {
+            "one": lambda: data(8),
+            "several": lambda: [data(2), data(8)],
+            "iterable": lambda: DataLoader(Endless(), batch_size=2),
+        }[loaders]()
+        trainer = make(callbacks=[writer], limit_predict_batches=3)
+        return writer.written, plain(trainer.predict(Watched(), given, return_predictions=returns))
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+def test_on_exception_checkpoint(tmp_path: Any) -> None:
+    def scenario(make: Any) -> Any:
+        module, folder = Net(), tmp_path / make.__name__
+        module.crashes_at = 1
+        callback = OnExceptionCheckpoint(folder, filename="{epoch}-{step}")
+        with pytest.raises(ValueError, match="crash"):
+            make(max_epochs=2, callbacks=[callback], enable_checkpointing=True, default_root_dir=tmp_path).fit(module)
+        saved = torch.load(last_file(folder), weights_only=True)
+        return [
+            last_file(folder).name,
+            saved["epoch"],
+            saved["global_step"],
+            saved["loops"]["fit_loop"]["epoch_progress"],
+        ]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+# --- what else is asked of the Trainer ------------------------------------------------------------------------------
+
+
+def test_a_strategys_own_backward_is_called() -> None:
+    class Counting(SingleDeviceStrategy):
+        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(type(optimizer).__name__)
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    seen: list[str] = []
+    module, plainly = Net(), Net()
+    ours(max_epochs=1, strategy=Counting("cpu")).fit(module)
+    ours(max_epochs=1).fit(plainly)
+    assert seen == ["SGD"] * 4
+    assert state_of(module) == state_of(plainly)
+
+
+def test_clipping_by_another_algorithm_than_the_trainers_is_refused() -> None:
+    class Clipping(Net):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            self.clip_gradients(optimizer, 1.0, "norm")
+
+    trainer = ours(max_epochs=1, gradient_clip_algorithm="value")
+    with pytest.raises(MisconfigurationException, match="You have set `Trainer"):
+        trainer.fit(Clipping())
