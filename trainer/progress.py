@@ -120,7 +120,6 @@ class FitProgress:
             "schedule_steps": self.schedule_steps,
             "is_last_batch": self.is_last_batch and not over,
             "epoch_start": list(astuple(self.epoch_start)),
-            "is_last_batch": self.is_last_batch,
             "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else 0,
         }
 
