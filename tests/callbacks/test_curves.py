@@ -28,6 +28,7 @@ class FakeTrainer:
 
     def __init__(self, folder, curves):
         self.default_root_dir = folder
+        self.loggers: list = []
         self.curves = curves
         self.is_global_zero = True
         self.current_epoch = self.global_step = 0

@@ -175,8 +175,8 @@ def test_paths(tmp_path, summary, monkeypatch):
     trainer.loggers = [CSVLogger("run/logs", name="x", version=3), CSVLogger("run/logs", name="x", version=3)]
     trainer.fit()
     assert summary.summary["paths"] == {
-        "run": str(tmp_path / "run"),
-        "summary": str(tmp_path / "run" / "summary.json"),
+        "run": str(tmp_path / "run" / "logs" / "x" / "version_3"),
+        "summary": str(tmp_path / "run" / "logs" / "x" / "version_3" / "summary.json"),
         "best_checkpoint": str(tmp_path / "run" / "best[1].ckpt"),
         "curves": str(tmp_path / "run" / "curves.png"),
         "loggers": [str(tmp_path / "run" / "logs" / "x" / "version_3")],
@@ -393,7 +393,7 @@ def test_a_real_fit_that_fails(tmp_path, summary, trainer_class):
     assert summary.summary["status"] == "failed"
     assert summary.summary["error"] == "RuntimeError: enough"
     assert summary.summary["samples"] == 8
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary.summary
+    assert json.loads(Path(summary.summary["paths"]["summary"]).read_text()) == summary.summary
 
 
 @BOTH_TRAINERS
@@ -416,11 +416,13 @@ def test_without_a_file(tmp_path, summary):
     [
         ({"logger": False}, set()),
         ({"fast_dev_run": True}, set()),
-        ({}, {"lightning_logs", "summary.json", "curves.json", "curves.png"}),
+        ({}, {"summary.json", "curves.json", "curves.png"}),
     ],
     ids=str,
 )
 def test_a_fit_that_logs_nothing_leaves_nothing(tmp_path, arguments, files):
     trainer = make_trainer(tmp_path, **{"logger": None, "enable_progress_bar": True, **arguments})
     trainer.fit(Regression(), loader_of(make_batches(2)))
-    assert {path.name for path in tmp_path.iterdir()} == files
+    assert {path.name for path in tmp_path.iterdir()} == ({"lightning_logs"} if files else set())
+    folder = tmp_path / "lightning_logs" / "version_0"
+    assert files <= {path.name for path in folder.glob("*")}

@@ -44,7 +44,7 @@ class Curves(Callback):
     reading is done once an epoch. Only rank zero draws, its own losses.
 
     Args:
-        dirpath: Folder of ``curves.png`` and ``curves.json``. Default: ``trainer.default_root_dir``.
+        dirpath: Folder of ``curves.png`` and ``curves.json``. Default: that of the first logger.
         max_points: The most points kept of each curve.
 
     Attributes:
@@ -198,7 +198,7 @@ class Curves(Callback):
         self.path = None
         figure = self.draw(f"{type(pl_module).__name__}, {trainer.precision}")
         if figure is not None:
-            folder = Path(self._dirpath or trainer.default_root_dir).absolute()
+            folder = Path(self._dirpath or logging_folder(trainer)).absolute()
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "curves.json").write_text(json.dumps(self.state_dict()) + "\n", encoding="utf-8")
             figure.savefig(folder / "curves.png")
@@ -336,6 +336,12 @@ class Series:
         self._floats = list(state_dict["values"])
         self._tensors.clear()
         self.stride = state_dict["stride"]
+
+
+def logging_folder(trainer: "pl.Trainer") -> str:
+    """Where a run's files go: to those of its first logger, or ``trainer.default_root_dir``. Asks no other process."""
+    folders = (getattr(logger, "log_dir", None) or logger.save_dir for logger in trainer.loggers)
+    return next((os.fspath(folder) for folder in folders if folder), trainer.default_root_dir)
 
 
 def training_loss(trainer: "pl.Trainer", outputs: Any) -> Tensor | None:

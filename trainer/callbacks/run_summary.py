@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from trainer.callbacks.curves import Curves
+from trainer.callbacks.curves import Curves, logging_folder
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class RunSummary(Callback):
     callbacks, so that it can say where the picture is.
 
     Args:
-        dirpath: Folder of ``summary.json``. Default: ``trainer.default_root_dir``.
+        dirpath: Folder of ``summary.json``. Default: that of the first logger.
         console: Where to print. Default: rich's global console, which writes to ``sys.stdout``.
         writes: Whether there is to be a ``summary.json``. A Trainer that logs nothing makes its own without.
 
@@ -175,7 +175,7 @@ class RunSummary(Callback):
         self._batches = 0
 
     def _summarise(self, trainer: "pl.Trainer", status: str, error: str | None) -> None:
-        folder = Path(self._dirpath or trainer.default_root_dir).absolute()
+        folder = Path(self._dirpath or logging_folder(trainer)).absolute()
         path = folder / "summary.json"
         scaler = trainer.scaler  # None under `lightning.Trainer` without loss scaling
         samples = self._samples * trainer.world_size

@@ -101,6 +101,7 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     if arguments["enable_checkpointing"] is False:  # the ModelCheckpoint among them is the default config's
         arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, Checkpoint)]
     arguments["logger"] = _build_all(settings["logger"], "logger", allowed) or False
+    _report_into(folder, arguments)
 
     data = build(settings["data"], "data", allowed)
     module = build(settings["model"], "model", allowed)
@@ -108,6 +109,21 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     if is_first() and (said := getattr(arguments["precision"], "said", "")):
         print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
     return module, data, trainer
+
+
+def _report_into(folder: Path, arguments: dict[str, Any]) -> None:
+    """Have the Trainer's default reports written beside the config, not into the folder of a logger."""
+    from trainer.callbacks import Curves, RunSummary
+
+    writes = bool(arguments["logger"]) and not arguments["fast_dev_run"]
+    if arguments["barebones"]:
+        return
+    if writes and not any(isinstance(callback, Curves) for callback in arguments["callbacks"]):
+        arguments["callbacks"].append(Curves(folder))
+    if arguments["enable_progress_bar"] is not False and not any(
+        isinstance(callback, RunSummary) for callback in arguments["callbacks"]
+    ):
+        arguments["callbacks"].append(RunSummary(folder, writes=writes))
 
 
 def _build_all(nodes: dict[str, Any] | None, key: str, allowed: list[str]) -> list[Any]:
