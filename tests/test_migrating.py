@@ -1,0 +1,45 @@
+"""docs/migrating-from-lightning.md: whatever the installed Lightning has is in its tables."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch import callbacks, loggers, profilers
+
+from tests.parity import lightning, ours
+from trainer import Trainer
+
+GUIDE = (Path(__file__).parents[1] / "docs" / "migrating-from-lightning.md").read_text()
+
+
+def named_in(section: str) -> set[str]:
+    """What the first columns of a section's table name."""
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", GUIDE, re.MULTILINE | re.DOTALL)
+    firsts = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    return {name for first in firsts for name in re.findall(r"`(\w+)`", first)}
+
+
+def classes_of(module: object) -> set[str]:
+    return {name for name, value in vars(module).items() if inspect.isclass(value)}
+
+
+def test_every_argument() -> None:
+    theirs = inspect.signature(LightningTrainer.__init__).parameters
+    assert named_in("Arguments") == theirs.keys() - {"self"}
+    mine = inspect.signature(Trainer.__init__).parameters
+    assert {name: p.default for name, p in mine.items()} == {name: p.default for name, p in theirs.items()}
+
+
+def test_every_attribute() -> None:
+    theirs, mine = lightning(), ours()
+    public = {name for name in dir(theirs) if not name.startswith("_")}
+    assert named_in("Attributes and methods") == public
+    assert not [name for name in public if not hasattr(mine, name)]
+
+
+def test_every_callback_logger_and_profiler() -> None:
+    assert named_in("Callbacks") == classes_of(callbacks)
+    assert named_in("Loggers and profilers") == classes_of(loggers) | classes_of(profilers)
