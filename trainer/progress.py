@@ -86,7 +86,7 @@ class FitProgress:
     def end_epoch(self) -> None:
         """An epoch is over, its hooks included."""
         self.epoch += 1
-        self.batch_idx = -1
+        self.batch_idx, self.is_trained = -1, True  # no batch is under way, not even one that was skipped
 
     def give_up_batch(self) -> None:
         """The batch that is under way will be trained again, or never."""
@@ -119,6 +119,7 @@ class FitProgress:
             "zero_grads": self.zero_grads,
             "schedule_steps": self.schedule_steps,
             "epoch_start": list(astuple(self.epoch_start)),
+            "is_last_batch": self.is_last_batch,
             "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else 0,
         }
 

@@ -509,10 +509,12 @@ class Trainer(TrainerBase):
                 f"`Trainer.{self._function}()` requires a `LightningModule` when it hasn't been passed in a previous"
                 " run"
             )
-        self._ckpt_path = select_path(self, ckpt_path, model_given=model is not None)
         module = self.module = modules.as_module(model if model is not None else self.module)
         module.trainer = self  # type: ignore[assignment]
         self.data.attach(module, given, datamodule)
+        if self.state.fn is TrainerFn.FITTING:
+            self.eval_loops[RunningStage.VALIDATING].loaders = None  # those of an earlier `validate`
+        self._ckpt_path = select_path(self, ckpt_path, model_given=model is not None)
 
     def _run(self, module: LightningModule, weights_only: bool | None) -> Any:
         """One run in this process: set up, train or evaluate, tear down.
@@ -578,6 +580,9 @@ class Trainer(TrainerBase):
             self._restore_module_and_callbacks(weights_only)
         if self._checkpoint and fitting:
             checkpoints.restore_training(self, self._checkpoint, loop_state.progress_from)
+            val_progress, loops = self.eval_loops[RunningStage.VALIDATING].progress, self._checkpoint.get("loops")
+            if loops:
+                loop_state.evaluation_from(loops["fit_loop"], val_progress, self.progress)
             self._refuse_past_the_end()
             if self.progress.batches_this_epoch or self.max_steps != -1:
                 self.data.states = loop_state.loader_states_in(self._checkpoint)

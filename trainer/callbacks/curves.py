@@ -341,7 +341,8 @@ class Series:
 def logging_folder(trainer: "pl.Trainer") -> str:
     """Where a run's files go: to those of its first logger, or ``trainer.default_root_dir``. Asks no other process."""
     folders = (getattr(logger, "log_dir", None) or logger.save_dir for logger in trainer.loggers)
-    return next((os.fspath(folder) for folder in folders if folder), trainer.default_root_dir)
+    named = (os.fspath(folder) for folder in folders if folder and isinstance(folder, str | os.PathLike))
+    return next(named, trainer.default_root_dir)
 
 
 def training_loss(trainer: "pl.Trainer", outputs: Any) -> Tensor | None:

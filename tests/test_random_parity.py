@@ -1,0 +1,194 @@
+"""Runs drawn at random, under Lightning's Trainer and ours: the same hooks, losses, weights, logs and checkpoints.
+
+A seed is a set-up. What is different on purpose (docs/migrating-from-lightning.md) is not drawn: short accumulation
+windows, stops inside of one, data without a length that ends before its limit, and resuming where ``max_steps`` has cut
+an epoch short.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.parity import CALLBACK_HOOKS, Classifier, RecordingLogger, data, recording, run_both
+from tests.test_lightning_parity import assert_close, numbers, shape
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's CombinedLoader on torch 2.15
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),  # nothing was learned in that epoch
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:You called `self.log.*no logger"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+SETUPS = 40
+
+
+class Stream(IterableDataset[Any]):
+    """Batches without a length."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(data(2 * self.batches))
+
+
+class Drawn(Classifier):
+    """Stops, skips, schedules and logs as it is told."""
+
+    def __init__(self, how: dict[str, Any]) -> None:
+        super().__init__(momentum=0.9)
+        self.how = how
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.how["skips"] == (self.current_epoch, batch_idx) else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=self.how["on_step"], on_epoch=True, prog_bar=True)
+        self.log("index", float(batch_idx))
+        if self.how["stops"] == (self.current_epoch, batch_idx):
+            self.trainer.should_stop = True
+        return {"loss": loss, "more": 1} if self.how["returns_dict"] else loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.loss(batch)
+        self.log("val", loss, prog_bar=True)
+        self.log("val_both", loss, on_step=True, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        interval = self.how["schedule"]
+        if interval is None:
+            return optimizer
+        if interval == "plateau":
+            schedule: Any = {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": self.how["monitor"]}
+        else:
+            schedule = {"scheduler": StepLR(optimizer, 1, 0.9), "interval": interval,
+                        "frequency": self.how["frequency"]}  # fmt: skip
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """A set-up."""
+    pick = random.Random(seed)
+
+    def maybe(share: float, *values: Any, otherwise: Any = None) -> Any:
+        return pick.choice(values) if pick.random() < share else otherwise
+
+    window = pick.choice([1, 1, 1, 2, 3])
+    batches = window * pick.randint(1, 3) if window > 1 else pick.randint(1, 7)
+    sized = pick.random() < 0.8
+    on_step = pick.random() < 0.5
+    monitor = "loss_epoch" if on_step else "loss"
+    skips = maybe(0.15, (pick.randint(0, 2), pick.randint(0, batches - 1))) if window == 1 else None
+    how = {
+        "monitor": monitor, "on_step": on_step, "skips": skips, "returns_dict": pick.random() < 0.3,
+        "stops": maybe(0.15, (pick.randint(0, 2), pick.randint(0, batches - 1))) if window == 1 else None,
+        "schedule": pick.choice([None, "epoch", "plateau", *(["step"] if skips is None else [])]),
+        "frequency": pick.choice([1, 1, 2]),
+    }  # fmt: skip
+    interval = maybe(0.3, pick.randint(1, batches), *([0.25, 0.5, 0.75] if sized else []))
+    arguments = {
+        "max_epochs": pick.randint(1, 3),
+        "max_steps": maybe(0.2, pick.randint(1, 8), otherwise=-1),
+        "min_epochs": maybe(0.1, 2, 3),
+        "min_steps": maybe(0.1, pick.randint(1, 6)),
+        "accumulate_grad_batches": window,
+        "limit_train_batches": maybe(0.2, 1, 2) if window == 1 and sized else None,
+        "limit_val_batches": maybe(0.2, 1, 0.5, 0),
+        "val_check_interval": interval,
+        "check_val_every_n_epoch": maybe(0.3, None, 2, otherwise=1)
+        if isinstance(interval, int)
+        else maybe(0.2, 2) or 1,
+        "reload_dataloaders_every_n_epochs": maybe(0.15, 1, 2, otherwise=0),
+        "num_sanity_val_steps": pick.choice([0, 2, -1]),
+        "log_every_n_steps": pick.choice([1, 2, 50]),
+    }
+    if isinstance(interval, int) and (arguments["limit_train_batches"] or batches) < interval:
+        arguments["val_check_interval"], arguments["check_val_every_n_epoch"] = None, 1
+    saving = maybe(
+        0.4, {"save_top_k": -1}, {"monitor": monitor, "save_top_k": 2, "save_last": True},
+        {"every_n_train_steps": 2, "save_top_k": -1}, {"save_last": True, "every_n_epochs": 2},
+        {"save_top_k": -1, "save_on_train_epoch_end": True},
+    )  # fmt: skip
+    callbacks: list[Any] = [(ModelCheckpoint, saving)] if saving is not None else []
+    callbacks += maybe(0.2, [(EarlyStopping, {"monitor": monitor, "patience": pick.randint(0, 1)})], otherwise=[])
+    callbacks += maybe(0.15, [(LearningRateMonitor, {})], otherwise=[])
+    return {
+        "how": how, "arguments": arguments, "callbacks": callbacks, "batches": batches, "sized": sized,
+        "val": pick.choice([None, [3], [2], [2, 1], "stream"]),
+        "resumes": pick.random() < 0.4 and arguments["max_steps"] == -1,
+    }  # fmt: skip
+
+
+def loaders(setup: dict[str, Any]) -> tuple[Any, Any]:
+    def stream(batches: int) -> Any:
+        return DataLoader(Stream(batches), batch_size=None)
+
+    train = data(2 * setup["batches"]) if setup["sized"] else stream(setup["batches"])
+    if not isinstance(setup["val"], list):
+        return train, stream(2) if setup["val"] else None
+    val = [data(2 * batches, seed=5 + i) for i, batches in enumerate(setup["val"])]
+    return train, val[0] if len(val) == 1 else val
+
+
+def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
+    """What one run, and where it is drawn one that resumes it, shows to the outside."""
+    seen: list[Any] = []
+    saves = any(kind is ModelCheckpoint for kind, _ in setup["callbacks"])
+    for resuming in (False, True)[: 1 + setup["resumes"]]:
+        torch.manual_seed(1)
+        callbacks = [
+            kind(dirpath=folder / "kept", **options) if kind is ModelCheckpoint else kind(**options)
+            for kind, options in setup["callbacks"]
+        ]
+        watch: Any = recording(Callback, CALLBACK_HOOKS, "callback")()
+        watch.calls = []
+        logger, module, losses = RecordingLogger(), Drawn(setup["how"]), []
+        module.register_forward_hook(lambda *io, losses=losses: losses.append(io[2].sum().item()))
+        arguments = {**setup["arguments"], "default_root_dir": folder, "enable_checkpointing": saves}
+        arguments["max_epochs"] += resuming
+        trainer = make(logger=logger, callbacks=[*callbacks, watch], **arguments)
+        try:
+            trainer.fit(module, *loaders(setup), ckpt_path=folder / "last.ckpt" if resuming else None)
+        except (MisconfigurationException, RuntimeError):  # of what does not go together
+            return [*seen, {"hooks": watch.calls, "rows": logger.rows}]
+        trainer.save_checkpoint(folder / "last.ckpt")
+        checkpoint = shape(torch.load(folder / "last.ckpt", weights_only=False))
+        seen.append(
+            {
+                "hooks": watch.calls,
+                "losses": losses,
+                "weights": [value.sum().item() for value in module.state_dict().values()],
+                "rows": logger.rows,
+                "metrics": numbers(trainer.callback_metrics),
+                "files": sorted(path.name for path in folder.glob("kept/*")),
+                "counters": [trainer.current_epoch, trainer.global_step, trainer.num_training_batches],
+                # a skipped batch counts as started with us, in Lightning not yet
+                "checkpoint": None if setup["how"]["skips"] else checkpoint,
+            }
+        )
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(SETUPS))
+def test_a_run_drawn_at_random(seed: int, tmp_path: Path) -> None:
+    setup = draw(seed)
+    folders = iter([tmp_path / "theirs", tmp_path / "ours"])
+    theirs, mine = run_both(lambda make: everything_of(make, setup, next(folders)))
+    for run, (a, b) in enumerate(zip(theirs, mine, strict=True)):
+        for what in a:
+            assert_close(a[what], b[what], f"run {run}, {what}")
