@@ -104,6 +104,7 @@ def test_an_epoch_that_raised_is_over() -> None:
 UNCUT = partial(PyTorchProfiler, schedule=None, row_limit=-1, table_kwargs={"max_name_column_width": 100})
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.10
 @pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler, UNCUT])
 def test_each_function_has_a_file(kind: Any, tmp_path: Path) -> None:
     profiler = kind(filename="profile")
