@@ -88,6 +88,10 @@ class FitProgress:
         self.epoch += 1
         self.batch_idx, self.is_trained = -1, True  # no batch is under way, not even one that was skipped
 
+    def jump_to_batch(self, count: int) -> None:
+        """As if ``count`` batches of the epoch had started."""
+        self.batch_idx, self.batches_started = count - 1, self.epoch_start.batches_started + count
+
     def give_up_batch(self) -> None:
         """The batch that is under way will be trained again, or never."""
         trained = self.batches - self.epoch_start.batches
