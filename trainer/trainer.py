@@ -584,6 +584,7 @@ class Trainer(TrainerBase):
             val_progress, loops = self.eval_loops[RunningStage.VALIDATING].progress, self._checkpoint.get("loops")
             if loops:
                 loop_state.evaluation_from(loops["fit_loop"], val_progress, self.progress)
+                loop_state.resume_validation(val_progress, self.progress)
             self._refuse_past_the_end()
             if self.progress.batches_this_epoch or self.max_steps != -1:
                 self.data.states = loop_state.loader_states_in(self._checkpoint)

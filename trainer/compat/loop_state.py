@@ -178,6 +178,18 @@ def evaluation_from(fit: dict[str, Any], val: EvalProgress, progress: FitProgres
     val.is_last_batch = batches["is_last_batch"]
 
 
+def resume_validation(val: EvalProgress, progress: FitProgress) -> None:
+    """Have a validation in whose middle a checkpoint was written run again: all of it, since what it logged is gone.
+
+    Args:
+        val: the counters of the validation inside a fit, as restored.
+        progress: the training's, likewise.
+    """
+    progress.owes_validation = val.batches > val.batches_done
+    if progress.owes_validation:
+        val.forget_batches()
+
+
 def batches_from(state: dict[str, Any], progress: EvalProgress) -> None:
     """Set ``progress`` to what an evaluation loop of Lightning's has written."""
     progress.forget_run()
