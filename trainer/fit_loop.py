@@ -68,10 +68,8 @@ class FitLoop:
         self.outcome: StepOutcome | None = None
         self.grad_norms: dict[Optimizer, Tensor] = {}
         self.unsettled: tuple[int, ...] = ()
-        self.has_updated = False
         self.skipped: list[Optimizer] = []
-        self.skips_epoch = False
-        self.validates_this_epoch = False
+        self.has_updated = self.skips_epoch = self.validates_this_epoch = False
         # what belongs to one run; see prepare
         self.hooks: Hooks = NO_HOOKS
         self.batches = TrainingBatches(None)
@@ -159,6 +157,8 @@ class FitLoop:
         if progress.batches_this_epoch == 0:
             progress.begin_epoch()
             self.hooks.on_train_epoch_start()
+        elif self.validates_this_epoch and progress.owes_validation:
+            self.run_validation()
 
     def end_epoch(self) -> None:
         """Close an epoch: its hooks, its metrics, the schedules that wait for them."""

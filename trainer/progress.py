@@ -50,6 +50,8 @@ class FitProgress:
         in_batch: whether a batch is being trained, ``on_train_batch_end`` included. The fit loop.
         closing: whether a window has closed that ``windows`` does not count yet. The fit loop.
         resumed_epoch: the epoch that a checkpoint has put the fit into; -1 without one. Who restores it.
+        owes_validation: whether a checkpoint has put the fit into a validation, which is to be run before anything
+            else. Who restores it.
     """
 
     epoch: int = 0
@@ -68,6 +70,7 @@ class FitProgress:
     in_batch: bool = False
     closing: bool = False
     resumed_epoch: int = -1
+    owes_validation: bool = False
 
     @property
     def batches_this_epoch(self) -> int:
@@ -87,6 +90,11 @@ class FitProgress:
         """An epoch is over, its hooks included."""
         self.epoch += 1
         self.batch_idx, self.is_trained = -1, True  # no batch is under way, not even one that was skipped
+        self.owes_validation = False
+
+    def jump_to_batch(self, count: int) -> None:
+        """As if ``count`` batches of the epoch had started."""
+        self.batch_idx, self.batches_started = count - 1, self.epoch_start.batches_started + count
 
     def give_up_batch(self) -> None:
         """The batch that is under way will be trained again, or never."""
@@ -100,7 +108,7 @@ class FitProgress:
         self.windows += self.closing
         self.epoch, self.resumed_epoch = self.epochs_trained, -1
         self.batch_idx = -1
-        self.is_last_batch = self.in_batch = self.closing = False
+        self.is_last_batch = self.in_batch = self.closing = self.owes_validation = False
         self.is_trained = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,6 +190,11 @@ class EvalProgress:
         """A pass starts."""
         self.batches = self.batches_done = 0
         self.is_last_batch = False
+
+    def forget_batches(self) -> None:
+        """The batches of the current pass that are over will be run again."""
+        self.total_batches -= self.batches_done
+        self.total_done -= self.batches_done
 
     def forget_run(self) -> None:
         """Another run is about to begin: as before the first."""

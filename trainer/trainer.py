@@ -49,7 +49,7 @@ from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_re
 from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
 from trainer.compat.signals import Signals, ctrl_c_ignored
-from trainer.compat.views import EvalLoopView, FitLoopView, MonitoredMetrics
+from trainer.compat.views import EvalLoopView, FitLoopView, MonitoredMetrics, announce_end
 from trainer.data import Loaders, TrainingBatches, Transfer
 from trainer.errors import ConfigurationError
 from trainer.eval_loop import EvalLoop
@@ -530,6 +530,7 @@ class Trainer(TrainerBase):
             self._check_sanity()
             self._prepare_fit()
             self.loop.run()
+            announce_end(self)
         else:
             assert self.state.stage is not None
             result = [to_scalars(metrics) for metrics in self.eval_loops[self.state.stage].run()]
@@ -583,6 +584,7 @@ class Trainer(TrainerBase):
             val_progress, loops = self.eval_loops[RunningStage.VALIDATING].progress, self._checkpoint.get("loops")
             if loops:
                 loop_state.evaluation_from(loops["fit_loop"], val_progress, self.progress)
+                loop_state.resume_validation(val_progress, self.progress)
             self._refuse_past_the_end()
             if self.progress.batches_this_epoch or self.max_steps != -1:
                 self.data.states = loop_state.loader_states_in(self._checkpoint)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -164,6 +164,42 @@ def test_a_run_by_steps_goes_on_inside_the_epoch_that_it_left(tmp_path: Path) ->
     by_epochs, third = Diary(), ours(max_epochs=3)
     third.fit(by_epochs, data(8), same_batches(2), ckpt_path=tmp_path / "left.ckpt")
     assert by_epochs.entries[:2] == [("train", 2, 6), ("epoch start", 2, 6)]
+
+
+# --- a validation that did not come to its end -----------------------------------------------------------------------
+
+
+class Failing(Diary):
+    """Fails, once, in a batch of the first validation after ``steps`` optimizer steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.steps and batch_idx == 1 and not self.trainer.sanity_checking:
+            self.steps = -1
+            raise ArithmeticError("in a validation")
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("writer", MAKERS)
+@pytest.mark.parametrize(("interval", "steps"), [(0.5, 2), (0.5, 4), (1.0, 4), (0.5, 6)])
+def test_a_validation_that_failed_is_run_again(tmp_path: Path, writer: Any, interval: float, steps: int) -> None:
+    arguments = {"max_epochs": 2, "val_check_interval": interval, "num_sanity_val_steps": 0}
+    whole, module = ours(**arguments), Diary()
+    whole.fit(module, same_batches(4), same_batches(3))
+    saver = OnExceptionCheckpoint(tmp_path)
+    failing = writer(**arguments, callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path)
+    with pytest.raises(ArithmeticError):
+        failing.fit(Failing(steps), same_batches(4), same_batches(3))
+    trainer, resumed = ours(**arguments), Diary()
+    trainer.fit(resumed, same_batches(4), same_batches(3), ckpt_path=tmp_path / "on_exception.ckpt")
+    again = next(i for i, entry in enumerate(module.entries) if entry[0] == "validation" and entry[2] == steps)
+    assert [entry for entry in resumed.entries if entry[0] != "train"] == module.entries[again:]
+    assert_same_weights(module, resumed)
+    theirs, mine = (one.fit_loop.epoch_loop.val_loop.batch_progress for one in (whole, trainer))
+    assert (mine.total.completed, mine.current, mine.is_last_batch) == (theirs.total.completed, theirs.current, True)
 
 
 # --- dataloaders with a state -----------------------------------------------------------------------------------------

@@ -238,6 +238,26 @@ def test_devices_and_processes_are_lightnings(
     assert theirs == mine
 
 
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_strategy_that_restores_optimizers_by_itself_is_let_be(tmp_path: Path, restores: bool) -> None:
+    class Own(SingleDeviceStrategy):
+        asked = 0
+
+        @property
+        def lightning_restore_optimizer(self) -> bool:
+            return restores
+
+        def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+            self.asked += 1
+
+    first = ours(max_steps=1)
+    first.fit(Learner(), data(4))
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    strategy = Own("cpu")
+    ours(max_steps=2, strategy=strategy).fit(Learner(), data(4), ckpt_path=tmp_path / "first.ckpt")
+    assert strategy.asked == restores
+
+
 @pytest.mark.parametrize("deterministic", [None, True, False, "warn"])
 @pytest.mark.parametrize("benchmark", [None, True, False])
 def test_torchs_flags_are_set_as_by_lightning(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from lightning.pytorch import Callback
@@ -115,3 +117,67 @@ def test_a_fit_is_restarting_in_the_epoch_that_a_checkpoint_has_put_it_into(tmp_
     theirs, mine = run_both(scenario)
     assert mine == theirs
     assert [restarting for *_, restarting in mine] == [False] * 4 + [True] * 2 + [False] * 4
+
+
+LIMITS: list[dict[str, Any]] = [
+    {},
+    {"min_epochs": 4},
+    {"min_steps": 7},
+    {"min_epochs": 2, "min_steps": 20},
+    {"max_epochs": 2},
+    {"max_steps": 12},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize(("epochs", "batches", "steps"), [(0, 0, 0), (1, 3, 5), (2, 4, 20), (4, 4, 12)])
+def test_a_trainer_can_be_put_into_a_state_by_hand(
+    limits: dict[str, Any], epochs: int, batches: int, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scenario(make: Any) -> list[Any]:
+        trainer = make(**{"max_epochs": 9, **limits})
+        loop = trainer.fit_loop
+        loop.max_batches = 4
+        loop.epoch_progress.current.processed = epochs
+        loop.epoch_progress.current.completed = epochs
+        loop.epoch_loop.batch_progress.current.ready = batches
+        loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = steps
+        said = []
+        for trainer.should_stop in (False, True):
+            caplog.clear()
+            with caplog.at_level(logging.DEBUG, logger="lightning.pytorch.utilities.rank_zero"):
+                said.append((loop.done, [message for message in caplog.messages if "Trainer.fit" in message]))
+            said.append((loop.epoch_loop.done, loop._can_stop_early))
+        counts = (trainer.global_step, trainer.current_epoch, loop.epoch_loop.batch_idx, trainer.num_training_batches)
+        return [*said, *counts]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_a_fit_says_why_it_ended(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        ours(max_steps=2).fit(Classifier(), data(8), data(4))
+    assert "`Trainer.fit` stopped: `max_steps=2` reached." in caplog.messages
+
+
+def test_passes_and_steps_of_an_evaluation_can_be_counted_and_replaced() -> None:
+    def scenario(make: Any) -> list[int]:
+        counts = []
+        trainer = make(max_epochs=2, num_sanity_val_steps=1)
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        with patch.object(loop, "_evaluation_step", wraps=loop._evaluation_step) as step:
+            trainer.fit(Classifier(), data(8), data(4))
+        counts.append(step.call_count)
+        trainer.validate(Classifier(), data(4))
+        counts.append(step.call_count)
+        loop.run = Mock()
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(Classifier(), data(8), data(4))
+        counts.append(loop.run.call_count)
+        return counts
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine[0] == mine[1] == 5
+    assert mine[2] >= 2

@@ -206,7 +206,7 @@ class TrainerBase:
         loaders = self.data.loaders(training) if self.data.is_ready(training) else self.loop.batches.loaders
         if loaders is not None and loaders is self.loop.batches.loaders:
             return self.loop.batches.num_batches  # where SWA writes
-        return float("inf") if loaders is None else loaders.num_batches()
+        return loaders.num_batches() if loaders is not None else self.loop.batches.num_batches or float("inf")
 
     @property
     def num_val_batches(self) -> list[float]:

@@ -205,8 +205,9 @@ class LightningEngine:
         return self.strategy.optimizer_state(optimizer)
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load ``checkpoint["optimizer_states"]``."""
-        self.strategy.load_optimizer_state_dict(checkpoint)
+        """Load ``checkpoint["optimizer_states"]``, unless the strategy does that by itself."""
+        if self.strategy.lightning_restore_optimizer:
+            self.strategy.load_optimizer_state_dict(checkpoint)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint from rank 0, and wait until it is written."""

@@ -1,14 +1,19 @@
 """The counters in Lightning's shape: for checkpoints, so that either side resumes the other's, and for views.
 
 Lightning counts four moments of an event (ready, started, processed, completed), since the run began (``total``) and
-since the epoch did (``current``). All of it follows from our counters and from where the loop is.
+since the epoch did (``current``). All of it follows from our counters and from where the loop is. What the tuner, or
+who puts a Trainer into a state by hand, writes to them is passed on to our counters where they are the same thing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.loops.progress import (
+    _BaseProgress,
     _BatchProgress,
     _OptimizationProgress,
     _OptimizerProgress,
@@ -26,7 +31,9 @@ from trainer.progress import EpochStart, EvalProgress, FitProgress
 def epochs_of(fit: FitProgress) -> _Progress:
     """``fit_loop.epoch_progress``."""
     inside = fit.epochs_trained == fit.epoch and fit.batches_this_epoch > 0
-    return _Progress(*(_four(fit.epochs_trained + inside, fit.epochs_trained, fit.epoch) for _ in range(2)))
+    counts = _four(fit.epochs_trained + inside, fit.epochs_trained, fit.epoch)
+    written = {"processed": partial(setattr, fit, "epochs_trained"), "completed": partial(setattr, fit, "epoch")}
+    return _Progress(*(_Moments(counts, written) for _ in range(2)))
 
 
 def batches_of(fit: FitProgress) -> _BatchProgress:
@@ -35,7 +42,7 @@ def batches_of(fit: FitProgress) -> _BatchProgress:
     over = trained - (fit.in_batch and fit.is_trained)
     total = _four(started, trained, over)
     current = _four(started - start.batches_started, trained - start.batches, over - start.batches)
-    return _BatchProgress(total, current, fit.is_last_batch)
+    return _BatchProgress(_Moments(total, {}), _Moments(current, {"ready": fit.jump_to_batch}), fit.is_last_batch)
 
 
 def schedules_of(fit: FitProgress) -> _SchedulerProgress:
@@ -52,7 +59,8 @@ def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: boo
     if not automatic:
         return _OptimizationProgress()
     ahead, cleared = fit.in_batch and not fit.is_trained and window.is_last, fit.zero_grads
-    step = _Progress(*(_two(fit.optimizer_steps - n, ahead) for n in (0, fit.epoch_start.optimizer_steps)))
+    total, current = (_two(fit.optimizer_steps - n, ahead) for n in (0, fit.epoch_start.optimizer_steps))
+    step = _Progress(_Steps(total, {"completed": partial(setattr, fit, "optimizer_steps")}), _Steps(current, {}))
     zero_grad = _Progress(
         *(_StartedTracker(cleared - n, cleared - n, cleared - n) for n in (0, fit.epoch_start.zero_grads))
     )
@@ -170,6 +178,18 @@ def evaluation_from(fit: dict[str, Any], val: EvalProgress, progress: FitProgres
     val.is_last_batch = batches["is_last_batch"]
 
 
+def resume_validation(val: EvalProgress, progress: FitProgress) -> None:
+    """Have a validation in whose middle a checkpoint was written run again: all of it, since what it logged is gone.
+
+    Args:
+        val: the counters of the validation inside a fit, as restored.
+        progress: the training's, likewise.
+    """
+    progress.owes_validation = val.batches > val.batches_done
+    if progress.owes_validation:
+        val.forget_batches()
+
+
 def batches_from(state: dict[str, Any], progress: EvalProgress) -> None:
     """Set ``progress`` to what an evaluation loop of Lightning's has written."""
     progress.forget_run()
@@ -193,3 +213,26 @@ def _four(started: int, processed: int, completed: int | None = None) -> _Proces
 
 def _no_steps() -> _Progress:
     return _Progress(_two(0), _two(0))
+
+
+class _PassesOn:
+    """Counts that hand on what is written to some of them."""
+
+    def __init__(self, counts: _BaseProgress, written: Mapping[str, Callable[[int], None]]) -> None:
+        vars(self).update(asdict(counts), _written=written)
+
+    def __setattr__(self, count: str, number: int) -> None:
+        super().__setattr__(count, number)
+        if (write := vars(self)["_written"].get(count)) is not None:
+            write(number)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BaseProgress) and asdict(self) == asdict(other)  # type: ignore[call-overload]
+
+
+class _Moments(_PassesOn, _ProcessedTracker):
+    """The four of an epoch or a batch."""
+
+
+class _Steps(_PassesOn, _ReadyCompletedTracker):
+    """The two of a step."""

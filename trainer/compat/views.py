@@ -5,7 +5,8 @@ Each view holds nothing of its own: it shows the loop's state under Lightning's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning_utilities.core.rank_zero import WarningCache
+from lightning_utilities.core.rank_zero import WarningCache, rank_zero_debug, rank_zero_info
 
 from trainer.compat import loop_state, tuning
 from trainer.compat.logging import ResultsView
@@ -29,6 +30,19 @@ _warnings = WarningCache()
 def is_automatic(trainer: Any) -> bool:
     """Whether optimization is automatic."""
     return trainer.lightning_module is None or bool(trainer.lightning_module.automatic_optimization)
+
+
+def announce_end(trainer: Any) -> None:
+    """Say why a fit trains no further epoch."""
+    limits, progress = trainer.loop.limits, trainer.progress
+    if trainer.num_training_batches == 0:
+        rank_zero_info("`Trainer.fit` stopped: No training batches.")
+    elif limits.max_steps != -1 and progress.optimizer_steps >= limits.max_steps:
+        rank_zero_info(f"`Trainer.fit` stopped: `max_steps={limits.max_steps!r}` reached.")
+    elif limits.max_epochs not in (None, -1) and progress.epochs_trained >= limits.max_epochs:
+        rank_zero_info(f"`Trainer.fit` stopped: `max_epochs={limits.max_epochs!r}` reached.")
+    else:
+        rank_zero_debug("`Trainer.fit` stopped: `trainer.should_stop` was set.")
 
 
 class EvalLoopView:
@@ -98,9 +112,30 @@ class EvalLoopView:
         """Make the dataloaders, where there are none yet."""
         tuning.set_up_evaluation_data(self._trainer, self._stage)
 
+    @property
+    def run(self) -> Callable[[], Any]:
+        """One pass, from inside a hook of another. What is assigned takes the place of every pass of the loop."""
+        return vars(self._loop).get("run") or partial(tuning.rerun, self._trainer, self._stage)
+
+    @run.setter
+    def run(self, run: Callable[..., Any]) -> None:
+        self._loop.run = run  # type: ignore[method-assign]
+
+    @run.deleter
     def run(self) -> None:
-        """One pass, from inside a hook of another."""
-        tuning.rerun(self._trainer, self._stage)
+        del self._loop.run
+
+    @property
+    def _evaluation_step(self) -> Callable[..., None]:
+        return self._loop.evaluate_batch
+
+    @_evaluation_step.setter
+    def _evaluation_step(self, step: Callable[..., None]) -> None:
+        self._loop.evaluate_batch = step  # type: ignore[method-assign]
+
+    @_evaluation_step.deleter
+    def _evaluation_step(self) -> None:
+        del self._loop.evaluate_batch
 
     def reset(self) -> None:
         """Forget the last pass."""
@@ -245,6 +280,12 @@ class EpochLoopView:
     def min_steps(self) -> int | None:
         """Optimizer steps before ``should_stop`` is heeded."""
         return self._loop.limits.min_steps
+
+    @property
+    def done(self) -> bool:
+        """Whether to leave the epoch."""
+        limits, progress = self._loop.limits, self._loop.progress
+        return progress.batches_this_epoch >= self._trainer.num_training_batches or limits.epoch_is_done()
 
     @property
     def restarting(self) -> bool:
@@ -423,8 +464,11 @@ class FitLoopView:
 
     @property
     def done(self) -> bool:
-        """Whether no further epoch is to be trained."""
-        return self._loop.limits.fit_is_done()
+        """Whether no further epoch is to be trained; if so, says why."""
+        is_done = self._trainer.num_training_batches == 0 or self._loop.limits.fit_is_done()
+        if is_done:
+            announce_end(self._trainer)
+        return is_done
 
     @property
     def _data_fetcher(self) -> Any:
