@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from trainer.errors import ConfigurationError
 from trainer.progress import FitProgress
 
 
@@ -117,6 +118,41 @@ class FitLimits:
         counts_over_epochs = self.check_val_every_n_epoch is None
         number = progress.batches if counts_over_epochs else progress.batches_this_epoch
         return number % self.val_check_batch == 0
+
+    def schedule_validation(self, interval: float, num_batches: float, knows_its_end: bool, validates: bool) -> None:
+        """Set ``val_check_batch``, or start the clock.
+
+        Args:
+            interval: batches between validations (int), or their share of an epoch.
+            num_batches: of an epoch; inf where nobody knows.
+            knows_its_end: whether that many will come, so that 1.0 is a number, too.
+            validates: whether there will be any validation.
+
+        Raises:
+            ConfigurationError: an interval beyond the epoch, or a share of nobody knows what.
+        """
+        if self.val_check_seconds is not None:
+            self.val_check_batch = None
+            self.restart_validation_clock()
+        elif isinstance(interval, int):
+            if interval > num_batches and self.check_val_every_n_epoch is not None and validates:
+                raise ConfigurationError(
+                    f"`val_check_interval` ({interval}) must be less than or equal to the number of the training"
+                    f" batches ({num_batches}). If you want to disable validation set `limit_val_batches` to 0.0"
+                    " instead. If you want to validate based on the total training batches, set"
+                    " `check_val_every_n_epoch=None`."
+                )
+            self.val_check_batch = interval
+        elif interval == 1.0 and not knows_its_end:
+            self.val_check_batch = float("inf")
+        elif num_batches == float("inf"):
+            raise ConfigurationError(
+                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be time"
+                f" based, `1.0` or an int. Got {interval}. An int k specifies checking validation every k training"
+                " batches."
+            )
+        else:
+            self.val_check_batch = max(1, int(num_batches * interval))
 
     def restart_validation_clock(self) -> None:
         """Count the seconds to the next validation from now."""

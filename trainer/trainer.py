@@ -753,30 +753,10 @@ class Trainer(TrainerBase):
         self._prepare_evaluation(self._hooks, RunningStage.VALIDATING, inference_mode=False)
 
     def _schedule_validation(self, loaders: Loaders) -> None:
-        """Say how many batches, or how much time, lie between validations."""
-        limits, interval, num_batches = self.loop.limits, self.val_check_interval, loaders.num_batches()
-        if limits.val_check_seconds is not None:
-            limits.val_check_batch = None
-            limits.restart_validation_clock()
-        elif isinstance(interval, int):
-            if interval > num_batches and self.check_val_every_n_epoch is not None and self.limit_val_batches:
-                raise ConfigurationError(
-                    f"`val_check_interval` ({interval}) must be less than or equal to the number of the training"
-                    f" batches ({num_batches}). If you want to disable validation set `limit_val_batches` to 0.0"
-                    " instead. If you want to validate based on the total training batches, set"
-                    " `check_val_every_n_epoch=None`."
-                )
-            limits.val_check_batch = interval
-        elif interval == 1.0 and (isinstance(loaders, DrawnLoaderSet) or not loaders.has_length):
-            limits.val_check_batch = float("inf")
-        elif num_batches == float("inf"):
-            raise ConfigurationError(
-                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be time"
-                f" based, `1.0` or an int. Got {interval}. An int k specifies checking validation every k training"
-                " batches."
-            )
-        else:
-            limits.val_check_batch = max(1, int(num_batches * interval))
+        knows_its_end = loaders.has_length and not isinstance(loaders, DrawnLoaderSet)
+        self.loop.limits.schedule_validation(
+            self.val_check_interval, loaders.num_batches(), knows_its_end, validates=bool(self.limit_val_batches)
+        )
 
     def _warn_of_missing_rows(self, loaders: Loaders) -> None:
         num_batches, every = loaders.num_batches(), self.log_every_n_steps
