@@ -46,6 +46,10 @@ class Loaders(Protocol):
         """The one plain dataloader that there is, or None where there are several."""
 
 
+class EndOfPass(Exception):  # noqa: N818 - no error
+    """A step that draws its own batches has come to their end."""
+
+
 class DrawnLoaders(Loaders, Protocol):
     """Loaders whose batches a step draws itself (``dataloader_iter``): a pass says only that there is a step to do."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data import Loaders
+from trainer.data import EndOfPass, Loaders
 from trainer.engine import Engine
 from trainer.hooks import NO_HOOKS, Hooks
 from trainer.metrics import MetricStore, PublishedMetrics, Recorder
@@ -118,7 +118,7 @@ class EvalLoop:
             loaders = self.loaders or loaders  # BatchSizeFinder puts others there
             loaders.start_epoch(self.fit_progress.epochs_trained)
             current = 0
-            with suppress(StopIteration):  # a step that draws its own batches may come to their end
+            with suppress(EndOfPass):
                 for batch, batch_idx, dataloader_idx in loaders.batches(limit):
                     if dataloader_idx != current:
                         logged.append(self.close_dataloader())
@@ -189,13 +189,21 @@ class EvalLoop:
         """The module in eval mode, and every part of it back in its own mode afterwards."""
         modes = {part: part.training for part in self.module.modules()}
         self.hooks.of_module(f"on_{self.stage}_model_eval")()
-        yield
+        try:
+            yield
+        except BaseException:  # whoever goes on with the module trains it
+            _put_back(modes)
+            raise
         put_back = self.hooks.override_of(f"on_{self.stage}_model_train")
         if put_back is not None:
             put_back()
         else:
-            for part, training in modes.items():
-                part.training = training
+            _put_back(modes)
+
+
+def _put_back(modes: dict[nn.Module, bool]) -> None:
+    for part, training in modes.items():
+        part.training = training
 
 
 def _as_it_is(batch: Any, *_: Any) -> Any:

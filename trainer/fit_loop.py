@@ -258,8 +258,7 @@ class FitLoop:
         """Step the schedules, announce the end, log."""
         progress, closes_window = self.progress, self.window.is_last
         progress.batches += 1
-        progress.is_trained = True
-        progress.closing = closes_window
+        progress.is_trained, progress.closing = True, closes_window
         if progress.is_last_batch or self.limits.logging_is_due():
             self.settle()  # an epoch's metrics and a row for the loggers do not wait for the next update
         if self.schedules:
@@ -327,7 +326,8 @@ class FitLoop:
         """Step the schedules that follow this batch."""
         if not self.schedules.revocable:
             self.settle()
-        self.schedules.advance("batch", self.progress.batches_this_epoch)
+        if self.schedules.by_batch:
+            self.schedules.advance("batch", self.progress.batches_this_epoch)
         if self.has_updated:
             self.advance_by_step()
         if self.progress.is_last_batch:
@@ -344,9 +344,10 @@ class FitLoop:
     def close_window_early(self) -> None:
         """Use what an open window has (``on_train_batch_start`` returned -1, or the training stops inside of it).
 
-        On several processes its gradients have not been averaged, so there they are dropped.
+        It is dropped on several processes, whose gradients have not been averaged, and where an optimizer wants a loss.
         """
-        if self.window.is_open and self.window.backwards and self.engine.world_size == 1:
+        may_step = self.engine.world_size == 1 and not any(map(optimization.needs_closure, self.optimizers))
+        if self.window.is_open and self.window.backwards and may_step:
             self.window.close(None, self.optimizers, self.engine)
             self.update_weights()
             self.settle()

@@ -23,6 +23,7 @@ class FitLimits:
         check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
         log_every_n_steps: weight updates between two rows in the loggers; 0 for none.
         val_check_seconds: seconds between validations; None to count batches.
+        agree: given this process's view whether it is time to validate, answers with that of all of them.
         announce: told, once, that training goes on although ``should_stop`` is set.
 
     Attributes:
@@ -44,6 +45,7 @@ class FitLimits:
         check_val_every_n_epoch: int | None = 1,
         log_every_n_steps: int = 50,
         val_check_seconds: float | None = None,
+        agree: Callable[[bool], bool] = bool,
         announce: Callable[[str], object] = str,
     ) -> None:
         self.max_epochs = max_epochs
@@ -58,6 +60,7 @@ class FitLimits:
         self.should_stop = False
         self.interruption: BaseException | None = None
         self._progress = progress
+        self._agree = agree
         self._announce = announce
         self._has_announced = False
 
@@ -83,8 +86,9 @@ class FitLimits:
         Raises:
             BaseException: the ``interruption``, where there is one.
         """
-        if self.interruption is not None:
-            raise self.interruption
+        if (interruption := self.interruption) is not None:
+            self.interruption = None  # who is told of it may ask here, too
+            raise interruption
         stepped_all = self.max_steps != -1 and self._progress.optimizer_steps >= self.max_steps
         if stepped_all or not self.should_stop:
             return stepped_all
@@ -112,7 +116,8 @@ class FitLimits:
         if self.should_stop and self.may_stop():
             return True
         if self.val_check_seconds is not None:
-            return time.monotonic() - self.validated_at >= self.val_check_seconds
+            # their clocks differ. A host-device synchronisation, on several GPUs
+            return self._agree(time.monotonic() - self.validated_at >= self.val_check_seconds)
         if self.val_check_batch is None or self.val_check_batch == float("inf"):
             return progress.is_last_batch
         counts_over_epochs = self.check_val_every_n_epoch is None

@@ -59,6 +59,9 @@ class Schedules:
         revocable: whether a step of a schedule changes nothing but the schedule and its optimizer's groups, so that
             it can be taken back.
         progress: whose ``schedule_steps`` counts the steps.
+
+    Attributes:
+        by_batch: whether one of the schedules follows batches, not weight updates.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Schedules:
         progress: FitProgress | None = None,
     ) -> None:
         self.revocable = revocable
+        self.by_batch = any(config.interval == "batch" for config in configs)
         self._progress = FitProgress() if progress is None else progress
         self._configs = configs
         self._step = step

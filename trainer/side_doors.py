@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.data import DrawnLoaders
+from trainer.data import DrawnLoaders, EndOfPass
 from trainer.errors import ConfigurationError
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
@@ -146,6 +146,7 @@ class ClosureOptimization:
                 for optimizer in self._wrapped:
                     self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, partial(self._close_window, this))
                     loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
+                self._earlier.clear()  # nobody will want them again
             else:
                 self._evaluate(this)
                 if self._evaluates_again:
@@ -220,7 +221,7 @@ class ForwardOnly:
             return
         loop.hooks.scope.enter("training_step")
         with loop.precision.autocast():
-            output = loop.training_step(batch, batch_idx)
+            output = NOTHING if batch is None else loop.training_step(batch, batch_idx)
         loop.hooks.scope.enter(None)
         loss, _ = loss_in(output)
         loop.end_batch(outputs_of(loss, output), batch, batch_idx)
@@ -278,9 +279,9 @@ def draw_in_evaluation(loop: EvalLoop, loaders: DrawnLoaders) -> None:
     def draw(batch: Any, batch_idx: int, *_: int) -> Any:
         try:
             return step(loaders.iterator(), batch_idx)
-        except StopIteration:
+        except StopIteration as end:
             loop.hooks.scope.enter(None)
-            raise
+            raise EndOfPass from end
 
     def on_batch_end(output: Any, batch: Any, *where: int) -> None:
         batch, *drawn_where = loaders.last

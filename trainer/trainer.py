@@ -260,6 +260,7 @@ class Trainer(TrainerBase):
                 check_val_every_n_epoch=limits.check_val_every_n_epoch,
                 log_every_n_steps=50 if log_every_n_steps is None else log_every_n_steps,
                 val_check_seconds=limits.val_check_seconds,
+                agree=self.engine.any_rank,
                 announce=rank_zero_info,
             ),
         )
@@ -342,8 +343,18 @@ class Trainer(TrainerBase):
 
         Returns:
             What ``predict_step`` returned for each batch, on the CPU; with several dataloaders, a list for each.
-            None with ``return_predictions=False``, or where there was nothing to predict.
+            None with ``return_predictions=False``, or where there was nothing to predict, or where the strategy
+            spawns or forks its processes, which keep them.
+
+        Raises:
+            ConfigurationError: ``return_predictions=True`` with such a strategy.
         """
+        if return_predictions and not self.engine.runs_here:
+            raise ConfigurationError(
+                "`return_predictions` should be set to `False` when using the strategies that spawn or fork. Got"
+                f" return_predictions={return_predictions} with {type(self.strategy).__name__}: write them to files,"
+                " by a BasePredictionWriter, or use strategy='ddp'."
+            )
         loop = self.eval_loops[RunningStage.PREDICTING]
         keep = return_predictions is not False
         loop.keep_predictions, loop.predictions = keep or self.predict_loop.is_written_at_the_end, []
@@ -550,9 +561,8 @@ class Trainer(TrainerBase):
         self.engine.connect(module)
         self.callbacks = ordering.with_model_callbacks(self.callbacks, module)
         modules.verify(self, module)
-        if not self.barebones:  # there, Lightning's own `log` says that nothing is logged
-            attach_log(module, self)
-            self._session.callback(detach_log, module, self.callbacks)
+        attach_log(module, self)
+        self._session.callback(detach_log, module, self.callbacks)
         self.engine.setup_environment()
         modules.set_up_profiler(self, module)
         self.data.prepare_data()
@@ -637,7 +647,8 @@ class Trainer(TrainerBase):
         if self._detect_anomaly and not self.scaler.is_enabled():  # where it is, AnomalyDetection does this
             self._session.enter_context(torch.autograd.set_detect_anomaly(True))
         profiling = self._profiling
-        loaders = self.data.loaders(RunningStage.TRAINING)
+        # `estimated_stepping_batches` may have made them before a checkpoint said which epoch this is
+        loaders = self.data.loaders(RunningStage.TRAINING, anew=self.data.is_due(RunningStage.TRAINING))
         if loaders is not None:
             self._schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
@@ -671,6 +682,7 @@ class Trainer(TrainerBase):
             draw_in_fit(loop, loaders, ends_epoch=module.automatic_optimization)
         if profiling is not None:
             profiling.watch_fit(loop, hooks, side_door)
+            self._session.callback(profiling.leave_fit, loop)
 
     def _prepare_evaluation(self, hooks: Hooks, stage: RunningStage, inference_mode: bool) -> None:
         module, loop = self._module, self.eval_loops[stage]
@@ -819,7 +831,8 @@ class Trainer(TrainerBase):
             loop = self.eval_loops[RunningStage.PREDICTING]
             loop.predictions = move_data_to_device(loop.predictions, torch.device("cpu"))
         if (metrics := self.active_metrics) is not None:  # of a batch that raised: the process may be alone in that
-            self.published.take(metrics.current(on_step=True))
+            with suppress(ConfigurationError):  # perhaps they are why it raised
+                self.published.take(metrics.current(on_step=True))
         self.published.take_to_cpu()
         self.engine.teardown()
         self._session.close()

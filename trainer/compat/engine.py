@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_signal
 from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
@@ -121,6 +121,11 @@ class LightningEngine:
         """``function(*args)`` here, or in every process of the strategy's launcher."""
         launcher = self.strategy.launcher
         return operator.call if launcher is None else partial(launcher.launch, trainer=self._trainer)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this process is one of those that run, not only the one that starts them."""
+        return not isinstance(self.strategy.launcher, _MultiProcessingLauncher)
 
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the strategy's."""

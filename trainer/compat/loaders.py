@@ -143,6 +143,11 @@ class DrawnLoaderSet(LoaderSet):
         fetcher._stop_profiler = partial(profiler.stop, _FETCHING[stage])
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether a pass that was left can be gone on with: nobody knows how many batches the steps have drawn."""
+        return all(isinstance(loader, _Stateful) for loader in self.combined.flattened)
+
+    @property
     def is_done(self) -> bool:
         """Whether the last batch of the pass has been drawn, as far as is known."""
         return self.fetcher.done

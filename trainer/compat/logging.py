@@ -125,7 +125,8 @@ class ModuleLog:
             )
         assert store is not None
         if isinstance(value, Tensor):
-            value = value.detach().clone()  # a copy: whoever logs it may go on writing to it
+            # a copy: whoever logs it may go on writing to it
+            value = value.detach().clone() if value.dtype in _KEPT else value.detach().to(_default_dtype())
             if value.dim():
                 if value.numel() != 1:
                     raise ValueError(
@@ -142,8 +143,6 @@ class ModuleLog:
             raise ValueError(
                 f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
             )
-        if value.dtype not in _KEPT:
-            value = value.to(_default_dtype())
         if batch_size is None:
             if self._draws and store.training:
                 raise _misuse(
@@ -341,14 +340,13 @@ class ResultsView(Mapping[str, ResultView]):
 def attach_log(module: LightningModule, trainer: Any) -> None:
     """Put a :class:`ModuleLog` in the place of ``module.log``, unless its class overrides that.
 
-    Callbacks get the module's ``log`` and ``log_dict`` as their own.
+    Callbacks get the module's ``log`` and ``log_dict`` as their own. Where the Trainer is a bare one, those stay
+    Lightning's, which say that nothing is logged.
     """
     log = ModuleLog(module, trainer)
-    if type(module).log is LightningModule.log:
-        vars(module)["log"] = log
-    for child in module.modules():
-        if child is not module and isinstance(child, LightningModule) and type(child).log is LightningModule.log:
-            vars(child)["log"] = log  # a child module logs through its parent's trainer
+    for part in () if trainer.barebones else module.modules():
+        if isinstance(part, LightningModule) and type(part).log is LightningModule.log:
+            vars(part)["log"] = log  # a child module logs through its parent's trainer
     for callback in trainer.callbacks:
         callback.log, callback.log_dict = module.log, module.log_dict
 

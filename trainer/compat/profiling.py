@@ -73,6 +73,11 @@ class Profiling:
         if isinstance(side_door, ManualOptimization):
             vars(side_door)["step"] = self.action("optimizer_step", side_door.step)
 
+    @staticmethod
+    def leave_fit(loop: FitLoop) -> None:
+        """The loop calls its weight update directly again; the others, each run chooses for itself."""
+        vars(loop).pop("update_weights", None)
+
     def watch_evaluation(self, loop: EvalLoop) -> None:
         """Time what a prepared evaluation loop does with a batch."""
         loop.transfer = self.action(f"{self._strategy}.batch_to_device", loop.transfer)

@@ -36,6 +36,11 @@ class Signals(_SignalConnector):
         self._tell(None)
         super().register_signal_handlers()
 
+    def teardown(self) -> None:
+        """Give the signals back. Nobody holds on to an exception that was raised, and with it to the run's frames."""
+        super().teardown()
+        self._tell(None)
+
     def _sigterm_notifier_fn(self, signum: int, frame: Any) -> None:
         super()._sigterm_notifier_fn(signum, frame)
         self._tell(SIGTERMException())

@@ -1,0 +1,279 @@
+"""Combinations of features that broke each other once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+import warnings
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from trainer import Trainer
+from trainer.errors import ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BATCHES = 4
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.seen: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(float(batch[0, 0]))
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def loader(**options):
+    return DataLoader([torch.full((2,), float(i)) for i in range(BATCHES)], **options)
+
+
+def make(tmp_path, **options):
+    off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    if not any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ())):
+        off["enable_checkpointing"] = False
+    if options.get("barebones"):
+        off = {"accelerator": "cpu"}
+    return Trainer(**{"max_epochs": 1, "default_root_dir": tmp_path, **off, **options})
+
+
+def saved_after(tmp_path, steps, **options):
+    """Trains until ``steps``, the path of the checkpoint of then."""
+    saver = ModelCheckpoint(
+        tmp_path, filename="at", every_n_train_steps=steps, save_top_k=-1, save_on_train_epoch_end=False
+    )
+    return make(tmp_path, callbacks=[saver], **options), tmp_path / "at.ckpt"
+
+
+def test_a_stop_iteration_of_an_ordinary_step_is_an_error(tmp_path):
+    class Exhausted(Net):
+        def validation_step(self, batch, batch_idx):
+            next(iter(()))
+
+    with pytest.raises(StopIteration):
+        make(tmp_path).validate(Exhausted(), loader())
+
+
+def test_metrics_that_cannot_be_read_do_not_keep_a_run_from_being_torn_down(tmp_path):
+    class Parts(Metric):
+        def update(self):
+            pass
+
+        def compute(self):
+            return {"a": torch.zeros(())}
+
+    class LogsParts(Net):
+        def __init__(self):
+            super().__init__()
+            self.parts = Parts()
+
+        def training_step(self, batch, batch_idx):
+            self.parts()
+            self.log("parts", self.parts, on_step=True, on_epoch=False)
+            return super().training_step(batch, batch_idx)
+
+    module, trainer = LogsParts(), make(tmp_path)
+    with pytest.raises(ConfigurationError, match="must be a tensor"):
+        trainer.fit(module, loader())
+    assert "log" not in vars(module)
+    assert trainer.interrupted
+    assert trainer.state.stage is None
+
+
+def test_a_callback_may_log_where_nothing_is_logged(tmp_path):
+    class Logs(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.log("x", 1.0)
+
+    trainer = make(tmp_path, barebones=True, callbacks=[Logs()])
+    trainer.fit(Net(), loader())
+    assert trainer.global_step == BATCHES
+    assert not trainer.callback_metrics
+
+
+def test_a_window_of_an_optimizer_that_wants_a_closure_is_dropped_where_training_stops_in_it(tmp_path):
+    class Stops(Net):
+        def training_step(self, batch, batch_idx):
+            self.trainer.should_stop = batch_idx == 1
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+    module, trainer = Stops(), make(tmp_path, accumulate_grad_batches=4, max_epochs=2)
+    trainer.fit(module, loader())
+    assert (module.seen, trainer.global_step) == ([0.0, 1.0], 0)
+
+
+def test_a_loop_that_was_timed_is_not_timed_any_more(tmp_path):
+    trainer = make(tmp_path, profiler="simple")
+    trainer.fit(Net(), loader())
+    assert "update_weights" not in vars(trainer.loop)
+
+
+def test_after_a_signal_others_may_ask_whether_the_fit_is_done_and_nobody_holds_what_was_raised(tmp_path):
+    class Signalled(Net):
+        def training_step(self, batch, batch_idx):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().training_step(batch, batch_idx)
+
+    class Asks(Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            answers.append(trainer.fit_loop.done)
+
+    answers = []
+    trainer = make(tmp_path, callbacks=[Asks()])
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Signalled(), loader())
+    assert answers == [False]
+    assert all(loop.interruption is None for loop in (trainer.loop.limits, *trainer.eval_loops.values()))
+
+
+def test_an_epoch_that_ends_right_after_a_resume_steps_its_plateau_schedule(tmp_path):
+    class Plateau(Net):
+        def __init__(self):
+            super().__init__()
+            self.steps = []
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+        def lr_scheduler_step(self, scheduler, metric):
+            self.steps.append(self.trainer.current_epoch)
+
+    first, path = saved_after(tmp_path, BATCHES)
+    first.fit(Plateau(), loader())
+    module = Plateau()
+    make(tmp_path, max_epochs=2).fit(module, loader(), ckpt_path=path)
+    assert module.steps == [0, 1]
+
+
+class Place:
+    """A dataloader that keeps its place."""
+
+    def __init__(self) -> None:
+        self.at, self.loaded = 0, None
+
+    def __len__(self):
+        return BATCHES
+
+    def __iter__(self):
+        for i in range(self.at, BATCHES):
+            self.at = i + 1
+            yield torch.full((1, 2), float(i))
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = self.loaded = state["at"]
+
+
+def test_dataloaders_made_early_are_made_anew_before_they_are_told_their_place(tmp_path):
+    class Estimates(Net):
+        def __init__(self):
+            super().__init__()
+            self.made = []
+
+        def train_dataloader(self):
+            self.made.append(Place())
+            return self.made[-1]
+
+        def configure_optimizers(self):
+            assert self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    first, path = saved_after(tmp_path, BATCHES + 1, **options)
+    first.fit(Estimates())
+    module = Estimates()
+    make(tmp_path, **options).fit(module, ckpt_path=path)
+    assert module.seen == [1.0, 2.0, 3.0]
+    assert [one.loaded for one in module.made] == [None, 1]
+
+
+def test_a_resume_inside_an_epoch_of_a_step_that_draws_says_that_batches_come_again(tmp_path):
+    class Draws(Net):
+        def training_step(self, dataloader_iter):
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    first, path = saved_after(tmp_path, BATCHES - 1)
+    first.fit(Draws(), loader())
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(tmp_path).fit(Draws(), loader(), ckpt_path=path)
+    assert any("not resumable" in str(one.message) for one in caught)
+
+
+def test_predictions_of_processes_that_are_spawned_cannot_be_returned(tmp_path):
+    with pytest.raises(ConfigurationError, match="`return_predictions` should be set to `False`"):
+        make(tmp_path, strategy="ddp_spawn", devices=2).predict(Net(), loader(), return_predictions=True)
+
+
+def test_a_validation_that_raises_leaves_the_module_in_its_modes(tmp_path):
+    class Raises(Net):
+        def validation_step(self, batch, batch_idx):
+            raise ValueError
+
+    module = Raises()
+    with pytest.raises(ValueError):  # noqa: PT011
+        make(tmp_path).fit(module, loader(), loader())
+    assert module.training
+    assert module.layer.training
+
+
+def test_no_batch_is_held_by_an_optimizer_that_evaluates_windows(tmp_path):
+    class Closure(Net):
+        def training_step(self, batch, batch_idx):
+            batches.append(weakref.ref(batch))
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=1)
+
+    batches = []
+    trainer = make(tmp_path, accumulate_grad_batches=2)
+    trainer.fit(Closure(), loader())
+    gc.collect()
+    assert not [one for one in batches if one() is not None]
+
+
+def test_processes_agree_when_it_is_time_to_validate(tmp_path):
+    trainer = make(tmp_path, val_check_interval=timedelta(days=1))
+    limits, asked = trainer.loop.limits, []
+    limits.validated_at = time.monotonic()
+
+    def agree(decision):
+        asked.append(decision)
+        return True
+
+    limits._agree = agree
+    assert limits.validation_is_due()
+    assert asked == [False]
