@@ -22,6 +22,7 @@ def stand_in(module: Any, *, training: bool = True, world_size: int = 1) -> Any:
     store.begin_batch([torch.zeros(3, 2)])
     vars(module)["_current_fx_name"] = "training_step"
     return SimpleNamespace(
+        barebones=False,
         active_metrics=store,
         logger=None,
         world_size=world_size,
