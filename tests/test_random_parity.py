@@ -165,7 +165,8 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
         try:
             trainer.fit(module, *loaders(setup), ckpt_path=folder / "last.ckpt" if resuming else None)
         except (MisconfigurationException, RuntimeError):  # of what does not go together
-            return [*seen, {"hooks": watch.calls, "rows": logger.rows}]
+            # without what follows from the error: Lightning leaves the module in eval mode where a validation raised
+            return [*seen, {"hooks": [call[:2] for call in watch.calls], "rows": logger.rows}]
         trainer.save_checkpoint(folder / "last.ckpt")
         checkpoint = shape(torch.load(folder / "last.ckpt", weights_only=False))
         seen.append(
