@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO, LayerSync
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -64,6 +67,9 @@ from trainer.precision.scaler import LossScaler
 from trainer.progress import FitProgress
 from trainer.side_doors import ClosureOptimization, ManualOptimization, draw_in_evaluation, draw_in_fit
 
+Plugin = CheckpointIO | ClusterEnvironment | LayerSync
+"""What ``plugins`` may hold. A precision is no plugin here: it is the argument ``precision``."""
+
 _STAGES = {
     TrainerFn.FITTING: RunningStage.TRAINING,
     TrainerFn.VALIDATING: RunningStage.VALIDATING,
@@ -102,7 +108,7 @@ class Trainer(TrainerBase):
     def __init__(
         self,
         *,
-        accelerator: Any = "auto",
+        accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
@@ -137,7 +143,7 @@ class Trainer(TrainerBase):
         profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
-        plugins: Any = None,
+        plugins: Plugin | list[Plugin] | None = None,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | Path | None = None,

@@ -46,7 +46,7 @@ class Everything(LightningModule):
         self.hidden["error"](prediction.detach().float(), y)
         with torch.no_grad():  # a teacher that follows
             self.target.weight.mul_(0.9).add_(0.1 * torch.rand(3, 3))
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=4)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(x))
         self.log_dict({"error": self.error, "steps": float(self.steps)})
         if self.logger is not None:
             self.logger.log_metrics({"by hand": float(self.steps)}, step=self.steps)

@@ -73,7 +73,7 @@ class TrainerSettings:
     enable_checkpointing: bool | None = None
     enable_progress_bar: bool | None = None
     enable_model_summary: bool | None = None
-    accumulate_grad_batches: int | None = None
+    accumulate_grad_batches: int | None = 1
     gradient_clip_val: int | float | None = None
     gradient_clip_algorithm: Any = None
     deterministic: Any = None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
@@ -34,12 +34,20 @@ from trainer.compat.views import EvalLoopView, FitLoopView
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
 from trainer.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.precision.scaler import LossScaler
 from trainer.progress import FitProgress
 
 adopt()
 
+# Lightning's Trainer is a base for those who ask with `isinstance` and `issubclass`, such as LightningCLI, and for
+# nothing else: it is never initialised, and every public name of it is defined anew (a test checks).
+if TYPE_CHECKING:
+    LightningTrainer = object
+else:
+    from lightning.pytorch import Trainer as LightningTrainer
 
-class TrainerBase:
+
+class TrainerBase(LightningTrainer):
     """Lightning's Trainer as others see it. ``Trainer`` assigns every attribute declared here in its constructor."""
 
     # what Trainer assigns
@@ -73,6 +81,7 @@ class TrainerBase:
     barebones: bool
     enable_autolog_hparams: bool
     _model_registry: str | None
+    scaler: LossScaler | None = None  # a class attribute, or Lightning's property of that name stood in its way
     _signal_connector: Signals
 
     # --- devices and processes --------------------------------------------------------------------------------
