@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.profilers import SimpleProfiler
 
 from tests.cli.conftest import write
 from trainer.cli import main
@@ -226,3 +228,30 @@ def test_gradcheck_names_the_parameter_whose_gradient_is_wrong(project, capsys):
     err = capsys.readouterr().err
     assert "The gradients of 1 parameters are not the derivatives of the loss, at 3 points:\n  net.weight: " in err
     assert result()["status"] == "failed"
+
+
+SETTINGS = [
+    ({"val_check_interval": "{minutes: 10}"}, lambda trainer: trainer.loop.limits.val_check_seconds == 600),
+    ({"val_check_interval": "00:00:10:00"}, lambda trainer: trainer.loop.limits.val_check_seconds == 600),
+    ({"val_check_interval": "2"}, lambda trainer: trainer.val_check_interval == 2),
+    ({"max_time": "{hours: 1}"}, lambda trainer: any(isinstance(c, Timer) for c in trainer.callbacks)),
+    ({"reload_dataloaders_every_n_epochs": "1"}, lambda trainer: trainer.reload_dataloaders_every_n_epochs == 1),
+    ({"overfit_batches": "0.5"}, lambda trainer: trainer.overfit_batches == trainer.limit_train_batches == 0.5),
+    ({"profiler": "simple"}, lambda trainer: isinstance(trainer.profiler, SimpleProfiler)),
+    ({"barebones": "true", "log_every_n_steps": "5"}, lambda trainer: trainer.barebones and not trainer.loggers),
+    ({"enable_checkpointing": "false"}, lambda trainer: trainer.checkpoint_callback is None),
+]
+
+
+@pytest.mark.parametrize(("settings", "holds"), SETTINGS, ids=lambda s: " ".join(s) if isinstance(s, dict) else "")
+def test_a_setting_reaches_the_trainer(project, monkeypatch, settings, holds):
+    built = []
+    monkeypatch.setattr("trainer.cli.run._execute", lambda *parts: built.append(parts[-1]))
+    assert main(["fit", *LINE, *(f"trainer.{name}={value}" for name, value in settings.items())]) == 0
+    assert holds(*built)
+
+
+def test_what_lightning_tells_goes_to_the_log_and_not_to_the_terminal(project, capfd):
+    assert main(["fit", *LINE]) == 0
+    assert "GPU available" not in capfd.readouterr().err
+    assert "GPU available" in (only("outputs/line/*") / "fit.log").read_text()

@@ -85,8 +85,11 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
         folder: of the run; the Trainer's ``default_root_dir``.
     """
     import lightning as L
-    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 
+    from trainer.callbacks import ScaleMonitor
+
+    logging.getLogger("lightning").handlers.clear()  # the terminal and the file that Hydra has set up are enough
     merge_recipes()
     allowed = settings["allowed_packages"]
     if settings["seed"] is not None:
@@ -98,9 +101,14 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     arguments["default_root_dir"] = arguments["default_root_dir"] or str(folder)
     arguments["precision"] = build(settings["precision"], "precision", allowed)
     arguments["callbacks"] = _build_all(settings["callbacks"], "callbacks", allowed)
-    if arguments["enable_checkpointing"] is False:  # the ModelCheckpoint among them is the default config's
-        arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, Checkpoint)]
     arguments["logger"] = _build_all(settings["logger"], "logger", allowed) or False
+    unwanted: tuple[type, ...] = ()  # what the default config, or a recipe, has put there
+    if arguments["barebones"]:
+        unwanted = (Checkpoint, LearningRateMonitor, ScaleMonitor)
+        arguments["logger"], arguments["log_every_n_steps"] = False, None
+    elif arguments["enable_checkpointing"] is False:
+        unwanted = (Checkpoint,)
+    arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unwanted)]
     _report_into(folder, arguments)
 
     data = build(settings["data"], "data", allowed)

@@ -60,7 +60,7 @@ class TrainerSettings:
     min_epochs: int | None = None
     max_steps: int = -1
     min_steps: int | None = None
-    max_time: Any = None
+    max_time: Any = None  # "DD:HH:MM:SS", or the arguments of a timedelta
     limit_train_batches: int | float | None = None
     limit_val_batches: int | float | None = None
     limit_test_batches: int | float | None = None
@@ -100,8 +100,11 @@ _WORDS: dict[str, tuple[str | bool | None, ...]] = {
     "strategy": STRATEGIES,
     "gradient_clip_algorithm": ("norm", "value", None),
     "deterministic": (True, False, "warn", None),
-    "profiler": ("simple", "advanced", "pytorch", None),
+    "profiler": ("simple", "advanced", "pytorch", "xla", None),
 }
+
+# The units of a node in the place of a time, those of `datetime.timedelta`.
+_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 
 
 def mistake(settings: Mapping[str, Any]) -> str | None:
@@ -118,6 +121,15 @@ def mistake(settings: Mapping[str, Any]) -> str | None:
             return (
                 f"trainer.{name} is {describe(value)}, expected {_either(shown)}."
                 f"{did_you_mean(describe(value), written)}"
+            )
+    for name, other in (("val_check_interval", "a number of batches, a share of an epoch, "), ("max_time", "")):
+        value = settings.get(name)
+        if not (value is None or _is_time(value) or (other and _is_number(value))):
+            unknown = [unit for unit in value if unit not in _UNITS] if isinstance(value, Mapping) else []
+            hint = did_you_mean(str(unknown[0]), _UNITS) if unknown else ""
+            return (
+                f"trainer.{name} is {describe(value)}, expected {other}a time such as 00:12:00:00 (days, hours, minutes"
+                f" and seconds) or '{{hours: 12}}', or null.{hint}"
             )
     devices = settings.get("devices")
     if not _is_devices(devices):
@@ -163,6 +175,17 @@ def _either(words: list[str]) -> str:
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, Mapping) and "_target_" in value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_time(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return len(value) > 0 and all(unit in _UNITS and _is_number(amount) for unit, amount in value.items())
+    parts = value.split(":") if isinstance(value, str) else []
+    return len(parts) == 4 and all(part.strip().isdecimal() for part in parts)
 
 
 def _is_devices(value: Any) -> bool:

@@ -1,0 +1,139 @@
+"""LightningCLI builds our Trainer from its command line and its config files, as it builds Lightning's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from trainer import Trainer
+from trainer.callbacks import GradientClipping
+from trainer.precision import MixedPrecision
+
+pytest.importorskip("jsonargparse", reason="LightningCLI stands on it")
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback  # noqa: E402
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": 1,
+    "limit_train_batches": 2,
+    "limit_val_batches": 1,
+}
+
+
+class Model(BoringModel):  # type: ignore[misc]  # Lightning's demos have no types
+    """Logs what EarlyStopping watches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.log("train_loss", output["loss"])
+        return output
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Calls the command line with arguments and, in a file, the settings of the Trainer."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what LightningCLI calls
+    monkeypatch.setattr("sys.argv", ["train.py"])  # LightningCLI warns of a command line beside its `args`
+
+    def call(*argv: str, trainer_class: Any = Trainer, run: bool = True, **settings: Any) -> Any:
+        Path("settings.yaml").write_text(yaml.safe_dump({"trainer": QUIET | settings}))
+        command, arguments = argv[:1] if run else (), argv[1:] if run else argv
+        return LightningCLI(
+            Model,
+            BoringDataModule,
+            trainer_class=trainer_class,
+            run=run,
+            seed_everything_default=1,
+            args=[*command, "--config=settings.yaml", *arguments],
+        )
+
+    return call
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*will be overridden by .LightningCLI", "ignore:.*isinstance.treespec", "ignore:The dirpath"
+)
+def test_fit_then_validate_from_what_fit_has_saved(call: Any, tmp_path: Path) -> None:
+    early = {"class_path": "EarlyStopping", "init_args": {"monitor": "train_loss", "check_on_train_epoch_end": True}}
+    clipping = {"class_path": "trainer.callbacks.GradientClipping", "init_args": {"max_norm": 1.0}}
+    fit = call(
+        "fit", "--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=step",
+        "--trainer.precision=16-mixed", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs",
+        "--optimizer=Adam", "--optimizer.lr=0.25", callbacks=[early, clipping],
+    )  # fmt: skip
+    trainer = fit.trainer
+    assert (type(trainer), trainer.precision, trainer.global_step) == (Trainer, "16-mixed", 2)
+    wanted = (EarlyStopping, GradientClipping, LearningRateMonitor, SaveConfigCallback)
+    assert all(any(isinstance(callback, kind) for callback in trainer.callbacks) for kind in wanted)
+    assert isinstance(trainer.logger, CSVLogger)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
+    saved = Path(trainer.log_dir) / "config.yaml"
+    assert yaml.safe_load(saved.read_text())["trainer"]["precision"] == "16-mixed"
+    again = call("validate", f"--config={saved}", f"--ckpt_path={trainer.checkpoint_callback.best_model_path}")
+    assert again.trainer.state.fn == "validate"
+    assert again.trainer.precision == "16-mixed"
+
+
+def test_what_may_be_an_object_is_built_from_the_name_of_its_class(call: Any) -> None:
+    trainer = call(
+        "--trainer.profiler=SimpleProfiler", "--trainer.profiler.filename=times",
+        "--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=cpu",
+        "--trainer.plugins=AsyncCheckpointIO", "--trainer.logger=false",
+        "--trainer.precision=trainer.precision.MixedPrecision", "--trainer.precision.dtype=float16",
+        "--trainer.precision.init_scale=1024",
+        run=False,
+    ).trainer  # fmt: skip
+    assert isinstance(trainer.profiler, SimpleProfiler)
+    assert isinstance(trainer.strategy, SingleDeviceStrategy)
+    assert isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
+    assert isinstance(trainer.precision_plugin.plugin, MixedPrecision)
+    assert (trainer.precision, trainer.scaler.get_scale()) == ("16-mixed", 1024)
+
+
+def test_times_are_written_as_text_or_as_nodes(call: Any) -> None:
+    trainer = call(run=False, val_check_interval={"minutes": 10}, max_time="00:01:00:00", logger=False).trainer
+    assert trainer.loop.limits.val_check_seconds == 600
+    text = call("--trainer.val_check_interval=00:00:10:00", run=False, logger=False).trainer
+    assert text.loop.limits.val_check_seconds == 600
+
+
+def test_a_config_is_printed_as_for_lightnings_trainer(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for trainer_class in (LightningTrainer, Trainer):
+        with pytest.raises(SystemExit) as end:
+            call("fit", "--print_config", trainer_class=trainer_class)
+        assert end.value.code == 0
+        printed.append(yaml.safe_load(capsys.readouterr().out))
+    assert printed[0] == printed[1]
+
+
+class Mine(Trainer):
+    """A Trainer with an argument more."""
+
+    def __init__(self, *args: Any, mine: int = 3, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mine = mine
+
+
+def make(**arguments: Any) -> Trainer:
+    """A function in the place of a class."""
+    return Trainer(logger=False, **arguments)
+
+
+def test_subclasses_and_functions(call: Any) -> None:
+    trainer = call("--trainer.mine=5", "--trainer.logger=false", run=False, trainer_class=Mine).trainer
+    assert (type(trainer), trainer.mine, trainer.max_epochs) == (Mine, 5, 1)
+    assert call(run=False, trainer_class=make).trainer.loggers == []
