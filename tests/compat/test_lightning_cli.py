@@ -20,7 +20,7 @@ from trainer.callbacks import GradientClipping
 from trainer.precision import MixedPrecision
 
 pytest.importorskip("jsonargparse", reason="LightningCLI stands on it")
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback  # noqa: E402
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
