@@ -18,7 +18,7 @@ from trainer.engine import Engine
 from trainer.hooks import NO_HOOKS, Hook, Hooks
 from trainer.limits import FitLimits
 from trainer.metrics import MetricStore, PublishedMetrics, Recorder
-from trainer.optimization import Schedules, StepOutcome
+from trainer.optimization import Schedules, StepOutcome, needs_closure
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.progress import FitProgress
@@ -346,9 +346,9 @@ class FitLoop:
 
         It is dropped on several processes, whose gradients have not been averaged, and where an optimizer wants a loss.
         """
-        may_step = self.engine.world_size == 1 and not any(map(optimization.needs_closure, self.optimizers))
-        if self.window.is_open and self.window.backwards and may_step:
-            self.window.close(None, self.optimizers, self.engine)
+        window, is_alone = self.window, self.engine.world_size == 1
+        if window.is_open and window.backwards and is_alone and not any(map(needs_closure, self.optimizers)):
+            window.close(None, self.optimizers, self.engine)
             self.update_weights()
             self.settle()
             self.advance_by_step()
