@@ -57,10 +57,7 @@ class ManualOptimization:
         batch = loop.start_batch(batch, batch_idx, is_last)
         if loop.skips_epoch:
             return
-        loop.hooks.scope.enter("training_step")
-        with loop.precision.autocast():
-            output = None if batch is None else loop.training_step(batch, batch_idx)
-        loop.hooks.scope.enter(None)
+        output = _forward(loop, batch, batch_idx, nothing=None)
         _finish_update(loop, self._stepped)
         loop.end_batch(self.outputs_of(output), batch, batch_idx)
 
@@ -158,10 +155,7 @@ class ClosureOptimization:
         """Forward and backward of one batch. Returns its share of the window's mean loss."""
         loop = self._loop
         loop.window.go_back(this.mark)
-        outer = loop.hooks.scope.enter("training_step")  # from `optimizer_step`, perhaps
-        with loop.precision.autocast():
-            output = NOTHING if this.batch is None else loop.training_step(this.batch, this.batch_idx)
-        loop.hooks.scope.enter(outer)
+        output = _forward(loop, this.batch, this.batch_idx)
         if loop.window.is_first:
             loop.clear_gradients()
         loss = loop.share_of(output)
@@ -219,11 +213,7 @@ class ForwardOnly:
         batch = loop.start_batch(batch, batch_idx, is_last)
         if loop.skips_epoch:
             return
-        loop.hooks.scope.enter("training_step")
-        with loop.precision.autocast():
-            output = NOTHING if batch is None else loop.training_step(batch, batch_idx)
-        loop.hooks.scope.enter(None)
-        loss, _ = loss_in(output)
+        loss, _ = loss_in(output := _forward(loop, batch, batch_idx))
         loop.end_batch(outputs_of(loss, output), batch, batch_idx)
 
 
@@ -327,6 +317,15 @@ class _Pass:
         self.share: Tensor | None = None
         self.outputs: dict[str, Any] = {}
         self.is_evaluated = False
+
+
+def _forward(loop: FitLoop, batch: Any, batch_idx: int, nothing: Any = NOTHING) -> Any:
+    """``training_step`` under autocast; ``nothing`` where the batch is None."""
+    outer = loop.hooks.scope.enter("training_step")  # from `optimizer_step`, perhaps
+    with loop.precision.autocast():
+        output = nothing if batch is None else loop.training_step(batch, batch_idx)
+    loop.hooks.scope.enter(outer)
+    return output
 
 
 def _step(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
