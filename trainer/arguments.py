@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.errors import ConfigurationError
 
 
 @dataclass
@@ -159,22 +159,6 @@ def check_clipping(value: Any, algorithm: Any) -> None:
             f"`gradient_clip_algorithm` {algorithm} is invalid. Got gradient_clip_algorithm={algorithm!r}, expected"
             " 'norm' or 'value'."
         )
-
-
-def expect_default(**given: tuple[Any, Any]) -> None:
-    """Refuse arguments that are not supported yet.
-
-    Args:
-        **given: for each argument, its value and its default.
-
-    Raises:
-        UnsupportedError: one is not its default.
-    """
-    for name, (value, default) in given.items():
-        if value != default:
-            raise UnsupportedError(
-                f"Got {name}={value!r}, expected its default {default!r}: this argument is not supported yet."
-            )
 
 
 def refuse_twice(argument: str, value: Any, default: Any, callbacks: Sequence[Any], kind: type) -> None:
