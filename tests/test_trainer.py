@@ -29,6 +29,7 @@ from tests.parity import (
     lightning,
     lightnings_noise_ignored,
     ours,
+    run_both,
 )
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation, GradientClipping
@@ -820,3 +821,21 @@ def test_a_trainer_can_be_copied_before_and_after_a_run(copied: Any, arguments: 
     assert other.global_step == 2
     assert other.scaler.get_scale() == trainer.scaler.get_scale()
     assert_same_weights(other.lightning_module, trainer.lightning_module)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_a_fit_without_validation_knows_nothing_of_an_earlier_one() -> None:
+    """ModelCheckpoint asks for the number of batches, to save after the epoch where there are none."""
+
+    def scenario(make: Any) -> Any:
+        class Looks(Callback):
+            def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+                seen.append(trainer.num_val_batches)
+
+        seen: list[Any] = []
+        trainer, module = make(max_epochs=1, callbacks=[Looks()]), Classifier()
+        trainer.validate(module, data(4), verbose=False)
+        trainer.fit(module, data(4))
+        return seen
+
+    assert run_both(scenario) == ([[]], [[]])
