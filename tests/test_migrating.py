@@ -30,7 +30,8 @@ def test_every_argument() -> None:
     theirs = inspect.signature(LightningTrainer.__init__).parameters
     assert named_in("Arguments") == theirs.keys() - {"self"}
     mine = inspect.signature(Trainer.__init__).parameters
-    assert {name: p.default for name, p in mine.items()} == {name: p.default for name, p in theirs.items()}
+    ours = {"resume": None, "exact_resume": True}
+    assert {name: p.default for name, p in mine.items()} == {name: p.default for name, p in theirs.items()} | ours
 
 
 def test_every_attribute() -> None:

@@ -79,9 +79,12 @@ def count(module: Any = None, train: Any = None, val: Any = None, **arguments: A
 
 
 def test_the_arguments_are_lightnings() -> None:
-    theirs, mine = (inspect.signature(kind.__init__).parameters for kind in (LightningTrainer, Trainer))
+    theirs, mine = (inspect.signature(one.__init__).parameters for one in (LightningTrainer, Trainer))
+    ours = [("resume", None), ("exact_resume", True)]
+    kind = inspect.Parameter.KEYWORD_ONLY
     assert [(p.name, p.default, p.kind) for p in mine.values()] == [
-        (p.name, p.default, p.kind) for p in theirs.values()
+        *((p.name, p.default, p.kind) for p in theirs.values()),
+        *((*one, kind) for one in ours),
     ]
 
 

@@ -227,3 +227,17 @@ def _sanity_steps(given: int | None) -> int | float:
     if given < -1:
         raise ConfigurationError(f"Got num_sanity_val_steps={given!r}, expected a number of batches, or -1 for all.")
     return float("inf") if given == -1 else given
+
+
+def parse_resume(given: str | None) -> str | None:
+    """``resume``.
+
+    Raises:
+        ConfigurationError: it is neither ``"auto"`` nor None.
+    """
+    if given not in ("auto", None):
+        raise ConfigurationError(
+            f"Got resume={given!r}, expected 'auto' (go on from the newest good checkpoint of this run) or None. To"
+            " go on from a checkpoint that you name, call fit(ckpt_path=...)."
+        )
+    return given

@@ -44,6 +44,13 @@ class IncompleteCheckpointError(CheckpointError, KeyError):
     __str__ = Exception.__str__  # KeyError's shows the message in quotes
 
 
+class ResumeError(CheckpointError):
+    """A resume that would not be exact: the run is set up in another way than the one that wrote the checkpoint.
+
+    ``Trainer(exact_resume=False)`` goes on all the same.
+    """
+
+
 class LossScaleCollapse(TrainerError):  # noqa: N818 - the name it has in the field
     """Gradients overflow in every step, at every loss scale: training has come to an end.
 

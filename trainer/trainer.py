@@ -94,6 +94,10 @@ class Trainer(TrainerBase):
         strategy: a single device or DDP; sharded strategies are not supported yet.
         detect_anomaly: where the loss is scaled, overflows are none: ``AnomalyDetection`` looks into skipped steps.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler; None costs nothing.
+        resume: not Lightning's. ``"auto"``: a ``fit`` without ``ckpt_path`` goes on from the newest good checkpoint in
+            the folders that this run writes checkpoints to, or starts anew where there is none.
+        exact_resume: not Lightning's. Whether a resume that would not be exact, because the data or the number of
+            processes are others, is refused. If False it goes on as well as it can, with a warning.
 
     Attributes:
         scaler: the one loss scaler, from construction to the end; disabled where the precision scales nothing.
@@ -149,6 +153,8 @@ class Trainer(TrainerBase):
         default_root_dir: str | Path | None = None,
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
+        resume: Literal["auto"] | None = None,
+        exact_resume: bool = True,
     ) -> None:
         if barebones:
             arguments.check_barebones(
@@ -207,6 +213,8 @@ class Trainer(TrainerBase):
         self.num_sanity_val_steps = limits.num_sanity_val_steps
         self.reload_dataloaders_every_n_epochs = arguments.parse_reload_interval(reload_dataloaders_every_n_epochs)
         self.enable_autolog_hparams = enable_autolog_hparams
+        self.resume = arguments.parse_resume(resume)
+        self.exact_resume = exact_resume
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
         self.profiler = assembly.build_profiler(profiler)

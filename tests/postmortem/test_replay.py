@@ -193,7 +193,7 @@ def test_the_forward_is_the_same_to_the_bit(tmp_path):
         torch.rand(5)  # a hook that draws, before
         with undisturbed(trainer) as now:
             for _ in range(2):
-                rewind(now, recorded)
+                rewind(trainer, now, recorded)
                 run(trainer, recorded, lambda loss: losses.append(loss.item()))
 
     recorded_fit(tmp_path, Module(), look)

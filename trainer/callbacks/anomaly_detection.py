@@ -71,5 +71,5 @@ def _replay(trainer: Any, batches: Iterable[RecordedBatch]) -> None:
 
     with undisturbed(trainer) as now, torch.autograd.set_detect_anomaly(True):
         for recorded in batches:
-            rewind(now, recorded)
+            rewind(trainer, now, recorded)
             run(trainer, recorded, on_loss)

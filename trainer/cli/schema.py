@@ -89,6 +89,8 @@ class TrainerSettings:
     default_root_dir: str | None = None
     enable_autolog_hparams: bool = True
     model_registry: str | None = None
+    resume: str | None = None
+    exact_resume: bool = True
 
 
 TYPES = {field.name: str(field.type) for field in fields(TrainerSettings)}

@@ -117,14 +117,14 @@ def _first_failing(trainer: Any, batches: Sequence[RecordedBatch], scale: float)
 
 def _fails(trainer: Any, now: ObjectState, recorded: RecordedBatch, scale: float) -> bool:
     fits: list[bool] = []
-    rewind(now, recorded)
+    rewind(trainer, now, recorded)
     run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, _optimized(trainer))))
     return not all(fits)
 
 
 def _look_into(trainer: Any, now: ObjectState, recorded: RecordedBatch, finding: Finding) -> None:
     module, parameters = trainer.lightning_module, _optimized(trainer)
-    rewind(now, recorded)
+    rewind(trainer, now, recorded)
     finding.broken_weights = _broken(module.named_parameters())
     finding.broken_buffers = _broken(module.named_buffers())
     finding.broken_batch = _broken(named_tensors_in(recorded.batch, "batch"))

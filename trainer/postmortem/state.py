@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 _OWNERS = (nn.Module, LRScheduler)
-
-
-class RandomState:
-    """The state of the random number generators of python, numpy, torch and ``device``, as it is now."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._device = device
-        # on a GPU too this is kept on the host: no synchronisation
-        self._on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-    def restore(self) -> None:
-        """Make it so again."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._on_device is not None:
-            torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
 
 
 class ObjectState:
