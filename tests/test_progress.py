@@ -72,7 +72,8 @@ def test_the_state_inside_an_epoch():
     state = progress.state_dict()
     assert state == {
         "epoch": 3, "batch_idx": 6, "batches": 37, "optimizer_steps": 18, "skipped_steps": 2, "windows": 18,
-        "zero_grads": 0, "schedule_steps": 0, "epoch_start": [0] * 6, "is_last_batch": True, "cut_short": 0,
+        "closing": False, "zero_grads": 0, "schedule_steps": 0, "epoch_start": [0] * 6, "is_last_batch": True,
+        "cut_short": 0, "is_followed_up": True, "owes_validation": False, "has_validated": False,
     }  # fmt: skip
     restored = FitProgress(in_batch=True, closing=True, is_last_batch=True)
     restored.load_state_dict(state)

@@ -191,5 +191,22 @@ def test_a_run_drawn_at_random(seed: int, tmp_path: Path) -> None:
     folders = iter([tmp_path / "theirs", tmp_path / "ours"])
     theirs, mine = run_both(lambda make: everything_of(make, setup, next(folders)))
     for run, (a, b) in enumerate(zip(theirs, mine, strict=True)):
+        if run and not forget_what_came_before(a, b):
+            return
         for what in a:
             assert_close(a[what], b[what], f"run {run}, {what}")
+
+
+def forget_what_came_before(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
+    """Leave out what our resumed run remembers of the one before, and Lightning's does not.
+
+    That is: metrics logged before, and how many evaluation batches have been logged. Whether anything is left to
+    compare: Lightning's run may end because a callback's metric is not there again yet.
+    """
+    if "losses" in mine and "losses" not in theirs:
+        return False
+    if "losses" in theirs:
+        mine["metrics"] = {name: mine["metrics"].get(name) for name in theirs["metrics"]}
+    for rows in (theirs["rows"], mine["rows"]):
+        rows[:] = [(None, *row[1:]) if "val_both_step" in str(row) else row for row in rows]
+    return True

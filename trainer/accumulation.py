@@ -13,6 +13,11 @@ from torch.optim import Optimizer
 from trainer.engine import Engine, Weight
 from trainer.errors import ConfigurationError
 
+_STATE = (
+    "batches", "size", "backwards", "is_first", "is_last", "factor", "correction", "_position", "_unit", "_total",
+    "_is_weighted",
+)  # fmt: skip
+
 
 class AccumulationWindow:
     """The batches that make one weight update.
@@ -102,6 +107,16 @@ class AccumulationWindow:
     def go_back(self, mark: dict[str, Any]) -> None:
         """Stand where the window stood: an optimizer that evaluates the loss itself wants a batch again."""
         vars(self).update(mark)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the window stands, for a checkpoint. The gradients are the parameters'."""
+        return {name.removeprefix("_"): getattr(self, name) for name in _STATE if hasattr(self, name)}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Stand where the window stood; its number of batches, too, until the next epoch says otherwise."""
+        for name in _STATE:
+            value = state[name.removeprefix("_")]
+            setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
 
     def share(self, loss: Tensor, weight: Weight | None = None) -> Tensor:
         """The current batch's likely share of the window's mean loss.

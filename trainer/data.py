@@ -89,6 +89,7 @@ class TrainingBatches:
         self._renew = renew
         self._watch = watch
         self._first = self._skip = 0
+        self._ended = False
 
     def __bool__(self) -> bool:
         return self.num_batches > 0
@@ -113,8 +114,22 @@ class TrainingBatches:
         self.loaders.start_epoch(epoch)
         self._first, self._skip = skip, 0 if skip and self.loaders.goes_on else skip
 
+    def end(self) -> None:
+        """Nothing is left of the pass that was about to go on."""
+        self._ended = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass under way stands, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next :meth:`start_epoch` go on where the checkpoint was written."""
+
     def __iter__(self) -> Iterator[tuple[Batch, int, bool]]:
         assert self.loaders is not None
+        if self._ended:
+            self._ended = False
+            return iter(())
         only = self.loaders.only()
         source = iter(only) if only is not None else (batch for batch, *_ in self.loaders.batches())
         length = self.loaders.num_batches()  # not what callbacks have made of `num_batches`

@@ -76,6 +76,9 @@ class Engine(Protocol):
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """The context of a forward and backward whose gradients are, or are not, averaged over the processes."""
 
+    def gather(self, value: T) -> list[T]:
+        """Every process's ``value``, on the first; [] on the others, and outside of a run that has several."""
+
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
 

@@ -135,6 +135,7 @@ class EvalLoop:
                 self.recorder.send(
                     {k: v for one in reversed(logged) for k, v in one.items()}, self.fit_progress.windows
                 )
+            self.fit_progress.end_validation()
             self.hooks.of(f"on_{self.stage}_end")()
         self.metrics.reset()
         if self.sanity_checking:

@@ -70,14 +70,15 @@ class FitLoop:
         self.unsettled: tuple[int, ...] = ()
         self.skipped: list[Optimizer] = []
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
-        # what belongs to one run; see prepare
+        # what belongs to one run
         self.hooks: Hooks = NO_HOOKS
         self.batches = TrainingBatches(None)
-        self.transfer: Callable[[Any], Any] = _as_it_is
-        self.optimizers: list[Optimizer] = []
+        self.transfer: Callable[[Any], Any] = _as_it_is  # to the device, through the user's transfer hooks
+        self.optimizers: list[Optimizer] = []  # bare torch optimizers; a live list
         self.schedules = Schedules([], _as_it_is, dict)
-        self.clip_gradients: Clip | None = None
-        self.validate: Callable[[], None] | None = None
+        self.clip_gradients: Clip | None = None  # between `on_before_optimizer_step` and the step
+        self.validate: Callable[[], None] | None = None  # one validation, where there is anything to validate
+        self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has of this process
         self.train: Callable[[Any, int, bool], None] = self.train_batch
         self.training_step: Callable[..., Any] = _as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
@@ -94,21 +95,9 @@ class FitLoop:
         schedules: Schedules,
         clip_gradients: Clip | None,
         validate: Callable[[], None] | None,
+        resume: Callable[[], None] | None,
     ) -> None:
-        """Take in what belongs to one run.
-
-        Args:
-            hooks: what callbacks and the module do at each point.
-            batches: the training data.
-            transfer: moves a batch to the device, through the user's transfer hooks.
-            optimizers: bare torch optimizers; a live list.
-            schedules: the learning-rate schedules.
-            clip_gradients: what happens between ``on_before_optimizer_step`` and the step; None for nothing.
-            validate: runs one validation; None where there is nothing to validate.
-
-        ``train`` may be set to a side door afterwards, for modules that take the optimizer into their own hands
-        (``trainer.side_doors``).
-        """
+        """Take in what belongs to one run: see ``__init__``. A side door may take the place of ``train`` afterwards."""
         self.hooks = hooks
         self.batches = batches
         self.transfer = transfer
@@ -118,7 +107,7 @@ class FitLoop:
         self.window.reset()
         self.schedules = schedules
         self.clip_gradients = clip_gradients
-        self.validate = validate
+        self.validate, self.resume = validate, resume
         self.train = self.train_batch
         self.training_step = self.engine.step_function("training_step")
         self.backward = hooks.override_of("backward")
@@ -130,18 +119,18 @@ class FitLoop:
     def run(self) -> None:
         """Train until the last epoch, the last step, or until somebody sets ``should_stop``."""
         limits = self.limits
-        if limits.fit_is_done() or not self.batches:
+        if not self.batches or (limits.fit_is_done() and self.resume is None):
             return
         self.hooks.on_train_start()
-        while not limits.fit_is_done():
+        if self.resume is not None:
+            self.resume()
+        while self.progress.batches_this_epoch or not limits.fit_is_done():
             self.start_epoch()
             for batch, batch_idx, is_last in self.batches:
                 self.train(batch, batch_idx, is_last)
                 if self.skips_epoch:
                     break
-                if self.validates_this_epoch and limits.validation_is_due():
-                    self.run_validation()
-                self.close_batch()
+                self.follow_up()
                 if limits.epoch_is_done():
                     break
             self.end_epoch()
@@ -157,8 +146,11 @@ class FitLoop:
         if progress.batches_this_epoch == 0:
             progress.begin_epoch()
             self.hooks.on_train_epoch_start()
-        elif self.validates_this_epoch and progress.owes_validation:
-            self.run_validation()
+            return
+        if not progress.is_followed_up:
+            self.follow_up()
+        if self.limits.epoch_is_done():
+            self.batches.end()
 
     def end_epoch(self) -> None:
         """Close an epoch: its hooks, its metrics, the schedules that wait for them."""
@@ -173,9 +165,10 @@ class FitLoop:
         progress.epochs_trained += 1
         self.hooks.on_train_epoch_end()
         self.published.take(self.metrics.current())
+        self.recorder.send(self.metrics.current().logger, progress.windows - 1)
+        self.hooks.save_after_epoch()
         if progress.is_last_batch:  # an epoch that was broken off is none: its schedules wait
             self.schedules.advance("epoch", progress.epoch + 1, on_plateau=True)
-        self.recorder.send(self.metrics.current().logger, progress.windows - 1)
         self.metrics.reset()
         progress.end_epoch()
 
@@ -184,6 +177,7 @@ class FitLoop:
         assert self.validate is not None
         self.settle()
         self.published.take(self.metrics.current())
+        self.progress.owes_validation = True
         self.validate()
 
     # --- one batch ------------------------------------------------------------------------------------------
@@ -218,7 +212,7 @@ class FitLoop:
         progress.batches_started += 1
         progress.is_trained = False
         progress.is_last_batch = is_last
-        progress.in_batch = True
+        progress.in_batch, progress.is_followed_up = True, False
         self.has_updated = False
         self.metrics.begin_batch(batch)
         self.skips_epoch = batch is not None and self.hooks.on_train_batch_start(batch, batch_idx) == -1
@@ -264,18 +258,24 @@ class FitLoop:
         if self.schedules:
             self.advance_schedules()
         self.hooks.on_train_batch_end(outputs, batch, batch_idx)
-        progress.in_batch = False
         self.metrics.end_batch()
         if closes_window and self.limits.logging_is_due():
             self.recorder.send(self.metrics.current().logger, progress.windows)
+        self.hooks.save_after_batch(outputs, batch, batch_idx)
+        progress.in_batch = False
 
-    def close_batch(self) -> None:
-        """What waits until a validation after the batch is over."""
+    def follow_up(self) -> None:
+        """What comes after a batch: a validation, where one is due, and what waits for it."""
+        progress, limits = self.progress, self.limits
+        validates = self.validates_this_epoch and not progress.has_validated
+        if validates and (progress.owes_validation or limits.validation_is_due()):
+            self.run_validation()
         if self.window.is_last:
             if self.schedules and self.has_updated:
                 self.advance_by_step(on_plateau=True)
-            self.progress.windows += 1
-            self.progress.closing = False
+            progress.windows += 1
+            progress.closing = False
+        progress.is_followed_up, progress.has_validated = True, False
 
     # --- one weight update ----------------------------------------------------------------------------------
 

@@ -28,14 +28,14 @@ have as well, ``+`` what Lightning does not have::
                 + on_after_optimizer_step    with the StepOutcome; of a fused optimizer on a GPU, just before the next
                                              update or when somebody asks, whichever is first
                 * lr_scheduler_step          unless the step was skipped
-                  on_train_batch_end
+                  on_train_batch_end         those that save checkpoints: after the module, and the row for the loggers
                   validation, where it is due:
                     * on_validation_model_zero_grad, on_validation_model_eval
                       on_validation_start, on_validation_epoch_start
                       for each batch: on_validation_batch_start, validation_step, on_validation_batch_end
-                      on_validation_epoch_end, on_validation_end
+                      on_validation_epoch_end, on_validation_end (those that save: after the module)
                     * on_validation_model_train
-              on_train_epoch_end             callbacks, module, then those that monitor a metric or save
+              on_train_epoch_end             callbacks, module, those that monitor a metric; last those that save
           on_train_end
           on_fit_end
         d teardown
@@ -134,6 +134,14 @@ OF_CALLBACKS_ONLY = ("on_sanity_check_start", "on_sanity_check_end")
 """Those of them that modules do not have."""
 
 
+def _never(_: Any) -> bool:
+    return False
+
+
+_SAVING = {"on_train_batch_end": "save_after_batch", "on_train_epoch_end": "save_after_epoch"}
+"""The hooks whose part of the callbacks that save is one of its own."""
+
+
 class Hooks:
     """The hooks of one run, each as an attribute: ``hooks.on_train_start()``.
 
@@ -146,6 +154,8 @@ class Hooks:
         scope: told the name of each hook that runs.
         overrides: whether an object has its own version of a named method.
         monitors: whether a callback's ``on_train_epoch_end`` waits for the module's, whose metrics it reads.
+        saves: whether a callback writes checkpoints: at the end of a batch, a validation or an epoch it comes last,
+            after the module and the row for the loggers, so that a checkpoint holds all of it.
         profile: wraps a call in a profiler's scope: (owner, name of the hook, call); None to leave calls bare.
     """
 
@@ -164,6 +174,8 @@ class Hooks:
     on_after_backward: Hook
     on_before_optimizer_step: Hook
     on_after_optimizer_step: Hook
+    save_after_batch: Hook
+    save_after_epoch: Hook
 
     def __init__(
         self,
@@ -173,6 +185,7 @@ class Hooks:
         scope: HookScope,
         overrides: Callable[[Any, str], bool],
         monitors: Callable[[Any], bool],
+        saves: Callable[[Any], bool] = _never,
         profile: Callable[[Any, str, Call], Call] | None = None,
     ) -> None:
         self.scope = scope
@@ -184,13 +197,17 @@ class Hooks:
         for name in CALLBACK_HOOKS:
             parts = ((c, self._part_of(c, name, trainer, module)) for c in callbacks)
             calls = [(c, call) for c, call in parts if call is not None]
-            late = name == "on_train_epoch_end"
+            if name in _SAVING:
+                saving = [call for c, call in calls if saves(c)]
+                calls = [(c, call) for c, call in calls if not saves(c)]
+                setattr(self, _SAVING[name], Hook(name, scope, after=saving))
+            late = {"on_train_epoch_end": monitors, "on_validation_end": saves}.get(name, _never)
             hook = Hook(
                 name,
                 scope,
-                before=[call for c, call in calls if not (late and monitors(c))],
+                before=[call for c, call in calls if not late(c)],
                 module=None if name in OF_CALLBACKS_ONLY else self._part_of(module, name),
-                after=[call for c, call in calls if late and monitors(c)],
+                after=[call for c, call in calls if late(c)],
             )
             setattr(self, name, hook)
 

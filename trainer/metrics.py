@@ -121,6 +121,31 @@ class LoggedValue:
         if self.metric is not None:
             self.metric.reset()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but a metric object, whose state is its own affair; ``_pending`` as it is, to add up the same."""
+        return {
+            "hook": self.hook,
+            "name": self.name,
+            "options": [one if isinstance(one, (bool, str)) else None for one in self.options],  # a group is none
+            "dataloader_idx": self.dataloader_idx,
+            "has_value": self.has_value,
+            "step_value": self.step_value if isinstance(self.step_value, Tensor) else None,
+            "pending": list(self._pending),
+            "weights": list(self._weights),
+            "total": self._total,
+            "weight": self._weight,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self.has_value = state["has_value"]
+        self.step_value, self._total = (
+            None if v is None else v.to(device) for v in (state["step_value"], state["total"])
+        )
+        self._pending = [value.to(device) for value in state["pending"]]
+        self._weights, self._weight = list(state["weights"]), state["weight"]
+        self._epoch_value = None
+
     def _reduced(self) -> Tensor | None:
         self._flush()
         if self._total is None:
@@ -250,6 +275,40 @@ class MetricStore:
         self.batch_size = None
         self.dataloader_idx = None
         self.in_batch = False
+
+    def state_dict(self, name_of: Callable[[Any], str | None]) -> dict[str, Any]:
+        """What has been logged since the epoch started.
+
+        Args:
+            name_of: what a metric object is found again by; one that has no name (None) is left out.
+        """
+        entries = []
+        for key, entry in self.entries.items():
+            name = None if entry.metric is None else name_of(entry.metric)
+            if entry.metric is None or name is not None:
+                entries.append({**entry.state_dict(), "key": list(key), "metric": name})
+        return {"in_batch": self.in_batch, "entries": entries}
+
+    def load_state_dict(
+        self, state: dict[str, Any], metric_of: Callable[[str], Any], reduce: Reduce, device: torch.device
+    ) -> None:
+        """Go on from what :meth:`state_dict` returned.
+
+        Args:
+            state: what it returned.
+            metric_of: the metric object of a name.
+            reduce: over the processes.
+            device: where values live.
+        """
+        self.in_batch = state["in_batch"]
+        for one in state["entries"]:
+            options = LogOptions(*one["options"])
+            entry = LoggedValue(one["hook"], one["name"], options, one["dataloader_idx"], reduce)
+            entry.load_state_dict(one, device)
+            if one["metric"] is not None:
+                entry.metric = metric_of(one["metric"])
+            hook, name, dataloader_idx = one["key"]
+            self.entries[hook, name, dataloader_idx] = entry
 
     def clear(self) -> None:
         """Forget all values and all names, at the start of a run."""

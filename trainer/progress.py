@@ -50,8 +50,10 @@ class FitProgress:
         in_batch: whether a batch is being trained, ``on_train_batch_end`` included. The fit loop.
         closing: whether a window has closed that ``windows`` does not count yet. The fit loop.
         resumed_epoch: the epoch that a checkpoint has put the fit into; -1 without one. Who restores it.
-        owes_validation: whether a checkpoint has put the fit into a validation, which is to be run before anything
-            else. Who restores it.
+        is_followed_up: whether what follows the batch of ``batch_idx``, such as a validation, is over. The fit loop.
+        owes_validation: whether a validation is under way that is to be run to its end: from its beginning, if a
+            checkpoint was written meanwhile. The fit loop; the evaluation loop, before ``on_validation_end``.
+        has_validated: whether the validation that follows the batch is over. The evaluation loop.
     """
 
     epoch: int = 0
@@ -70,7 +72,9 @@ class FitProgress:
     in_batch: bool = False
     closing: bool = False
     resumed_epoch: int = -1
+    is_followed_up: bool = True
     owes_validation: bool = False
+    has_validated: bool = False
 
     @property
     def batches_this_epoch(self) -> int:
@@ -90,7 +94,12 @@ class FitProgress:
         """An epoch is over, its hooks included."""
         self.epoch += 1
         self.batch_idx, self.is_trained = -1, True  # no batch is under way, not even one that was skipped
-        self.owes_validation = False
+        self.is_followed_up, self.owes_validation, self.has_validated = True, False, False
+
+    def end_validation(self) -> None:
+        """An evaluation is over but for its last hook. If it is the validation under way, nothing of it is owed."""
+        if self.owes_validation:
+            self.owes_validation, self.has_validated = False, True
 
     def jump_to_batch(self, count: int) -> None:
         """As if ``count`` batches of the epoch had started."""
@@ -108,27 +117,33 @@ class FitProgress:
         self.windows += self.closing
         self.epoch, self.resumed_epoch = self.epochs_trained, -1
         self.batch_idx = -1
-        self.is_last_batch = self.in_batch = self.closing = self.owes_validation = False
-        self.is_trained = True
+        self.is_last_batch = self.in_batch = self.closing = self.owes_validation = self.has_validated = False
+        self.is_trained = self.is_followed_up = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the counters as they will be when the current batch, or epoch, is over.
+        """What a checkpoint keeps: the counters as they are after the current batch, or when the epoch is over.
 
+        What follows a batch may still be to come: ``is_followed_up``.
         ``cut_short`` are the batches of an epoch that ends before its last one, because of ``max_steps``, say.
         """
         over = self.epochs_trained > self.epoch
+        follows = self.is_trained and not self.is_followed_up and not over
         return {
             "epoch": self.epochs_trained,
             "batch_idx": -1 if over else self.batches_trained_this_epoch - 1,
             "batches": self.batches,
             "optimizer_steps": self.optimizer_steps,
             "skipped_steps": self.skipped_steps,
-            "windows": self.windows + self.closing,
+            "windows": self.windows + (self.closing and not follows),
+            "closing": self.closing and follows,
             "zero_grads": self.zero_grads,
             "schedule_steps": self.schedule_steps,
             "epoch_start": list(astuple(self.epoch_start)),
             "is_last_batch": self.is_last_batch,
             "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else 0,
+            "is_followed_up": not follows,
+            "owes_validation": follows and self.owes_validation,
+            "has_validated": follows and self.has_validated,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, finish_epoch: bool = False) -> None:
@@ -151,7 +166,10 @@ class FitProgress:
         self.skipped_steps = state["skipped_steps"]
         self.windows = state["windows"]
         self.is_last_batch = state.get("is_last_batch", False)
-        self.in_batch = self.closing = False
+        self.is_followed_up = state.get("is_followed_up", True)
+        self.owes_validation = state.get("owes_validation", False)
+        self.has_validated = state.get("has_validated", False)
+        self.in_batch, self.closing = False, state.get("closing", False)
         self.is_trained = True
 
 

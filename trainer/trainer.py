@@ -38,6 +38,7 @@ from trainer.accumulation import AccumulationWindow, count_windows
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint import state as checkpoints
+from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
 from trainer.compat import hparams, loop_state, modules, registry
 from trainer.compat.averaging import attach_averaging, detach_averaging
@@ -49,6 +50,7 @@ from trainer.compat.environment import defaults_from_environment, log_devices
 from trainer.compat.errors import TunerExit
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_results
+from trainer.compat.metric_objects import MetricObjects
 from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
 from trainer.compat.signals import Signals, ctrl_c_ignored
@@ -224,6 +226,8 @@ class Trainer(TrainerBase):
         self._ckpt_path: str | Path | None = None
         self.ckpt_path_is_assigned = False
         self._checkpoint: dict[str, Any] = {}
+        self._process_state: dict[str, Any] | None = None
+        self.process = ProcessState(self, MetricObjects)
         self._inference_mode = inference_mode
         self._detect_anomaly = detect_anomaly
         self._gradient_clip_val = gradient_clip_val
@@ -610,6 +614,7 @@ class Trainer(TrainerBase):
                 loop_state.evaluation_from(loops["fit_loop"], val_progress, self.progress)
                 loop_state.resume_validation(val_progress, self.progress)
             self._refuse_past_the_end()
+            self._process_state = checkpoints.process_state_in(self._checkpoint, self.engine, exact=self.exact_resume)
             if self.progress.batches_this_epoch or self.max_steps != -1:
                 self.data.states = loop_state.loader_states_in(self._checkpoint)
         elif fitting:
@@ -640,6 +645,7 @@ class Trainer(TrainerBase):
             ModuleScope(module),
             ordering.overrides,
             ordering.monitors,
+            ordering.saves,
             None if self._profiling is None else self._profiling.hook,
         )
 
@@ -680,6 +686,7 @@ class Trainer(TrainerBase):
             schedules=self._schedules(hooks),
             clip_gradients=self._clipping(hooks) if module.automatic_optimization else None,
             validate=self._validate_inside_fit if self.enable_validation else None,
+            resume=None if self._process_state is None else self._resume_process,
         )
         side_door: ManualOptimization | ClosureOptimization | None = None
         if not module.automatic_optimization:
@@ -811,8 +818,15 @@ class Trainer(TrainerBase):
             self.state.stage, loop.sanity_checking = RunningStage.TRAINING, False
         self.published.clear()
 
+    def _resume_process(self) -> None:
+        """Put back what a checkpoint has of this process, random states last: nobody is to draw in between."""
+        state, self._process_state = self._process_state, None
+        assert state is not None
+        self.process.load(state, stops=self.resume == "auto")
+
     def _validate_inside_fit(self) -> None:
         assert self._hooks is not None
+        self.process.begin_validation()
         self.state.stage = RunningStage.VALIDATING
         if not self.loop.window.is_open:
             self._hooks.of_module("on_validation_model_zero_grad")()  # no need to hold gradients meanwhile

@@ -117,6 +117,10 @@ def test_a_config_is_printed_as_for_lightnings_trainer(call: Any, capsys: pytest
             call("fit", "--print_config", trainer_class=trainer_class)
         assert end.value.code == 0
         printed.append(yaml.safe_load(capsys.readouterr().out))
+    assert {name: printed[1]["trainer"].pop(name) for name in ("resume", "exact_resume")} == {
+        "resume": None,
+        "exact_resume": True,
+    }
     assert printed[0] == printed[1]
 
 

@@ -18,7 +18,8 @@ def digits(first, last, *, train):
     labels = torch.tensor(data.target)
     images, labels = images[chosen := (labels >= first) & (labels <= last)], labels[chosen] - first
     part = slice(0, 600) if train else slice(600, None)
-    return DataLoader(TensorDataset(images[part], labels[part]), batch_size=50, shuffle=train)
+    # not shuffled, which they are already: a resumed run of Lightning's would shuffle them in another order than ours
+    return DataLoader(TensorDataset(images[part], labels[part]), batch_size=50)
 
 
 def backbone():

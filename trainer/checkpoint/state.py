@@ -4,7 +4,8 @@
 ``epoch``, ``global_step``    for people and file names; not used to restore
 ``state_dict``                the module
 ``loops``                     the counters in Lightning's shape; under ``amp_trainer`` in ours, which say more,
-                              with the states of our own callbacks
+                              with the states of our own callbacks and what each process has for itself
+                              (``trainer.checkpoint.process``)
 ``callbacks``                 the other callbacks' states: Lightning asks for every callback that has one here
 ``optimizer_states``          one for each optimizer
 ``lr_schedulers``             one for each schedule
@@ -24,11 +25,13 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer.checkpoint.process import ProcessState
 from trainer.engine import Engine
 from trainer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    ResumeError,
     UnsafeCheckpointError,
 )
 from trainer.progress import FitProgress
@@ -42,6 +45,7 @@ class Run(Protocol):
     """What is saved and restored: the parts of a Trainer that have state."""
 
     progress: FitProgress
+    process: ProcessState
     callbacks: list[Any]
     profiler: Any
 
@@ -83,6 +87,7 @@ def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[
     ours: dict[str, Any] = {"format": FORMAT, "progress": progress.state_dict()}
     if not weights_only:
         ours["awaited"] = _awaited_metrics(run)
+        ours["processes"] = engine.gather(run.process.dump())
         checkpoint["callbacks"], ours["callbacks"] = {}, {}
         for callback in run.callbacks:
             if state := callback.state_dict():
@@ -182,11 +187,12 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
     """
     engine, loops = run.engine, checkpoint.get("loops", {})
     ours = loops.get(OUR_KEY, checkpoint.get(OUR_KEY))  # it stood beside `loops` once
-    finish_epoch = run.max_steps != -1  # as in Lightning: a run that counts steps goes on where the last step was
+    # as in Lightning, a run that counts steps, and has more to take, goes on where the last step was
     if ours is not None:
-        run.progress.load_state_dict(ours["progress"], finish_epoch=finish_epoch)
+        state = ours["progress"]
+        run.progress.load_state_dict(state, finish_epoch=run.max_steps > state["optimizer_steps"])
     elif loops:
-        progress_from(loops["fit_loop"], run.progress, finish_epoch=finish_epoch)
+        progress_from(loops["fit_loop"], run.progress, finish_epoch=run.max_steps != -1)
         run.progress.give_up_batch()
     run.progress.resumed_epoch = run.progress.epoch
     for key, what in (("optimizer_states", engine.optimizers), ("lr_schedulers", engine.schedules)):
@@ -214,6 +220,35 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
         if waits and run.progress.epoch % config.frequency == 0:
             run.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
+
+
+def process_state_in(checkpoint: dict[str, Any], engine: Engine, *, exact: bool) -> dict[str, Any] | None:
+    """What a checkpoint has of this process; None where it has nothing of processes.
+
+    Args:
+        checkpoint: from :func:`read`.
+        engine: knows which process this is.
+        exact: whether to refuse what another number of processes has written; otherwise it is left alone.
+
+    Raises:
+        ResumeError: it was written by another number of processes, and ``exact`` is set.
+    """
+    processes = checkpoint.get("loops", {}).get(OUR_KEY, {}).get("processes", [])
+    if len(processes) == engine.world_size:
+        state: dict[str, Any] = processes[engine.global_rank]
+        return state
+    if not processes:
+        return None
+    number = (
+        f"The checkpoint was written by a run of {len(processes)} processes, this one has {engine.world_size}: each"
+        " gets other samples and random numbers than in the run that wrote it."
+    )
+    if exact:
+        raise ResumeError(
+            f"{number} Resume with the same number, or go on all the same with Trainer(exact_resume=False)."
+        )
+    warnings.warn(f"{number} The run goes on, but not exactly.", stacklevel=2)
+    return None
 
 
 def _is_ours(callback: Any) -> bool:

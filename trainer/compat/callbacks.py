@@ -39,6 +39,11 @@ def monitors(callback: Any) -> bool:
     return isinstance(callback, (EarlyStopping, Checkpoint))
 
 
+def saves(callback: Any) -> bool:
+    """Whether a callback writes checkpoints, and so is to come when everything else is over."""
+    return isinstance(callback, Checkpoint)
+
+
 def in_order(callbacks: Sequence[Any]) -> list[Any]:
     """Tuners first, those that save checkpoints last, the others between them as they were given."""
 

@@ -168,6 +168,16 @@ class LightningEngine:
             return _NOTHING
         return self.strategy.block_backward_sync()
 
+    def gather(self, value: T) -> list[T]:
+        """Every process's ``value``, on the first; [] on the others, and outside of a run that has several."""
+        if self.world_size == 1:
+            return [value]
+        if not torch.distributed.is_initialized():
+            return []
+        gathered: list[Any] | None = [None] * self.world_size if self.global_rank == 0 else None
+        torch.distributed.gather_object(value, gathered)
+        return gathered or []
+
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes, on this one's device: where a logged number is not by itself."""
         reduced: Tensor = self.strategy.reduce(tensor.to(self.device), group=group, reduce_op=op)

@@ -119,6 +119,10 @@ class ModuleLog:
         if entry is None:
             entry = self._register(store, hook, name, value, _Call(*call), metric_attribute)
             entry.asked = call
+        elif entry.asked is None:  # a checkpoint has brought it
+            restored, entry = entry, self._register(store, hook, name, value, _Call(*call), metric_attribute)
+            entry.load_state_dict(restored.state_dict(), self._trainer.engine.device)
+            entry.asked = call
         elif entry.asked != call or (not add_dataloader_idx and entry.dataloader_idx != store.dataloader_idx):  # type: ignore[union-attr]
             raise _misuse(
                 f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments. This is not allowed"

@@ -185,8 +185,8 @@ def resume_validation(val: EvalProgress, progress: FitProgress) -> None:
         val: the counters of the validation inside a fit, as restored.
         progress: the training's, likewise.
     """
-    progress.owes_validation = val.batches > val.batches_done
-    if progress.owes_validation:
+    if progress.owes_validation or val.batches > val.batches_done:
+        progress.owes_validation, progress.is_followed_up = True, False
         val.forget_batches()
 
 

@@ -1,0 +1,160 @@
+"""What each process has for itself, so that a resumed run goes on to the bit as if nothing had happened.
+
+That is what Lightning's format has no place for: random states, where the data stands, the gradients of an open
+accumulation window, what has been logged in an epoch that is not over, metric objects. It stands in a checkpoint under
+``loops["amp_trainer"]["processes"]``, one entry for each, in plain containers and tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer import rng
+from trainer.accumulation import gradients_of
+from trainer.metrics import MetricStore
+from trainer.optimization import StepOutcome
+
+
+class MetricObjects(Protocol):
+    """The metric objects among a module's parts, by their names there."""
+
+    by_name: dict[str, Any]
+
+    def name_of(self, metric: Any) -> str | None:
+        """The metric's name; None where it is no part of the module."""
+
+    def counts(self) -> dict[str, int]:
+        """How often each has been updated since its last reset."""
+
+    def state_dict(self, without: Container[str] = ()) -> dict[str, Any]:
+        """What they have gathered since their last reset."""
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+
+
+class ProcessState:
+    """Takes and puts back what a process has for itself.
+
+    Args:
+        run: the Trainer: ``loop``, ``eval_loops``, ``engine``, ``published``, ``lightning_module``.
+        metric_objects: finds those of a module.
+    """
+
+    def __init__(self, run: Any, metric_objects: Callable[[nn.Module], MetricObjects]) -> None:
+        self._run = run
+        self._metric_objects = metric_objects
+        self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
+
+    def begin_validation(self) -> None:
+        """A validation inside a fit begins: a checkpoint that breaks it off has it begin again from here."""
+        run = self._run
+        self._before_validation = rng.capture(run.engine.device), self._metric_objects(run.lightning_module).counts()
+
+    def dump(self) -> dict[str, Any]:
+        """The state of this process, as it is between two batches."""
+        run, loop = self._run, self._run.loop
+        engine, progress, window = run.engine, loop.progress, loop.window
+        metrics = self._metric_objects(run.lightning_module)
+        is_over = progress.epochs_trained > progress.epoch  # what was logged is about to be forgotten
+        loops = [one for _, one in self._eval_loops()] + [loop] * is_over
+        unfinished = {name for one in loops for name in _names_in(one.metrics, metrics)}
+        random_state = rng.capture(engine.device)
+        if progress.owes_validation and self._before_validation is not None:
+            random_state, counts = self._before_validation
+            unfinished |= {name for name, count in metrics.counts().items() if count != counts.get(name)}
+        outcome = loop.outcome
+        state: dict[str, Any] = {
+            "rng": random_state,
+            "data": loop.batches.state_dict(),
+            "metrics": (MetricStore(training=True) if is_over else loop.metrics).state_dict(metrics.name_of),
+            "metric_objects": metrics.state_dict(without=unfinished),
+            "published": {
+                name: {k: v for k, v in getattr(run.published, name).items() if isinstance(v, (Tensor, int, float))}
+                for name in ("callback", "logged", "progress_bar")
+            },
+            "seen_batches": {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()},
+            "has_updated": loop.has_updated,
+            "outcome": None if outcome is None else list(outcome),
+            "should_stop": loop.limits.should_stop,
+            "window": {"batches": window.batches},
+        }
+        if progress.is_trained and window.is_open:
+            state["window"] = window.state_dict()
+        state["gradients"] = self._gradients()
+        return _on_host(state) if engine.world_size > 1 else state
+
+    def load(self, state: dict[str, Any], *, stops: bool) -> None:
+        """Put back what :meth:`dump` returned. Everything is set up, and everybody's ``on_train_start`` is over.
+
+        Args:
+            state: of this process.
+            stops: whether a run that had decided to stop stays stopped.
+        """
+        run, loop = self._run, self._run.loop
+        device, metrics = run.engine.device, self._metric_objects(run.lightning_module)
+        loop.batches.load_state_dict(state["data"])
+        metrics.load_state_dict(state["metric_objects"], device)
+        loop.metrics.load_state_dict(state["metrics"], metrics.by_name.get, run.engine.reduce, device)
+        for name, values in state["published"].items():
+            published = getattr(run.published, name)
+            published.update({k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
+        for name, one in self._eval_loops():
+            one.progress.seen_batches.update(state["seen_batches"].get(name, {}))
+        loop.has_updated = state["has_updated"]
+        if state["outcome"] is not None:
+            loop.outcome = outcome = StepOutcome(*state["outcome"])
+            loop.skipped = [loop.optimizers[i] for i in outcome.skipped_optimizers if i < len(loop.optimizers)]
+        loop.limits.should_stop = loop.limits.should_stop or (stops and state["should_stop"])
+        if "size" in state["window"]:
+            loop.window.load_state_dict(state["window"], device)
+        elif loop.progress.batches_this_epoch:
+            loop.window.batches = state["window"]["batches"]  # the epoch that is under way set it
+        parameters = dict(run.lightning_module.named_parameters())
+        for name in state["gradients"].keys() & parameters.keys():
+            parameters[name].grad = state["gradients"][name].to(parameters[name].device)
+        rng.restore(state["rng"], device)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Those that no weight update has used yet.
+
+        In automatic optimization: of an open window. A module that steps its optimizers itself may gather gradients as
+        long as it likes; those of an optimizer that stepped in the last batch are used.
+        """
+        run, loop = self._run, self._run.loop
+        if not loop.progress.is_trained:
+            return {}
+        if run.lightning_module.automatic_optimization:
+            waiting = loop.optimizers if loop.window.is_open and loop.window.backwards else []
+        else:
+            stepped = loop.outcome.optimizers if loop.has_updated and loop.outcome is not None else ()
+            waiting = [optimizer for i, optimizer in enumerate(loop.optimizers) if i not in stepped]
+        wanted = {id(gradient) for gradient in gradients_of(waiting)}
+        named = run.lightning_module.named_parameters()
+        return {name: p.grad.detach() for name, p in named if p.grad is not None and id(p.grad) in wanted}
+
+    def _eval_loops(self) -> Iterator[tuple[str, Any]]:
+        return ((loop.stage, loop) for loop in set(self._run.eval_loops.values()))
+
+
+def _names_in(store: MetricStore, metrics: MetricObjects) -> Iterator[str]:
+    """The metric objects that have been logged, and will be reset with what else has."""
+    for entry in store.entries.values():
+        name = metrics.name_of(entry.metric)
+        if name is not None:
+            yield name
+
+
+def _on_host(value: Any) -> Any:
+    """``value`` with its tensors in host memory, where another process can read them."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _on_host(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_on_host(one) for one in value]
+    return value
