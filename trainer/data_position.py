@@ -20,7 +20,7 @@ import hashlib
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, cycle, islice
 from typing import Any, Protocol
@@ -285,6 +285,9 @@ class SampledPlace(_Pass):
 
     Args:
         loader: one whose class iterates as ``DataLoader`` does.
+
+    Attributes:
+        on_open: called with each iterator that has workers, as soon as there is one.
     """
 
     kind = "sampled"
@@ -300,6 +303,7 @@ class SampledPlace(_Pass):
         )
         kept = (loader.prefetch_factor or 0) * loader.num_workers + 2
         self._sampler = _WatchedSampler(_index_sampler(loader), kept, self._generators)
+        self.on_open: Callable[[Any], None] | None = None
         self._created: State | None = None
         self._was_reset = False
         self._trained = 0
@@ -458,6 +462,7 @@ class SampledPlace(_Pass):
     def _open(self, starts: dict[int, worker_random.States]) -> Iterator[Batch]:
         """An iterator of the dataloader with our sampler in it; the dataloader itself is left as it is."""
         loader, view = self.loader, copy.copy(self.loader)
+        vars(view).pop("_get_iterator", None)  # somebody's, around the original's
         vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._sampler
         if self._draws_here:
             return iter(view)
@@ -466,6 +471,8 @@ class SampledPlace(_Pass):
         loader.check_worker_number_rationality()
         iterator = _WorkerIterator(view, self)
         self._iterator = weakref.ref(iterator)
+        if self.on_open is not None:
+            self.on_open(iterator)
         if loader.persistent_workers:
             loader._iterator = iterator
         return iterator

@@ -41,6 +41,7 @@ class LoaderSet:
         watch: put around a source of batches, by a profiler; None for nothing.
 
     Attributes:
+        on_open: called with each iterator of the training's dataloaders that has workers. DataSource, likewise.
         made_in: the epoch in which they were made; -inf for none that counts. DataSource, when they are made.
         remade_every: epochs after which they are made anew; 0 for never. DataSource, likewise.
     """
@@ -55,6 +56,7 @@ class LoaderSet:
         self._goes_on = False
         self._places: list[Place] = []
         self._taken_up: dict[str, Any] = {}
+        self.on_open: Callable[[Any], None] | None = None
         self.made_in = float("-inf")
         self.remade_every = 0
 
@@ -127,6 +129,8 @@ class LoaderSet:
             self._places = [place_of(loader) for loader in self.combined.flattened]
             for place in self._places:
                 place.reads_ahead = not self._has_length
+                if isinstance(place, SampledPlace):
+                    place.on_open = self.on_open
         return self._places
 
     def begin_together(self) -> None:
