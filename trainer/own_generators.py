@@ -14,7 +14,7 @@ _LOOKED_AT = 1000
 """Objects that are looked at, at most: a generator that somebody means to be found is not far away."""
 _LONG = 64
 """Containers with more items than this hold data."""
-_GLOBAL = (torch.default_generator, np.random.mtrand._rand)
+_GLOBAL = (torch.default_generator, vars(np.random)["get_state"].__self__)
 """Everybody's, which ``trainer.rng`` looks after."""
 
 

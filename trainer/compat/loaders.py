@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch.utils.data import SequentialSampler
 
+from trainer.compat.data_position import Place, SampledPlace, StatefulPlace, place_of
 from trainer.data import Batch
-from trainer.data_position import Place, SampledPlace, StatefulPlace, place_of
 
 Watch = Callable[[Iterable[Any]], Iterable[Any]]
 """Puts a profiler's clock around the fetching of each item."""

@@ -32,8 +32,9 @@ from torch.utils.data import default_collate as _collate
 from torch.utils.data import default_convert as _convert
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from trainer import own_generators, rng, worker_random
-from trainer.worker_random import Carrier, WorkerRandom
+from trainer import own_generators, rng
+from trainer.compat import worker_random
+from trainer.compat.worker_random import Carrier, WorkerRandom
 
 Batch = Any
 State = dict[str, Any]
