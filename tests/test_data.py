@@ -1,21 +1,26 @@
 from __future__ import annotations
 
+from collections import deque
+from itertools import islice
+
 import pytest
 import torch
 
 from trainer.data import TrainingBatches, Transfer
+from trainer.errors import ResumeError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Counted:
-    """Loaders whose source counts how many batches were drawn."""
+    """Loaders whose source counts how many batches were drawn; they can skip ``skips`` of them without drawing."""
 
-    is_sequential = goes_on = False
+    is_sequential = False
 
-    def __init__(self, length, *, limit=None, known=True, single=True):
-        self.length, self.limit, self.has_length, self.single = length, limit, known, single
-        self.drawn, self.epochs = 0, []
+    def __init__(self, length, *, limit=None, known=True, skips=0):
+        self.length, self.limit, self.has_length, self.skips = length, limit, known, skips
+        self.drawn, self.begins_at, self.epochs = 0, 0, []
+        self.reasons, self.calls, self.is_still_used = [], [], True
 
     def num_batches(self):
         known = self.length if self.has_length else float("inf")
@@ -24,25 +29,38 @@ class Counted:
     def start_epoch(self, epoch):
         self.epochs.append(epoch)
 
-    def draw(self):
-        for i in range(self.length):
+    def training_pass(self):
+        for i in range(self.begins_at, self.length):
             self.drawn += 1
             yield f"batch {i}"
 
-    def only(self):
-        return self.draw() if self.single else None
+    def skip(self, count):
+        self.begins_at = min(count, self.skips)
+        return count - self.begins_at
 
-    def batches(self):
-        return ((batch, i, 0) for i, batch in enumerate(self.draw()))
+    def position(self):
+        return {"drawn": self.drawn}
+
+    def recall(self, position, epoch):
+        self.calls.append(("recall", position, epoch))
+        return self.is_still_used
+
+    def begin_after(self, position):
+        self.calls.append(("begin_after", position))
+
+    def take_up(self, position, consumed):
+        torch.rand(3)
+        self.calls.append(("take_up", position, consumed))
+        self.begins_at = position["drawn"] if consumed is None else consumed
+        return self.reasons
 
 
 def numbered(*indices, last):
     return [(f"batch {i}", i, i == last) for i in indices]
 
 
-@pytest.mark.parametrize("single", [True, False])
-def test_a_pass_over_batches_of_known_number(single):
-    loaders = Counted(3, single=single)
+def test_a_pass_over_batches_of_known_number():
+    loaders = Counted(3)
     batches = TrainingBatches(loaders)
     assert batches
     assert (batches.num_batches, batches.has_length) == (3, True)
@@ -59,13 +77,14 @@ def test_a_limit_draws_no_batch_too_many():
     assert loaders.drawn == 2
 
 
+@pytest.mark.parametrize("skips", [0, 1, 2])
 @pytest.mark.parametrize("known", [True, False])
-def test_skipped_batches_are_drawn_and_dropped(known):
-    loaders = Counted(4, known=known)
+def test_batches_that_the_loaders_cannot_skip_are_drawn_and_dropped(known, skips):
+    loaders = Counted(4, known=known, skips=skips)
     batches = TrainingBatches(loaders)
     batches.start_epoch(0, skip=2)
     assert list(batches) == numbered(2, 3, last=3)
-    assert loaders.drawn == 4
+    assert loaders.drawn == 4 - skips
 
 
 def test_batches_are_drawn_one_by_one_where_their_number_is_known():
@@ -107,6 +126,82 @@ def test_nothing_to_train_on():
     empty = TrainingBatches(Counted(0, known=False))
     empty.start_epoch(0, skip=0)
     assert list(empty) == []
+
+
+# --- the state of a pass ------------------------------------------------------------------------------------------
+
+
+def after(count, epoch=3, length=5):
+    """The batches of an epoch of which ``count`` have been handed out."""
+    batches = TrainingBatches(Counted(length))
+    batches.start_epoch(epoch, 0)
+    deque(islice(batches, count), maxlen=0)
+    return batches
+
+
+def test_the_state_says_how_many_batches_of_which_epoch_were_handed_out():
+    batches = TrainingBatches(Counted(5))
+    assert batches.state_dict() == {}
+    batches.start_epoch(0, 0)
+    assert batches.state_dict() == {}
+    assert after(2).state_dict() == {"epoch": 3, "batches": 2, "position": {"drawn": 2}}
+    assert TrainingBatches(None).state_dict() == {}
+
+
+def test_a_pass_is_taken_up_where_it_was_and_draws_nothing():
+    state, loaders = after(2).state_dict(), Counted(5)
+    batches = TrainingBatches(loaders)
+    batches.load_state_dict(state)
+    assert batches.state_dict() == state  # until the pass begins, it is where it was
+    random_state = torch.get_rng_state()
+    batches.start_epoch(3, skip=2)
+    assert batches.state_dict() == state
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert list(batches) == numbered(2, 3, 4, last=4)
+    assert loaders.calls == [("recall", {"drawn": 2}, 3), ("take_up", {"drawn": 2}, None)]
+    assert batches.state_dict()["batches"] == 5
+    batches.start_epoch(4, 0)
+    assert len(loaders.calls) == 2  # a state is for once
+
+
+def test_a_pass_that_was_over_is_begun_after():
+    batches = TrainingBatches(loaders := Counted(2))
+    batches.load_state_dict(after(5).state_dict())
+    batches.start_epoch(4, skip=0)
+    assert loaders.calls == [("recall", {"drawn": 5}, 4), ("begin_after", {"drawn": 5})]
+    assert list(batches) == numbered(0, 1, last=1)
+
+
+def test_what_dataloaders_were_is_nothing_to_those_that_come_after_them():
+    batches = TrainingBatches(loaders := Counted(2))
+    loaders.is_still_used = False
+    batches.load_state_dict(after(5).state_dict())
+    batches.start_epoch(4, skip=0)
+    assert loaders.calls == [("recall", {"drawn": 5}, 4)]
+    renewed = Counted(2)
+    batches = TrainingBatches(Counted(2), lambda: renewed)
+    batches.load_state_dict(after(5).state_dict())
+    batches.start_epoch(4, skip=0)
+    assert renewed.calls == []
+
+
+@pytest.mark.parametrize("skip", [1, 2])
+def test_what_cannot_be_shown_to_be_exact_is_refused_or_drawn_attention_to(skip):
+    def resumed(**exact):
+        loaders = Counted(5)
+        loaders.reasons = ["the one", "the other"]
+        batches = TrainingBatches(loaders)
+        batches.load_state_dict(after(2).state_dict(), **exact)
+        batches.start_epoch(3, skip)
+        assert loaders.calls[-1] == ("take_up", {"drawn": 2}, None if skip == 2 else 1)
+        return list(batches)
+
+    with pytest.raises(
+        ResumeError, match=rf"after batch {skip} of epoch 3 .*: the one; the other\..*exact_resume=False"
+    ):
+        resumed()
+    with pytest.warns(UserWarning, match="not those that would have followed: the one; the other"):
+        assert [i for _, i, _ in resumed(exact=False)] == list(range(skip, 5))
 
 
 def unmoved(batch, device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol
@@ -9,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigurationError
+from trainer import rng
+from trainer.errors import ConfigurationError, ResumeError
 
 Batch = Any
 
@@ -35,15 +37,45 @@ class Loaders(Protocol):
     def start_epoch(self, epoch: int) -> None:
         """Tell the samplers which epoch it is: they shuffle by it."""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the first pass goes on by itself where a checkpoint was written: the dataloaders keep their place."""
-
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """One pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
 
-    def only(self) -> Iterable[Batch] | None:
-        """The one plain dataloader that there is, or None where there are several."""
+    def training_pass(self) -> Iterator[Batch]:
+        """A pass of training: of each batch, what a step gets. Where it stands is known, and can be taken up again."""
+
+    def position(self) -> dict[str, Any]:
+        """Where the pass of training is: tensors and plain containers. {} before the first.
+
+        Where there is no length, and so batches are fetched one ahead, it is that before the last one was fetched.
+        """
+
+    def recall(self, position: dict[str, Any], epoch: int) -> bool:
+        """Learn from a position when the dataloaders were made, and so, when they are due to be made anew.
+
+        Returns:
+            Whether they would not be due in ``epoch``: what they were in then counts.
+        """
+
+    def begin_after(self, position: dict[str, Any]) -> None:
+        """Take over from a pass that was over what the next one depends on."""
+
+    def take_up(self, position: dict[str, Any], consumed: int | None) -> list[str]:
+        """Have the next pass be what is left of that one. Changes the random states of this process.
+
+        Args:
+            position: where it was.
+            consumed: batches that were trained, where it is not those of ``position``; None where it is.
+
+        Returns:
+            Why what follows may not be what would have followed; empty where it is.
+        """
+
+    def skip(self, count: int) -> int:
+        """Have the next pass begin after its first ``count`` batches, as well as can be done without a position.
+
+        Returns:
+            How many are still to be dropped.
+        """
 
 
 class EndOfPass(Exception):  # noqa: N818 - no error
@@ -90,18 +122,45 @@ class TrainingBatches:
         self._watch = watch
         self._first = self._skip = 0
         self._ended = False
+        self._epoch = self._next_epoch = -1
+        self._yielded = 0
+        self._loaded: dict[str, Any] = {}
+        self._exact = True
 
     def __bool__(self) -> bool:
         return self.num_batches > 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass is that is under way, or was last: tensors and plain containers. {} before the first.
+
+        It is that after the batch which was handed out last.
+        """
+        if self._epoch < 0 or self.loaders is None:
+            return self._loaded
+        return {"epoch": self._epoch, "batches": self._yielded, "position": self.loaders.position()}
+
+    def load_state_dict(self, state: dict[str, Any], *, exact: bool = True) -> None:
+        """Have the next epoch begin, or go on, as it would have where ``state_dict`` returned ``state``.
+
+        Args:
+            state: what it returned.
+            exact: refuse where that cannot be shown; otherwise go on as well as possible, with a warning.
+        """
+        self._loaded, self._exact = state, exact
+
     def start_epoch(self, epoch: int, skip: int) -> None:
         """The next pass is that of ``epoch``, without its first ``skip`` batches.
 
-        They are loaded and dropped, unless the dataloaders keep their place.
+        Where a state has been loaded that speaks of it, it is taken up there. Otherwise the samples of these batches
+        are skipped, or loaded and dropped, where the dataloaders cannot do better.
 
         Raises:
             ConfigurationError: the dataloaders run one after the other.
+            ResumeError: what follows could not be shown to be what would have followed.
         """
+        state = self._loaded
+        if state and self.loaders is not None and not self.loaders.recall(state["position"], epoch):
+            state = {}
         renewed = self._renew() if self._renew is not None else None
         if renewed is not None:
             self.loaders, self.num_batches, self.has_length = renewed, renewed.num_batches(), renewed.has_length
@@ -112,35 +171,61 @@ class TrainingBatches:
                 ' each dataloader at a time: choose "max_size_cycle", "max_size" or "min_size".'
             )
         self.loaders.start_epoch(epoch)
-        self._first, self._skip = skip, 0 if skip and self.loaders.goes_on else skip
+        self._next_epoch, self._first, self._skip = epoch, skip, 0
+        if state and skip and state["epoch"] == epoch:
+            self._take_up(state)
+        elif skip:
+            self._skip = self.loaders.skip(skip)
+        elif state and state["epoch"] + 1 == epoch and renewed is None:
+            self.loaders.begin_after(state["position"])
+
+    def _take_up(self, state: dict[str, Any]) -> None:
+        assert self.loaders is not None
+        skip, position = self._first, state["position"]
+        with rng.isolated():
+            reasons = self.loaders.take_up(position, None if skip == state["batches"] else skip)
+        if reasons and self._exact:
+            raise ResumeError(
+                f"Resuming after batch {skip} of epoch {state['epoch']} would not be exact: {'; '.join(reasons)}."
+                " Resume with what the checkpoint was made with, or go on all the same, as well as possible:"
+                " Trainer(exact_resume=False)."
+            )
+        if reasons:
+            warnings.warn(
+                f"The batches after batch {skip} of epoch {state['epoch']} are not those that would have followed:"
+                f" {'; '.join(reasons)}.",
+                stacklevel=2,
+            )
 
     def end(self) -> None:
         """Nothing is left of the pass that was about to go on."""
         self._ended = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the pass under way stands, for a checkpoint."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next :meth:`start_epoch` go on where the checkpoint was written."""
 
     def __iter__(self) -> Iterator[tuple[Batch, int, bool]]:
         assert self.loaders is not None
         if self._ended:
             self._ended = False
             return iter(())
-        only = self.loaders.only()
-        source = iter(only) if only is not None else (batch for batch, *_ in self.loaders.batches())
         length = self.loaders.num_batches()  # not what callbacks have made of `num_batches`
-        first, start = self._first, self._first - self._skip
+        start = self._first - self._skip
         count = None if length == float("inf") else int(length)
-        source = islice(source, None if count is None else count - start)
+        source: Iterator[Batch] = islice(self.loaders.training_pass(), None if count is None else count - start)
         if self._watch is not None:
             source = iter(self._watch(source))
-        if not self.has_length:
-            return ((batch, i, last) for i, (batch, last) in enumerate(_with_last(source), start) if i >= first)
-        return ((batch, i, i + 1 == count) for i, batch in enumerate(source, start) if i >= first)
+        self._epoch, self._yielded, self._loaded = self._next_epoch, self._first, {}
+        return self._known(source, start, count) if self.has_length else self._unknown(source, start)
+
+    def _known(self, source: Iterator[Batch], start: int, count: int | None) -> Iterator[tuple[Batch, int, bool]]:
+        for i, batch in enumerate(source, start):
+            if i >= self._first:
+                self._yielded = i + 1
+                yield batch, i, i + 1 == count
+
+    def _unknown(self, source: Iterator[Batch], start: int) -> Iterator[tuple[Batch, int, bool]]:
+        for i, (batch, is_last) in enumerate(_with_last(source), start):
+            if i >= self._first:
+                self._yielded = i + 1
+                yield batch, i, is_last
 
 
 def _with_last(source: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:

@@ -672,7 +672,7 @@ class Trainer(TrainerBase):
         if loaders is not None:
             self._schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
-            self.data.go_on(loaders, after=self.progress.batches_this_epoch)
+            self.data.go_on(loaders)
         if self.enable_validation and loop.limits.epoch_validates():
             self._prepare_validation()
         self.engine.adapter.clip = self._clip_by_hand

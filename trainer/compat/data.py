@@ -132,23 +132,10 @@ class DataSource:
         states = [] if ready is None else ready.state_dicts()
         return {"combined_loader": states} if states else {}
 
-    def go_on(self, loaders: LoaderSet, *, after: int) -> None:
-        """Let the training dataloaders go on where a checkpoint was written, if ``states`` says where.
-
-        Args:
-            loaders: the training dataloaders.
-            after: batches of an epoch that were trained before it was written, and should not come twice.
-        """
+    def go_on(self, loaders: LoaderSet) -> None:
+        """Let the training dataloaders go on where a checkpoint was written, if ``states`` says where."""
         states, self.states = self.states, []
         loaders.load_state_dicts(states)
-        if 0 < after < loaders.num_batches() and not loaders.is_repeatable:
-            rank_zero_warn(
-                "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not"
-                " resumable. The batches that were trained are loaded and dropped; in another order they are others."
-                " Consider using an end-of-epoch checkpoint or make your dataloader"
-                " resumable by implementing the `state_dict` / `load_state_dict` interface.",
-                category=PossibleUserWarning,
-            )
 
     def forget(self, stage: RunningStage) -> None:
         """Make the dataloaders of ``stage`` anew when they are asked for next."""
@@ -164,8 +151,9 @@ class DataSource:
         """Whether the dataloaders of ``stage`` are to be made before its next pass, for the first time or anew."""
         if stage not in self._ready or stage in self._outdated:
             return True
-        every = self._trainer.reload_dataloaders_every_n_epochs
-        return bool(every) and self._trainer.current_epoch - self._made_in[stage] >= every
+        every, ready = self._trainer.reload_dataloaders_every_n_epochs, self._ready[stage]
+        made_in = self._made_in[stage] if ready is None else ready.made_in
+        return bool(every) and self._trainer.current_epoch - made_in >= every
 
     def outdate(self, stage: RunningStage) -> None:
         """Have the dataloaders of ``stage`` made anew before its next pass, training's before its next epoch."""
@@ -188,7 +176,10 @@ class DataSource:
             self._outdated.discard(stage)
             # a sanity check makes those of its epoch's validation, too; but not every epoch has one
             is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()
-            self._made_in[stage] = float("-inf") if is_extra else self._trainer.current_epoch
+            made_in = float("-inf") if is_extra else self._trainer.current_epoch
+            self._made_in[stage] = made_in
+            if (ready := self._ready[stage]) is not None:
+                ready.made_in, ready.remade_every = made_in, self._trainer.reload_dataloaders_every_n_epochs
         if old is not None and old is not self._ready[stage]:
             old.combined.reset()
         return self._ready[stage]

@@ -8,13 +8,15 @@ from itertools import islice
 from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.types import _Stateful
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch.utils.data import SequentialSampler
 
+from trainer.compat.data_position import Place, SampledPlace, StatefulPlace, place_of
 from trainer.data import Batch
 
 Watch = Callable[[Iterable[Any]], Iterable[Any]]
@@ -37,6 +39,11 @@ class LoaderSet:
         limits: batches to run of each.
         has_length: whether the length of each is known.
         watch: put around a source of batches, by a profiler; None for nothing.
+
+    Attributes:
+        on_open: called with each iterator of the training's dataloaders that has workers. DataSource, likewise.
+        made_in: the epoch in which they were made; -inf for none that counts. DataSource, when they are made.
+        remade_every: epochs after which they are made anew; 0 for never. DataSource, likewise.
     """
 
     def __init__(
@@ -47,6 +54,11 @@ class LoaderSet:
         self._has_length = has_length
         self._watch = _unwatched if watch is None else watch
         self._goes_on = False
+        self._places: list[Place] = []
+        self._taken_up: dict[str, Any] = {}
+        self.on_open: Callable[[Any], None] | None = None
+        self.made_in = float("-inf")
+        self.remade_every = 0
 
     @property
     def limits(self) -> list[float]:
@@ -63,22 +75,11 @@ class LoaderSet:
         """Whether the length of each is known."""
         return self._has_length
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the dataloaders go on by themselves where a checkpoint was written."""
-        return self._goes_on
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether a pass that was left can be gone on with exactly: by who keeps its place, or has a fixed order."""
-        return all(
-            isinstance(loader, _Stateful) or isinstance(getattr(loader, "sampler", None), SequentialSampler)
-            for loader in self.combined.flattened
-        )
-
     def state_dicts(self) -> list[dict[str, Any]]:
         """The places of those dataloaders that keep theirs."""
-        return self.combined._state_dicts()
+        if not self._places:
+            return self.combined._state_dicts()
+        return [place.loader_state() for place in self._places if isinstance(place, StatefulPlace)]
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         """Go on from what ``state_dicts`` returned."""
@@ -110,6 +111,101 @@ class LoaderSet:
             return ((batch, batch_idx, 0) for batch_idx, batch in enumerate(islice(only, stop)))
         self.combined.limits = limits
         return islice(self._watch(self.combined), stop)
+
+    # --- training, whose passes can be taken up ---
+
+    def training_pass(self) -> Iterator[Batch]:
+        """A pass of training: of each batch, what a step gets."""
+        places, self._goes_on = self.places(), False
+        if self.only() is not None:
+            return iter(self._watch(places[0]))
+        self.combined.limits = self._limits
+        self.begin_together()
+        return (batch for batch, *_ in self._watch(_Going(self.combined)))
+
+    def places(self) -> list[Place]:
+        """Where each of the dataloaders is."""
+        if not self._places:
+            self._places = [place_of(loader) for loader in self.combined.flattened]
+            for place in self._places:
+                place.reads_ahead = not self._has_length
+                if isinstance(place, SampledPlace):
+                    place.on_open = self.on_open
+        return self._places
+
+    def begin_together(self) -> None:
+        """Begin a pass over all of them, or go on with the one that was taken up."""
+        combined, taken_up = self.combined, self._taken_up
+        self._taken_up = {}
+        loaders, combined._flattened = combined._flattened, self.places()
+        try:
+            iter(combined)
+        finally:
+            combined._flattened = loaders
+        if taken_up:
+            assert combined._iterator is not None
+            combined._iterator._idx = taken_up["index"]
+            if isinstance(combined._iterator, _MaxSizeCycle):
+                combined._iterator._consumed = list(taken_up["over"])
+
+    def position(self) -> dict[str, Any]:
+        """Where the pass of training is."""
+        states = [place.state_dict() for place in self.places()]
+        position = {"loaders": states, "made_in": self.made_in}
+        if (together := self.combined._iterator) is not None:
+            position["index"], position["over"] = together._idx, list(getattr(together, "_consumed", ()))
+        return position
+
+    def recall(self, position: dict[str, Any], epoch: int) -> bool:
+        """Learn from a position when the dataloaders were made; returns whether those would still be used."""
+        made_in = position["made_in"]
+        if self.remade_every and epoch - made_in >= self.remade_every:
+            return False
+        self.made_in = made_in
+        return True
+
+    def begin_after(self, position: dict[str, Any]) -> None:
+        """Take over from a pass that was over what the next one depends on."""
+        if len(position["loaders"]) == len(self.places()):
+            for place, state in zip(self.places(), position["loaders"], strict=True):
+                if state:
+                    place.begin_after(state)
+
+    def take_up(self, position: dict[str, Any], consumed: int | None) -> list[str]:
+        """Have the next pass be what is left of that one."""
+        states, places = position["loaders"], self.places()
+        if len(states) != len(places):
+            self.skip(consumed or max(state["consumed"] for state in states))
+            return [f"there were {len(states)} dataloaders and are {len(places)}"]
+        reasons, is_one = [], len(places) == 1
+        for place, state in zip(places, states, strict=True):
+            if place.drops and state["consumed"]:
+                _warn_of_dropping(place, state["consumed"])
+            reasons += place.take_up(state, consumed if is_one else None)
+        if consumed is not None and not is_one:
+            reasons.append("it was written inside a batch")
+        self._taken_up = {"index": 0, "over": [], **position}
+        return reasons
+
+    def skip(self, count: int) -> int:
+        """Have the next pass begin after its first ``count`` batches. Returns how many are still to be dropped."""
+        if self._goes_on:
+            return 0
+        places = self.places()
+        if count < self.num_batches() and not all(map(_is_repeatable, places)):
+            rank_zero_warn(
+                "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not"
+                " resumable. The batches that were trained are left out; in another order they are others."
+                " Consider using an end-of-epoch checkpoint or make your dataloader"
+                " resumable by implementing the `state_dict` / `load_state_dict` interface.",
+                category=PossibleUserWarning,
+            )
+        if len(places) > 1 and any(not isinstance(place, SampledPlace) or len(place) < count for place in places):
+            return count
+        for place in places:
+            place.skip(count)
+        self._taken_up = {"index": count, "over": [False] * len(places)}
+        return 0
 
     def _together(self, counts: list[float]) -> float:
         """Batches of a pass in which each dataloader has so many."""
@@ -143,11 +239,6 @@ class DrawnLoaderSet(LoaderSet):
         fetcher._stop_profiler = partial(profiler.stop, _FETCHING[stage])
 
     @property
-    def is_repeatable(self) -> bool:
-        """Whether a pass that was left can be gone on with: nobody knows how many batches the steps have drawn."""
-        return all(isinstance(loader, _Stateful) for loader in self.combined.flattened)
-
-    @property
     def is_done(self) -> bool:
         """Whether the last batch of the pass has been drawn, as far as is known."""
         return self.fetcher.done
@@ -169,10 +260,84 @@ class DrawnLoaderSet(LoaderSet):
         self.combined.limits = [min(own, limit) for own in self.limits]
         self.fetcher.setup(self.combined)
         iter(self.fetcher)
+        return self._steps()
+
+    def training_pass(self) -> Iterator[Batch]:
+        """For each step of a pass of training, what the step before it drew last."""
+        self.combined.limits, drawn = self.limits, int(self._taken_up.get("drawn", 0))
+        self.fetcher.setup(_Beginning(self))  # type: ignore[arg-type]
+        iter(self.fetcher)
+        self.fetcher.fetched = drawn
+        self.fetcher.done = self.fetcher.length is not None and drawn >= self.fetcher.length
+        return (batch for batch, *_ in self._steps())
+
+    def position(self) -> dict[str, Any]:
+        """Where the pass of training is."""
+        return {**super().position(), "drawn": self.fetcher.fetched}
+
+    def take_up(self, position: dict[str, Any], consumed: int | None) -> list[str]:
+        """Have the next pass be what is left of that one."""
+        inside = [] if consumed is None else ["it was written inside a step, which had drawn batches already"]
+        return super().take_up(position, None) + inside
+
+    def skip(self, count: int) -> int:
+        """Have the next pass begin after its first ``count`` steps, as if each had drawn one batch."""
+        left = super().skip(count)
+        self._taken_up["drawn"] = count - left
+        return left
+
+    def _steps(self) -> Iterator[tuple[Batch, int, int]]:
         while not self.is_done:
             batch, batch_idx, dataloader_idx = self.last
             # a loop would take None for a batch that is missing
             yield () if batch is None else batch, batch_idx, dataloader_idx
+
+
+class _Going:
+    """An iterable whose pass has begun."""
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        self._combined = combined
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._combined.__next__, object())
+
+
+class _Beginning:
+    """A CombinedLoader for who begins its passes himself.
+
+    Args:
+        loaders: whose passes of training it begins.
+    """
+
+    def __init__(self, loaders: LoaderSet) -> None:
+        self._loaders = loaders
+
+    def __iter__(self) -> Iterator[Any]:
+        self._loaders.begin_together()
+        return self._loaders.combined
+
+    def __len__(self) -> int:
+        return len(self._loaders.combined)
+
+    def reset(self) -> None:
+        """Shut down what runs."""
+        self._loaders.combined.reset()
+
+
+def _is_repeatable(place: Place) -> bool:
+    """Whether a pass can be gone on with, though nobody knows where it was: by who keeps its place, or has an order."""
+    return isinstance(place, StatefulPlace) or isinstance(getattr(place.loader, "sampler", None), SequentialSampler)
+
+
+def _warn_of_dropping(place: Place, count: int) -> None:
+    rank_zero_warn(
+        f"Resuming inside an epoch: a {type(place.loader).__name__} cannot skip batches, so the first {count} are"
+        " loaded and dropped. What follows is exact if it gives the same batches in the same order again. It would cost"
+        " nothing with a map-style dataset, or with a dataloader that has `state_dict` and `load_state_dict`"
+        " (torchdata's StatefulDataLoader).",
+        category=PossibleUserWarning,
+    )
 
 
 def watch_of(profiler: Profiler, stage: RunningStage) -> Watch | None:
