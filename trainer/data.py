@@ -182,9 +182,10 @@ class TrainingBatches:
     def _take_up(self, state: dict[str, Any]) -> None:
         assert self.loaders is not None
         skip, position = self._first, state["position"]
+        was_between_batches = skip == state["batches"]  # an exception inside of one may have written it, as it could
         with rng.isolated():
-            reasons = self.loaders.take_up(position, None if skip == state["batches"] else skip)
-        if reasons and self._exact:
+            reasons = self.loaders.take_up(position, None if was_between_batches else skip)
+        if reasons and self._exact and was_between_batches:
             raise ResumeError(
                 f"Resuming after batch {skip} of epoch {state['epoch']} would not be exact: {'; '.join(reasons)}."
                 " Resume with what the checkpoint was made with, or go on all the same, as well as possible:"
