@@ -39,7 +39,7 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import callbacks as ordering
-from trainer.compat import hparams, loop_state, modules, registry
+from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry
 from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import select_path
@@ -648,8 +648,10 @@ class Trainer(TrainerBase):
         modules.announce_device(self, module)
         for logger in assembly.in_opening_order(self.loggers):
             _ = getattr(logger, "experiment", None)
+        checkpoint_folders.claim(self, self._session)
         self.engine.barrier("pre_setup")
-        ordering.run_hook_around(self, "setup")
+        with checkpoint_folders.without_warnings_of_ours(self):
+            ordering.run_hook_around(self, "setup")
         self.engine.barrier("post_setup")
 
     def _prepare_fit(self) -> None:
