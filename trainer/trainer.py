@@ -39,7 +39,7 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import callbacks as ordering
-from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry
+from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry, resuming
 from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import select_path
@@ -397,6 +397,9 @@ class Trainer(TrainerBase):
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
+        if self.resume:  # so that the rows that are kept on a resume are there
+            for logger in self.loggers:
+                logger.save()
         with self.profiler.profile("save_checkpoint"):
             self.engine.save(self._dump(bool(weights_only)), filepath, storage_options)
 
@@ -578,6 +581,8 @@ class Trainer(TrainerBase):
         attach_log(module, self)
         self._session.callback(detach_log, module, self.callbacks)
         self.engine.setup_environment()
+        if fitting and self.resume and self._ckpt_path is None and not self.fast_dev_run:
+            self._ckpt_path = resuming.newest_checkpoint(self)  # before anybody asks a logger for its folder
         modules.set_up_profiler(self, module)
         self.data.prepare_data()
         self._call_setup_hooks()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from trainer.checkpoint.folders import LOCK, held
 from trainer.compat.checkpoint_io import files_of, local_path
-from trainer.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 def folders_of(trainer: Any) -> list[str]:
@@ -37,23 +38,34 @@ def claim(trainer: Any, session: ExitStack) -> None:
         FolderInUseError: another run has one.
         CheckpointWriteError: one cannot be made, or written to.
     """
-    if trainer.fast_dev_run:
-        return
-    error: CheckpointError | None = None
-    if trainer.is_global_zero:
+
+    def work() -> None:
         folders = folders_of(trainer) if trainer.state.fn is TrainerFn.FITTING else []
         if (files := files_of(trainer.strategy)) is not None:
             savers = (saver for saver in trainer.checkpoint_callbacks if isinstance(saver, OnExceptionCheckpoint))
             files.belong(folders, [saver.ckpt_path for saver in savers])
+        for folder in folders:
+            if (place := local_path(folder)) is not None:
+                session.enter_context(held(place))
+
+    if not trainer.fast_dev_run:
+        on_first_rank(trainer, work)
+
+
+def on_first_rank(trainer: Any, work: Callable[[], T]) -> T:
+    """What ``work`` returns, or raises, on rank 0: on all ranks."""
+    result: Any = None
+    error: Exception | None = None
+    if trainer.is_global_zero:
         try:
-            for folder in folders:
-                if (place := local_path(folder)) is not None:
-                    session.enter_context(held(place))
-        except CheckpointError as problem:
+            result = work()
+        except Exception as problem:
             error = problem
-    error = trainer.engine.broadcast(error)
+    result, error = trainer.engine.broadcast((result, error))
     if error is not None:
         raise error
+    found: T = result
+    return found
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -19,6 +21,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.checkpoint import files
+from trainer.checkpoint.snapshot import on_host
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 
 _HANDED_OVER = ".temp.ckpt"  # in which Lightning's launchers hand weights to the process that started the others
@@ -35,6 +38,8 @@ class CheckpointFiles(TorchCheckpointIO):
     manifest.
 
     Args:
+        asynchronous: write in the background. Saving copies the state to host memory and returns; the next save,
+            loading and the end of the run wait until it is written, and raise what went wrong. Removing waits its turn.
         when_full: what a disk without room means: ``"stop"`` raises, ``"continue"`` warns and trains on. Either way the
             older files are kept, and so are those that the one that is missing should have replaced.
 
@@ -42,16 +47,19 @@ class CheckpointFiles(TorchCheckpointIO):
         ConfigurationError: an unknown ``when_full``.
     """
 
-    def __init__(self, *, when_full: Literal["stop", "continue"] = "stop") -> None:
+    def __init__(self, *, asynchronous: bool = False, when_full: Literal["stop", "continue"] = "stop") -> None:
         if when_full not in ("stop", "continue"):
             raise ConfigurationError(f"Got when_full={when_full!r}, expected 'stop' or 'continue'.")
         super().__init__()
+        self.asynchronous = asynchronous
         self.when_full = when_full
         self._folders: tuple[Path, ...] = ()  # where the run's checkpoints are
         self._urls: tuple[str, ...] = ()
         self._own: set[str] = set()  # files that are the run's wherever they are
         self._good: dict[Path, Identity] = {}  # files known to be whole, as they were then
         self._lacks = False  # the last save found no room
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: list[Future[list[str]]] = []  # a save, and the removals that came after it
 
     def belong(self, folders: Iterable[str | Path], others: Iterable[str | Path]) -> None:
         """Take note of what is a run's and may be removed; paths or URLs.
@@ -60,6 +68,7 @@ class CheckpointFiles(TorchCheckpointIO):
             folders: where its checkpoints are; in local ones the last good one is kept.
             others: files of its own elsewhere.
         """
+        self.wait()
         folders = list(folders)
         self._folders = tuple(Path(os.path.realpath(place)) for folder in folders if (place := local_path(folder)))
         self._urls = tuple(str(folder) for folder in folders if local_path(folder) is None)
@@ -78,6 +87,51 @@ class CheckpointFiles(TorchCheckpointIO):
                 f" `{type(self).__name__}`. Please implement your custom `CheckpointIO` to define how you'd like to use"
                 " `storage_options`."
             )
+        self.wait()
+        self._do(self._save, on_host(checkpoint) if self.asynchronous else checkpoint, path)
+
+    def wait(self) -> None:
+        """Wait for what is written in the background.
+
+        Raises:
+            CheckpointWriteError: it was not written.
+        """
+        while self._pending:
+            for warning in self._pending.pop(0).result():
+                rank_zero_warn(warning)
+
+    def teardown(self) -> None:
+        """Wait for what is written in the background, and end the thread that does it.
+
+        Raises:
+            CheckpointWriteError: it was not written. A warning, where the run ends because of another error.
+        """
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.shutdown()
+        is_failing = sys.exc_info()[0] is not None
+        try:
+            self.wait()
+        except CheckpointWriteError as error:
+            if not is_failing:
+                raise
+            rank_zero_warn(str(error))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.wait()
+        return {**vars(self), "_writer": None}
+
+    def _do(self, work: Callable[..., list[str]], *arguments: Any) -> None:
+        """Do it in the background, after what is under way there, or at once. What it returns are warnings."""
+        if not self.asynchronous:
+            for warning in work(*arguments):
+                rank_zero_warn(warning)
+            return
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "checkpoints")
+        self._pending.append(self._writer.submit(work, *arguments))
+
+    def _save(self, checkpoint: dict[str, Any], path: str | Path) -> list[str]:
         save, facts = partial(torch.save, checkpoint), _facts(checkpoint)
         local = local_path(path)
         try:
@@ -89,12 +143,12 @@ class CheckpointFiles(TorchCheckpointIO):
             self._lacks = True
             if error.errno not in files.FULL or self.when_full == "stop":
                 raise
-            rank_zero_warn(f"{error} Training goes on without it.")
-            return
+            return [f"{error} Training goes on without it."]
         self._lacks = False
         self._own.add(_name(path))
         if local is not None:
             self._remember(local)
+        return []
 
     def load_checkpoint(
         self,
@@ -109,6 +163,7 @@ class CheckpointFiles(TorchCheckpointIO):
             CheckpointError: it is damaged.
             pickle.UnpicklingError: it holds more.
         """
+        self.wait()
         local = local_path(path)
         if local is not None and local.is_file():
             files.verify(local)
@@ -117,15 +172,19 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint of this run. What is not one, and the last good one, is kept, with a warning."""
+        self._do(self._remove, path)
+
+    def _remove(self, path: str | Path) -> list[str]:
         local, name = local_path(path), _name(path)
         if not (get_filesystem(path).exists(path) if local is None else os.path.lexists(local)):
-            return
+            return []
         if reason := self._reason_to_keep(local, name):
-            rank_zero_warn(f"{path} was to be removed as an old checkpoint, and is kept: {reason}")
-        elif local is None:
+            return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
+        if local is None:
             super().remove_checkpoint(path)
         else:
             local.unlink()
+        return []
 
     def _reason_to_keep(self, local: Path | None, name: str) -> str:
         """Why a file must not be removed, as a sentence; "" where it may be."""
