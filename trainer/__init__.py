@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
+    from trainer.compat.checkpoint_io import CheckpointFiles
     from trainer.optimization import StepOutcome
     from trainer.precision import LossScaler, Precision
     from trainer.trainer import Trainer
 
-__all__ = ["LossScaler", "Precision", "StepOutcome", "Trainer", "__version__"]
+__all__ = ["CheckpointFiles", "LossScaler", "Precision", "StepOutcome", "Trainer", "__version__"]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CheckpointFiles": "trainer.compat.checkpoint_io",
     "LossScaler": "trainer.precision.scaler",
     "Precision": "trainer.precision.base",
     "StepOutcome": "trainer.optimization",

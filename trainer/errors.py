@@ -44,6 +44,18 @@ class IncompleteCheckpointError(CheckpointError, KeyError):
     __str__ = Exception.__str__  # KeyError's shows the message in quotes
 
 
+class CheckpointWriteError(CheckpointError, OSError):
+    """A checkpoint that cannot be written, or a folder for it; ``errno`` is the system's. Older files are kept."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class FolderInUseError(CheckpointError):
+    """Another run writes its checkpoints into the same folder."""
+
+
 class ResumeError(CheckpointError):
     """A resume that would not be exact: the run is set up in another way than the one that wrote the checkpoint.
 

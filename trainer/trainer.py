@@ -40,7 +40,7 @@ from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
-from trainer.compat import hparams, loop_state, modules, registry
+from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry, resuming
 from trainer.compat.averaging import attach_averaging, detach_averaging
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import select_path
@@ -401,6 +401,9 @@ class Trainer(TrainerBase):
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
+        if self.resume:  # so that the rows that are kept on a resume are there
+            for logger in self.loggers:
+                logger.save()
         with self.profiler.profile("save_checkpoint"):
             self.engine.save(self._dump(bool(weights_only)), filepath, storage_options)
 
@@ -582,6 +585,8 @@ class Trainer(TrainerBase):
         attach_log(module, self)
         self._session.callback(detach_log, module, self.callbacks)
         self.engine.setup_environment()
+        if fitting and self.resume and self._ckpt_path is None and not self.fast_dev_run:
+            self._ckpt_path = resuming.newest_checkpoint(self)  # before anybody asks a logger for its folder
         modules.set_up_profiler(self, module)
         self.data.prepare_data()
         self._call_setup_hooks()
@@ -654,8 +659,10 @@ class Trainer(TrainerBase):
         modules.announce_device(self, module)
         for logger in assembly.in_opening_order(self.loggers):
             _ = getattr(logger, "experiment", None)
+        checkpoint_folders.claim(self, self._session)
         self.engine.barrier("pre_setup")
-        ordering.run_hook_around(self, "setup")
+        with checkpoint_folders.without_warnings_of_ours(self):
+            ordering.run_hook_around(self, "setup")
         self.engine.barrier("post_setup")
 
     def _prepare_fit(self) -> None:

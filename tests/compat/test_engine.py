@@ -228,7 +228,8 @@ def test_devices_and_processes_are_lightnings(
             return type(error), re.sub("0x[0-9a-f]+", "", str(error))
         strategy = trainer.strategy
         return (
-            type(trainer.accelerator), type(strategy), strategy.root_device, type(strategy.checkpoint_io),
+            type(trainer.accelerator), type(strategy), strategy.root_device,
+            isinstance(strategy.checkpoint_io, TorchCheckpointIO),
             type(getattr(strategy, "cluster_environment", None)), type(getattr(strategy, "_layer_sync", None)),
             type(strategy.launcher), trainer.device_ids, trainer.num_nodes, trainer.distributed_sampler_kwargs,
             (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, rank_zero_only.rank),

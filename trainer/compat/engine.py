@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from trainer.compat.checkpoint_io import adopt
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
@@ -73,6 +74,7 @@ class LightningEngine:
             )
         self.adapter = PrecisionAdapter(precision, self.device.type)
         self.strategy.precision_plugin = self.adapter
+        adopt(self.strategy)
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     @property

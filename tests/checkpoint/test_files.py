@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.checkpoint import files
+from trainer.errors import CheckpointError, CheckpointWriteError
+
+
+def content(seed: int = 0) -> dict[str, Any]:
+    tensors = torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
+    return {"state_dict": {"a": tensors[0], "b": tensors[1]}, "epoch": seed}
+
+
+def saved(path: Path, seed: int = 0, **facts: Any) -> Path:
+    files.write(partial(torch.save, content(seed)), path, facts)
+    return path
+
+
+def complaint(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        files.verify(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value).removeprefix(f"{path} is damaged: ")
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_reads_archives_reads_it(tmp_path: Path) -> None:
+    path = saved(tmp_path / "deep" / "er" / "x.ckpt")
+    files.verify(path)
+    with path.open("rb") as opened:
+        found = [torch.load(where, weights_only=True) for where in (path, opened)]
+    for loaded in (*found, torch.load(path, weights_only=True, mmap=True)):
+        assert torch.equal(loaded["state_dict"]["b"], content()["state_dict"]["b"])
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        assert archive.comment.startswith(b'{"format": 1, "bytes": ')
+    assert os.listdir(path.parent) == ["x.ckpt"]
+
+
+def test_the_manifest_says_what_was_written(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(content(), buffer)
+    before = time.time()
+    path = saved(tmp_path / "x.ckpt", step=7)
+    manifest = files.read_manifest(path)
+    assert manifest is not None
+    assert manifest.size == len(buffer.getvalue())
+    assert path.read_bytes()[: manifest.size - 2] == buffer.getvalue()[:-2]  # but for the length of the comment
+    assert before <= manifest.saved_at <= time.time()
+    assert dict(manifest.facts) == {"step": 7}
+    assert manifest.resumable
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 1000])
+def test_it_does_not_matter_in_what_pieces_it_is_written(tmp_path: Path, piece: int) -> None:
+    buffer = io.BytesIO()
+    torch.save(content(), buffer)
+    data = buffer.getvalue()
+
+    def save(stream: Any) -> None:
+        for start in range(0, len(data), piece):
+            assert stream.write(data[start : start + piece]) == len(data[start : start + piece])
+
+    files.write(save, tmp_path / "x.ckpt")
+    files.verify(tmp_path / "x.ckpt")
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["epoch"] == 0
+
+
+def test_what_is_no_archive_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not end as a zip archive"):
+        files.write(lambda stream: stream.write(b"something else") and None, tmp_path / "x.ckpt")
+    assert not os.listdir(tmp_path)
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.ckpt")
+    data = path.read_bytes()
+    with path.open("r+b", buffering=0) as file:
+        for place in [*range(0, len(data) - 300, 7), *range(len(data) - 300, len(data))]:
+            os.pwrite(file.fileno(), bytes([data[place] ^ 1 << place % 8]), place)
+            complaint(path)
+            os.pwrite(file.fileno(), data[place : place + 1], place)
+    files.verify(path)
+
+
+def test_a_file_cut_short_is_found_wherever_it_is_cut(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.ckpt")
+    size = path.stat().st_size
+    for length in reversed(range(size)):
+        os.truncate(path, length)
+        said = complaint(path)
+        assert "cut short" in said if length else "it is empty" in said, (length, said)
+
+
+def test_what_follows_the_end_is_found(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.ckpt")
+    with path.open("ab") as file:
+        file.write(b"\0" * 3)
+    assert complaint(path) == "3 bytes follow its end."
+
+
+def test_another_archives_manifest_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    one, other = saved(tmp_path / "a.ckpt", 0).read_bytes(), saved(tmp_path / "b.ckpt", 1).read_bytes()
+    cut = one.rindex(b'{"format"')
+    (tmp_path / "a.ckpt").write_bytes(one[:cut] + other[cut:])
+    assert "SHA-256" in complaint(tmp_path / "a.ckpt")
+
+
+def test_without_a_manifest_the_archives_own_checksums_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    torch.save(content(), path)
+    assert files.read_manifest(path) is None
+    files.verify(path)
+    data = path.read_bytes()
+    place = data.index(content()["state_dict"]["a"].numpy().tobytes())
+    path.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
+    assert "(CRC-32)" in complaint(path)
+    path.write_bytes(data[:-1])
+    assert "cut short" in complaint(path)
+    path.write_bytes(data[:-100] + b"\0" * 78 + data[-22:])
+    assert "cannot be read as a zip archive" in complaint(path)
+    path.write_bytes(b"not a checkpoint")
+    assert "it has no end" in complaint(path)
+
+
+def test_in_the_oldest_files_there_is_nothing_to_check(tmp_path: Path) -> None:
+    torch.save(content(), tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
+    files.verify(tmp_path / "x.ckpt")
+
+
+def test_what_cannot_be_read_is_an_error_of_checkpoints(tmp_path: Path) -> None:
+    assert "cannot be read: No such file" in complaint(tmp_path / "x.ckpt")
+    assert "cannot be read: Is a directory" in complaint(tmp_path)
+
+
+# --- a save that does not come to its end -----------------------------------------------------------------------------
+
+
+def test_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+    sync, rename = os.fsync, Path.replace
+
+    def fsync(handle: int) -> None:
+        kind = "folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file"
+        events.append(f"sync {kind}, {(tmp_path / 'x.ckpt').exists()}")
+        sync(handle)
+
+    def replace(self: Path, target: Path) -> Any:
+        assert self.parent == target.parent
+        events.append(f"rename, {self.stat().st_size}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    size = saved(tmp_path / "x.ckpt").stat().st_size
+    assert events == ["sync file, False", f"rename, {size}", "sync folder, True"]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("where", ["in the save", "os.fsync", "pathlib.Path.replace"])
+@pytest.mark.parametrize("error", [Killed(), RuntimeError("in between"), OSError(errno.EIO, "Input/output error")])
+def test_whatever_happens_the_old_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+) -> None:
+    path = saved(tmp_path / "x.ckpt", 0)
+    before = path.read_bytes()
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    def save(stream: Any) -> None:
+        torch.save(content(1), stream)
+        if where == "in the save":
+            fail()
+
+    if where != "in the save":
+        monkeypatch.setattr(where, fail)
+    expected = CheckpointWriteError if isinstance(error, OSError) else type(error)
+    with pytest.raises(expected) as caught:
+        files.write(save, path)
+    if isinstance(error, OSError):
+        assert isinstance(caught.value, OSError)
+        assert caught.value.errno == errno.EIO
+        assert str(caught.value).startswith(f"The checkpoint {path} was not written: Input/output error.")
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_a_full_disk_is_told_with_the_bytes(tmp_path: Path) -> None:
+    code = """
+import os, resource, sys
+sys.path.insert(0, sys.argv[2])
+from trainer.checkpoint import files
+from trainer.errors import CheckpointWriteError
+def save(stream):
+    for _ in range(100):
+        stream.write(bytes(1000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    files.write(save, sys.argv[1])
+except CheckpointWriteError as error:
+    print(error.errno in files.FULL, error)
+"""
+    path = tmp_path / "x.ckpt"
+    path.write_bytes(b"the old one")
+    root = Path(files.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code, path, root], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith(f"True The checkpoint {path} was not written: File too large. It takes 100,")
+    assert "bytes free" in done.stdout
+    assert path.read_bytes() == b"the old one"
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
+
+
+@pytest.mark.parametrize("folder", ["file/below", "file"])
+def test_a_folder_that_cannot_be(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointWriteError, match=r"was not written: (Not a directory|File exists)"):
+        saved(tmp_path / folder / "x.ckpt")
+
+
+# --- the newest good one ----------------------------------------------------------------------------------------------
+
+
+def aged(path: Path, seconds: float) -> Path:
+    os.utime(path, (time.time() - seconds,) * 2)
+    return path
+
+
+def test_the_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    first = saved(a / "first.ckpt")
+    newest = saved(b / "newest.ckpt")
+    aged(newest, 1000)  # a copy, for example: what counts is when it was saved
+    torch.save(content(), a / "lightnings.ckpt")
+    aged(a / "lightnings.ckpt", 500)
+    saved(b / "weights.ckpt", weights_only=True)
+    saved(b / ".hidden.ckpt")
+    saved(tmp_path / "elsewhere.ckpt")
+    (a / "last.ckpt").symlink_to("first.ckpt")
+    (b / "dangling.ckpt").symlink_to("gone.ckpt")
+    (b / "notes.txt").touch()
+    (b / "folder.ckpt").mkdir()
+    assert files.newest_good([a, b, tmp_path / "not there"]) == newest.resolve()
+    assert files.newest_good([a, a]) == first.resolve()
+    assert files.newest_good([tmp_path / "not there"]) is None
+    assert not recwarn
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda d: d[:-9], lambda d: d[:99] + b"?" + d[100:], lambda d: b"", lambda d: d * 2]
+)
+def test_damaged_ones_are_named_and_passed_over(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    torch.save(content(), tmp_path / "old.ckpt")
+    aged(tmp_path / "old.ckpt", 1000)
+    for name in ("newer.ckpt", "newest.ckpt"):
+        path = saved(tmp_path / name)
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.warns(UserWarning, match="is damaged: .* passed over") as caught:
+        assert files.newest_good([tmp_path]) == (tmp_path / "old.ckpt").resolve()
+    assert len(caught) == 2
+    assert {Path(str(w.message).split(" is damaged")[0]).name for w in caught} == {"newer.ckpt", "newest.ckpt"}
+
+
+def test_what_killed_saves_have_left_is_no_checkpoint(tmp_path: Path) -> None:
+    def save(stream: Any) -> None:
+        torch.save(content(), stream)
+        left.append(next(path for path in tmp_path.iterdir() if path.name.endswith(".ckpt-part")).name)
+
+    left: list[str] = []
+    files.write(save, tmp_path / "x.ckpt")
+    (tmp_path / left[0]).write_bytes(b"half of")
+    assert files.in_order([tmp_path]) == [(tmp_path / "x.ckpt").resolve()]
+    assert [path.name for path in files.remove_leftovers(tmp_path)] == left
+    assert os.listdir(tmp_path) == ["x.ckpt"]

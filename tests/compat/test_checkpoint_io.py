@@ -1,0 +1,322 @@
+"""What saves, reads and removes checkpoints, and the folders of a run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+import trainer
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer import CheckpointFiles
+from trainer.checkpoint import files, folders
+from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, FolderInUseError
+
+BATCHES = make_batches(4)
+
+
+def fit(folder: Path, *callbacks: Callback, ckpt_path: Any = None, module: Any = None, **arguments: Any) -> Any:
+    fitted = make_trainer(
+        folder, callbacks=list(callbacks), **{"enable_checkpointing": None, "max_epochs": 2, **arguments}
+    )
+    fitted.fit(module or Regression(), loader_of(BATCHES), ckpt_path=ckpt_path)
+    return fitted
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def weights(path: str | Path) -> list[torch.Tensor]:
+    return list(torch.load(path, weights_only=True)["state_dict"].values())
+
+
+def flip(path: str | Path) -> None:
+    data = bytearray(Path(path).read_bytes())
+    data[len(data) // 2] ^= 1
+    Path(path).write_bytes(data)
+
+
+# --- whose IO it is ---------------------------------------------------------------------------------------------------
+
+
+def test_it_is_the_default_and_nothing_else_is_replaced(tmp_path: Path) -> None:
+    assert trainer.CheckpointFiles is CheckpointFiles
+    assert type(make_trainer(tmp_path).strategy.checkpoint_io) is CheckpointFiles
+    given = TorchCheckpointIO()
+    assert make_trainer(tmp_path, plugins=given).strategy.checkpoint_io is given
+    strategy = SingleDeviceStrategy(checkpoint_io=given, accelerator=None)
+    assert make_trainer(tmp_path, strategy=strategy, accelerator="auto").strategy.checkpoint_io is given
+    own = CheckpointFiles(when_full="continue")
+    assert make_trainer(tmp_path, plugins=[own]).strategy.checkpoint_io is own
+    wrapping = AsyncCheckpointIO()
+    assert make_trainer(tmp_path, plugins=wrapping).strategy.checkpoint_io is wrapping
+    assert type(wrapping.checkpoint_io) is CheckpointFiles
+    wrapping = AsyncCheckpointIO(given)
+    make_trainer(tmp_path, plugins=wrapping)
+    assert wrapping.checkpoint_io is given
+
+
+def test_its_arguments_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match="Got when_full='ignore', expected 'stop' or 'continue'"):
+        CheckpointFiles(when_full="ignore")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"with `storage_options` arg is not supported for `CheckpointFiles`"):
+        CheckpointFiles().save_checkpoint({}, "x.ckpt", storage_options={})
+
+
+def test_it_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    copy = pickle.loads(pickle.dumps(CheckpointFiles(when_full="continue")))
+    copy.save_checkpoint({"state_dict": {}}, tmp_path / "x.ckpt")
+    assert copy.when_full == "continue"
+    assert copy.load_checkpoint(tmp_path / "x.ckpt") == {"state_dict": {}}
+
+
+# --- what is written and read -----------------------------------------------------------------------------------------
+
+
+def test_a_fits_checkpoints_have_manifests_and_load_anywhere(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "c", save_last=True)
+    module = Regression()
+    fit(tmp_path, saver, module=module)
+    assert names(tmp_path / "c") == ["epoch=1-step=8.ckpt", "last.ckpt"]
+    manifest = files.read_manifest(saver.best_model_path)
+    assert manifest is not None
+    assert dict(manifest.facts) == {"epoch": 1, "step": 8, "weights_only": False}
+    for path in (saver.best_model_path, saver.last_model_path):
+        files.verify(path)
+        loaded = Regression.load_from_checkpoint(path)
+        assert all(map(torch.equal, loaded.parameters(), module.parameters()))
+
+
+def test_weights_alone_are_none_to_go_on_from(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_weights_only=True))
+    assert names(tmp_path / "c") == ["epoch=1-step=8.ckpt"]
+    assert files.newest_good([tmp_path / "c"]) is None
+
+
+@pytest.mark.parametrize("run", ["fit", "validate", "test", "predict"])
+def test_a_damaged_file_is_refused_by_every_run(tmp_path: Path, run: str) -> None:
+    saver = ModelCheckpoint(tmp_path / "c")
+    fit(tmp_path, saver)
+    flip(saver.best_model_path)
+    module = Regression()
+    if run != "fit":
+        setattr(module, f"{'validation' if run == 'validate' else run}_step", module.training_step)
+    with pytest.raises(CheckpointError, match=r"epoch=1-step=8.ckpt is damaged: .*\(SHA-256\)"):
+        getattr(make_trainer(tmp_path), run)(module, loader_of(BATCHES), ckpt_path=saver.best_model_path)
+
+
+def test_elsewhere_too_there_is_a_manifest() -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    io = CheckpointFiles()
+    io.save_checkpoint({"state_dict": {"a": torch.ones(2)}, "epoch": 3}, "memory://files/x.ckpt")
+    assert torch.equal(io.load_checkpoint("memory://files/x.ckpt")["state_dict"]["a"], torch.ones(2))
+    assert b'"epoch": 3, "weights_only": true, "sha256": "' in MemoryFileSystem().cat("/files/x.ckpt")
+    io.remove_checkpoint("memory://files/x.ckpt")
+    assert not MemoryFileSystem().exists("/files/x.ckpt")
+    MemoryFileSystem().pipe("/files/other.ckpt", b"")
+    with pytest.warns(UserWarning, match="not in a folder that this run writes checkpoints to"):
+        io.remove_checkpoint("memory://files/other.ckpt")
+    io.belong(["memory://files"], [])
+    for way in ("memory://files/../files/other.ckpt", "memory://files2/x.ckpt"):
+        MemoryFileSystem().pipe(way.removeprefix("memory:/"), b"")
+        with pytest.warns(UserWarning, match="not in a folder"):
+            io.remove_checkpoint(way)
+    io.remove_checkpoint("memory://files/other.ckpt")
+    assert not MemoryFileSystem().exists("/files/other.ckpt")
+
+
+# --- what is removed --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def io(tmp_path: Path) -> CheckpointFiles:
+    """One whose run has the folder ``c``."""
+    io = CheckpointFiles()
+    io.belong([tmp_path / "c"], [])
+    return io
+
+
+FULL = {"state_dict": {"a": torch.ones(2)}, "optimizer_states": []}
+
+
+def kept(io: CheckpointFiles, path: Path, why: str) -> None:
+    with pytest.warns(UserWarning, match=f"was to be removed as an old checkpoint, and is kept: {why}"):
+        io.remove_checkpoint(path)
+    assert os.path.lexists(path)
+
+
+def test_the_last_good_one_is_kept(tmp_path: Path, io: CheckpointFiles) -> None:
+    first, second = tmp_path / "c" / "1.ckpt", tmp_path / "c" / "2.ckpt"
+    io.save_checkpoint(FULL, first)
+    kept(io, first, "there is no other good one")
+    io.save_checkpoint({"state_dict": {}}, tmp_path / "c" / "weights.ckpt")
+    kept(io, first, "there is no other good one")
+    io.save_checkpoint(FULL, second)
+    flip(second)
+    kept(io, first, "there is no other good one")
+    io.remove_checkpoint(second)  # a damaged one is nothing to keep
+    io.remove_checkpoint(tmp_path / "c" / "weights.ckpt")
+    io.save_checkpoint(FULL, second)
+    io.remove_checkpoint(first)
+    assert names(tmp_path / "c") == ["2.ckpt"]
+
+
+def test_one_of_an_earlier_process_is_verified_before_it_is_relied_on(tmp_path: Path, io: CheckpointFiles) -> None:
+    CheckpointFiles().save_checkpoint(FULL, tmp_path / "c" / "1.ckpt")
+    io.save_checkpoint(FULL, tmp_path / "c" / "2.ckpt")
+    flip(tmp_path / "c" / "1.ckpt")
+    kept(io, tmp_path / "c" / "2.ckpt", "there is no other good one")
+    CheckpointFiles().save_checkpoint(FULL, tmp_path / "c" / "1.ckpt")
+    io.remove_checkpoint(tmp_path / "c" / "2.ckpt")
+    assert names(tmp_path / "c") == ["1.ckpt"]
+
+
+def test_nothing_outside_of_the_runs_folders_is_removed(tmp_path: Path, io: CheckpointFiles) -> None:
+    io.save_checkpoint(FULL, tmp_path / "c" / "1.ckpt")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").touch()
+    (tmp_path / "c" / "link").symlink_to(tmp_path / "precious")
+    (tmp_path / "c" / "folder").mkdir()
+    for way in ("precious/file", "c/../precious/file", "c/link/file", "precious"):
+        kept(io, tmp_path / way, "it is not in a folder that this run writes")
+    kept(io, tmp_path / "c", "it is not in a folder")
+    kept(io, tmp_path / "c" / "folder", "it is a folder")
+    io.remove_checkpoint(tmp_path / "c" / "link")  # the link, not what it points to
+    io.remove_checkpoint(tmp_path / "c" / "not there")
+    assert names(tmp_path / "precious") == ["file"]
+    assert names(tmp_path / "c") == ["1.ckpt", "folder"]
+
+
+def test_a_strangers_checkpoint_removes_nothing(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    saver = ModelCheckpoint(tmp_path / "c", monitor="loss", filename="{epoch}")
+
+    class Logs(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_step=False, on_epoch=True, batch_size=4)
+            return loss
+
+    fit(tmp_path, saver, module=Logs(), max_epochs=1)
+    stranger = torch.load(saver.best_model_path, weights_only=True)
+    (key,) = (key for key in stranger["callbacks"] if "ModelCheckpoint" in key)
+    state = stranger["callbacks"][key]
+    way = str(tmp_path / "c" / ".." / "victim")
+    state["best_k_models"], state["kth_best_model_path"] = {way: torch.tensor(1e9)}, way
+    state["kth_value"] = torch.tensor(1e9)
+    torch.save(stranger, tmp_path / "stranger.ckpt")
+    again = ModelCheckpoint(tmp_path / "c", monitor="loss", filename="{epoch}")
+    with (
+        pytest.warns(UserWarning, match="exists and is not empty"),
+        pytest.warns(UserWarning, match=f"{way} was to be removed"),
+    ):
+        fit(tmp_path, again, module=Logs(), ckpt_path=tmp_path / "stranger.ckpt")
+    assert victim.is_dir()
+
+
+def test_what_lightning_writes_and_removes_itself_is_removed(tmp_path: Path) -> None:
+    io = CheckpointFiles()
+    io.save_checkpoint(FULL, tmp_path / ".lr_find_1.ckpt")  # the tuner
+    io.belong([tmp_path], [])
+    io.remove_checkpoint(tmp_path / ".lr_find_1.ckpt")
+    CheckpointFiles().save_checkpoint(FULL, tmp_path / "sub" / ".temp.ckpt")  # a launcher, in another process
+    CheckpointFiles().remove_checkpoint(tmp_path / "sub" / ".temp.ckpt")
+    assert names(tmp_path) == ["sub"]
+    fitted = make_trainer(tmp_path)
+    fitted.fit(Regression(), loader_of(BATCHES))
+    fitted.save_checkpoint(tmp_path / "on_exception.ckpt")  # as an earlier process did
+    with pytest.warns(UserWarning, match="was called with an `OnExceptionCheckpoint`"):
+        fit(tmp_path, OnExceptionCheckpoint(tmp_path))
+    assert names(tmp_path) == ["sub"]
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_last_is_right_while_others_come_and_go(tmp_path: Path, save_last: Any) -> None:
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.current_epoch:
+                last = tmp_path / "c" / "last.ckpt"
+                files.verify(last)
+                found = torch.load(last, weights_only=True)["global_step"]
+                seen.append((found, last.is_symlink(), trainer.global_step))
+
+    saver = ModelCheckpoint(tmp_path / "c", save_last=save_last, save_on_train_epoch_end=True)
+    fit(tmp_path, saver, Look(), max_epochs=3)
+    assert [found for found, _, _ in seen] == [4] * 4 + [8] * 4
+    assert {is_link for _, is_link, _ in seen} == {save_last == "link"}
+    assert names(tmp_path / "c") == ["epoch=2-step=12.ckpt", "last.ckpt"]
+    assert files.newest_good([tmp_path / "c"]) is not None
+
+
+# --- whose folder it is -----------------------------------------------------------------------------------------------
+
+
+def test_a_fit_has_its_folders_alone_while_it_lasts(tmp_path: Path) -> None:
+    def look(where: list[str], *_: Any) -> None:
+        where.extend(names(tmp_path / folder)[0] for folder in "ab")
+
+    during: list[str] = []
+    watch = Callback()
+    watch.on_train_start = lambda *_: look(during)  # type: ignore[method-assign]
+    a, b = ModelCheckpoint(tmp_path / "a"), ModelCheckpoint(tmp_path / "b", every_n_epochs=5)
+    fitted = fit(tmp_path, a, b, watch)
+    assert during == [folders.LOCK] * 2
+    assert names(tmp_path) == ["a"]  # nothing was saved in the other one
+    assert names(tmp_path / "a") == ["epoch=1-step=8.ckpt"]
+    fitted.fit_loop.max_epochs = 3
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        fitted.fit(Regression(), loader_of(BATCHES))
+    fit(tmp_path / "other", ModelCheckpoint(tmp_path / "b"))
+    assert names(tmp_path / "b") == ["epoch=1-step=8.ckpt"]
+
+
+def test_it_is_free_after_a_fit_that_raises(tmp_path: Path) -> None:
+    class Fails(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(tmp_path, ModelCheckpoint(tmp_path / "a"), module=Fails())
+    assert names(tmp_path) == []
+
+
+class NoData(Regression):
+    """Fails where data is touched."""
+
+    def setup(self, stage: str) -> None:
+        raise AssertionError("the data is not to be loaded")
+
+    train_dataloader = setup  # type: ignore[assignment]
+
+
+def test_a_folder_that_another_run_has_is_refused_before_data_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_try_lock", lambda handle: False)
+    with pytest.raises(FolderInUseError, match="is in use by another run"):
+        fit(tmp_path, ModelCheckpoint(tmp_path / "a"), module=NoData())
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_data_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointWriteError, match=f"checkpoint folder {tmp_path}/file/c cannot be written to"):
+        fit(tmp_path, ModelCheckpoint(tmp_path / "file" / "c"), module=NoData())
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_fast_run_touches_nothing(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "a"), fast_dev_run=True)
+    assert names(tmp_path) == []

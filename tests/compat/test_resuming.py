@@ -1,0 +1,191 @@
+"""``Trainer(resume="auto")``: the same script, run again."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.checkpoint import files
+from trainer.errors import ConfigurationError
+
+BATCHES = make_batches(4)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Experiment logs directory")
+
+
+class Killed(BaseException):
+    """As good as a kill: nobody saves anything because of it."""
+
+
+class Kill(Callback):
+    """Kills the run when so many batches have been trained."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.progress.batches == self.after:
+            raise Killed
+
+
+class Logs(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", super().training_step(batch, batch_idx), batch_size=4)
+
+
+def script(folder: Path, *, kill: int | None = None, logger: Any = True, saver: Any = None, **arguments: Any) -> Any:
+    """What a user runs, and runs again."""
+    savers = [ModelCheckpoint(save_last=True) if saver is None else saver()]
+    callbacks = [*savers, LearningRateMonitor("step"), *([] if kill is None else [Kill(kill)])]
+    given = {"max_epochs": 3, "log_every_n_steps": 1, "resume": "auto", "logger": logger, "enable_checkpointing": None}
+    fitted = make_trainer(folder, callbacks=callbacks, **{**given, **arguments})
+    module = Logs(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    try:
+        fitted.fit(module, loader_of(BATCHES), loader_of(BATCHES[:2]))
+    except Killed:
+        return None
+    return fitted
+
+
+def rows(folder: Path) -> list[str]:
+    (file,) = folder.rglob("metrics.csv")
+    return file.read_text().splitlines()
+
+
+def checkpoints(folder: Path) -> dict[str, int]:
+    return {path.name: torch.load(path, weights_only=True)["global_step"] for path in sorted(folder.rglob("*.ckpt"))}
+
+
+LOGGERS = {
+    "the default": lambda folder: True,
+    "csv": lambda folder: CSVLogger(folder),
+    "csv in a folder of its own": lambda folder: CSVLogger(folder, name="csv", version=""),
+    "both": lambda folder: [TensorBoardLogger(folder), CSVLogger(folder, name="csv")],
+}
+
+
+@pytest.mark.parametrize(
+    ("logger", "kills"),
+    [
+        ("the default", [9]),
+        ("the default", [4, 6, 6, 8]),
+        ("csv", [6, 10]),
+        ("csv in a folder of its own", [9]),
+        ("both", [9]),
+    ],
+)
+def test_a_killed_run_goes_on_in_its_folder(tmp_path: Path, logger: str, kills: list[int]) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    reference = script(whole, logger=LOGGERS[logger](whole))
+    for kill in kills:
+        assert script(killed, logger=LOGGERS[logger](killed), kill=kill) is None
+    fitted = script(killed, logger=LOGGERS[logger](killed))
+    assert fitted.ckpt_path.endswith("last.ckpt")
+    assert checkpoints(killed) == checkpoints(whole) == {"epoch=2-step=12.ckpt": 12, "last.ckpt": 12}
+    assert all(map(torch.equal, fitted.module.parameters(), reference.module.parameters()))
+    assert rows(killed) == rows(whole)
+
+
+def test_a_run_that_has_come_to_its_end_has_nothing_left_to_do(tmp_path: Path) -> None:
+    script(tmp_path)
+    before = rows(tmp_path), checkpoints(tmp_path)
+    fitted = script(tmp_path, kill=12)  # which it does not come to
+    assert (fitted.current_epoch, fitted.global_step) == (3, 12)
+    assert (rows(tmp_path), checkpoints(tmp_path)) == before
+    assert script(tmp_path, max_epochs=4).global_step == 16
+
+
+def test_it_starts_anew_where_there_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fitted = script(tmp_path, max_epochs=1)
+    assert fitted.ckpt_path is None
+    assert (
+        f"no checkpoint to go on from in {tmp_path}/lightning_logs/version_0/checkpoints: starting anew" in caplog.text
+    )
+    assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0"]
+
+
+def test_damaged_ones_are_passed_over(tmp_path: Path) -> None:
+    saver = partial(ModelCheckpoint, save_top_k=-1, save_last=True)
+    script(tmp_path, kill=9, saver=saver)
+    (folder,) = tmp_path.rglob("checkpoints")
+    (folder / "last.ckpt").write_bytes((folder / "last.ckpt").read_bytes()[:-100])
+    data = bytearray((folder / "epoch=1-step=8.ckpt").read_bytes())
+    data[200] ^= 1
+    (folder / "epoch=1-step=8.ckpt").write_bytes(data)
+    with pytest.warns(UserWarning, match="passed over") as caught:
+        fitted = script(tmp_path, saver=saver)
+    assert sum("passed over" in str(w.message) for w in caught) == 2
+    assert fitted.ckpt_path == str(folder / "epoch=0-step=4.ckpt")
+    assert fitted.global_step == 12
+    assert files.newest_good([folder]) is not None
+
+
+def test_where_all_are_damaged_it_starts_anew_elsewhere(tmp_path: Path) -> None:
+    script(tmp_path, kill=5)
+    for path in tmp_path.rglob("*.ckpt"):
+        path.write_bytes(b"")
+    with pytest.warns(UserWarning, match="it is empty"):
+        fitted = script(tmp_path)
+    assert fitted.ckpt_path is None
+    assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0", "version_1"]
+
+
+def test_what_is_given_counts(tmp_path: Path) -> None:
+    saver = partial(ModelCheckpoint, save_top_k=-1)
+    script(tmp_path, kill=9, saver=saver)
+    first = next(tmp_path.rglob("epoch=0-step=4.ckpt"))
+    fitted = make_trainer(tmp_path, resume="auto", max_epochs=2, callbacks=[saver()], enable_checkpointing=None)
+    with pytest.warns(UserWarning, match="callbacks used to create|exists and is not empty|dirpath has changed"):
+        fitted.fit(Logs(), loader_of(BATCHES), loader_of(BATCHES[:2]), ckpt_path=first)
+    assert fitted.ckpt_path == first
+
+
+def test_without_it_a_run_is_a_new_one(tmp_path: Path) -> None:
+    script(tmp_path, kill=9, resume=None)
+    assert script(tmp_path, resume=None).ckpt_path is None
+    assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0", "version_1"]
+
+
+def test_a_folder_of_ones_own_without_a_logger(tmp_path: Path) -> None:
+    own = partial(ModelCheckpoint, tmp_path / "own", every_n_train_steps=1)
+    plain = partial(make_trainer, tmp_path, resume="auto", max_epochs=2, enable_checkpointing=None)
+    with pytest.raises(Killed):
+        plain(callbacks=[own(), Kill(5)]).fit(Regression(), loader_of(BATCHES))
+    fitted = plain(callbacks=[own()])
+    fitted.fit(Regression(), loader_of(BATCHES))
+    assert fitted.ckpt_path == str(tmp_path / "own" / "epoch=1-step=5.ckpt")
+    assert fitted.global_step == 8
+
+
+def test_a_sequence_of_fits_goes_on_too(tmp_path: Path) -> None:
+    fitted = script(tmp_path, max_epochs=2)
+    fitted.fit_loop.max_epochs = 3
+    fitted.fit(fitted.module, loader_of(BATCHES), loader_of(BATCHES[:2]))
+    script(tmp_path / "whole")
+    assert rows(tmp_path / "lightning_logs") == rows(tmp_path / "whole")
+
+
+def test_folders_elsewhere_are_refused(tmp_path: Path) -> None:
+    fitted = make_trainer(tmp_path, resume="auto", callbacks=[ModelCheckpoint("memory://x")], enable_checkpointing=None)
+    with pytest.raises(ConfigurationError, match="Got resume='auto' with checkpoints in memory://x, expected"):
+        fitted.fit(Regression(), loader_of(BATCHES))
+
+
+def test_without_anything_that_saves_it_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="there is no ModelCheckpoint: nothing is saved to go on from"):
+        make_trainer(tmp_path, resume="auto").fit(Regression(), loader_of(BATCHES))

@@ -1,0 +1,350 @@
+"""How a checkpoint reaches the disk, and how one knows that it is whole.
+
+A checkpoint is one file, a zip archive as ``torch.save`` writes it. The archive's comment is its manifest: a line of
+JSON with the archive's length, the time, and a SHA-256 of the archive and of the manifest itself. Readers of zip
+archives pass over a comment; it moves with the file, and is written last: a file that has one was written to its end.
+
+A file is written beside the place it is meant for, brought to the disk, and renamed. So whatever happens, at any
+instant, under a checkpoint's name is the old file or the new one, and never a part of one.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import struct
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.errors import CheckpointError, CheckpointWriteError
+
+FORMAT = 1
+"""Version of the manifest."""
+
+EXTENSION = ".ckpt"
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the system says when there is no room: on the disk, in a quota, under a limit on the size of files."""
+
+_PART = ".ckpt-part"  # the end of the names of files that are being written
+_CHUNK = 1 << 20
+_END = b"PK\x05\x06"  # opens the last record of a zip archive, 22 bytes with a comment's length at the end
+_END_SIZE = 22
+_LEGACY = b"\x80"  # opens files of torch before 1.6: a bare pickle, in which nothing can be checked
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint file says of itself.
+
+    Args:
+        saved_at: seconds since 1970.
+        size: bytes of the archive, without the manifest.
+        sha256: of the archive as it was before it had a comment, and of the manifest's text up to this number.
+        facts: what else the writer has said, such as the epoch.
+    """
+
+    saved_at: float
+    size: int
+    sha256: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a training can go on from the file: it holds more than weights."""
+        return not self.facts.get("weights_only", False)
+
+
+class Sealing:
+    """A stream to save an archive into, that ends it with a manifest. It hashes what passes by.
+
+    An error of the file below is kept for `seal`, and the rest is only counted: so writers that cannot bear an
+    exception come to their end, and it is known how much room would have been needed.
+
+    Args:
+        file: what takes the bytes.
+        facts: go into the manifest; plain values.
+    """
+
+    def __init__(self, file: Any, facts: Mapping[str, Any] | None = None) -> None:
+        self.size = 0
+        self.error: OSError | None = None
+        self._file = file
+        self._facts = dict(facts or {})
+        self._hash = hashlib.sha256()
+        self._held = b""  # the last two bytes: the length of a comment that is not there yet
+
+    def write(self, data: Any) -> int:
+        """Take bytes."""
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self.size += len(view)
+        if len(view) < 2:
+            ready, self._held = (self._held + view)[:-2], (self._held + view)[-2:]
+            self._put(ready)
+        else:
+            self._put(self._held)
+            self._put(view[:-2])
+            self._held = bytes(view[-2:])
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed when it is whole."""
+
+    def seal(self) -> Manifest:
+        """Write the manifest.
+
+        Raises:
+            OSError: the file below could not take everything.
+            ValueError: what was written is no zip archive.
+        """
+        if self._held != b"\0\0":
+            raise ValueError("What was saved does not end as a zip archive without a comment does.")
+        said = {"format": FORMAT, "bytes": self.size, "saved_at": time.time(), **self._facts}
+        text = f'{json.dumps(said)[:-1]}, "sha256": "'.encode()
+        self._hash.update(text)
+        sha256 = self._hash.hexdigest()
+        comment = text + f'{sha256}"}}'.encode()
+        self._put(struct.pack("<H", len(comment)) + comment)
+        self.size += len(comment)
+        if self.error is not None:
+            raise self.error
+        return Manifest(said["saved_at"], said["bytes"], sha256, self._facts)
+
+    def _put(self, data: Any) -> None:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+
+
+def write(save: Callable[[BinaryIO], None], path: str | Path, facts: Mapping[str, Any] | None = None) -> Manifest:
+    """Write a checkpoint file, in the place of an older one or not at all.
+
+    Args:
+        save: writes a zip archive into the stream it is given, as ``torch.save`` does, from its start to its end.
+        path: where the file is to be. Folders on the way are made.
+        facts: more for the manifest; plain values.
+
+    Raises:
+        CheckpointWriteError: the file system did not take it. What was there is there still.
+    """
+    path = Path(path)
+    part = (
+        path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{_PART}"
+    )  # as long as the name it stands for, or shorter
+    stream: Sealing | None = None
+    try:
+        make_folder(path.parent)
+        with part.open("xb") as file:
+            stream = Sealing(file, facts)
+            save(stream)  # type: ignore[arg-type]  # as much of a BinaryIO as writers need
+            manifest = stream.seal()
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        _sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink()
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise _cannot_write(path, error, 0 if stream is None else stream.size) from error
+        raise
+    return manifest
+
+
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and those above it that are missing. Returns those it made, the innermost first.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = []
+    above = folder
+    while not above.exists():
+        missing.append(above)
+        above = above.parent
+    folder.mkdir(parents=True, exist_ok=True)  # says what is wrong where it is a file
+    for made in missing:
+        _sync_folder(made.parent)
+    return missing
+
+
+def read_manifest(path: str | Path) -> Manifest | None:
+    """What the file says of itself, without a look at whether that is so; None for a file without a manifest.
+
+    Raises:
+        CheckpointError: there is no end to the file, or something behind it, or a manifest that cannot be read.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            raise CheckpointError(f"{path} is damaged: it is empty.")
+        file.seek(-min(size, _END_SIZE + 0xFFFF), os.SEEK_END)
+        tail = file.read()
+        file.seek(0)
+        is_legacy = file.read(1) == _LEGACY
+    place = tail.rfind(_END)
+    if place < 0 or len(tail) < place + _END_SIZE:
+        if is_legacy:
+            return None
+        raise CheckpointError(f"{path} is damaged: it has no end. It was cut short after {size:,} bytes.")
+    comment = tail[place + _END_SIZE :]
+    length = int.from_bytes(tail[place + _END_SIZE - 2 : place + _END_SIZE], "little")
+    if len(comment) < length:
+        raise CheckpointError(f"{path} is damaged: it was cut short, by {length - len(comment):,} bytes at its end.")
+    if len(comment) > length:
+        raise CheckpointError(f"{path} is damaged: {len(comment) - length:,} bytes follow its end.")
+    if not comment:
+        return None
+    try:
+        said = json.loads(comment)
+        del said["format"]
+        manifest = Manifest(float(said.pop("saved_at")), int(said.pop("bytes")), str(said.pop("sha256")), said)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise CheckpointError(f"{path} is damaged: its manifest cannot be read.") from None
+    if manifest.size + length != size:
+        raise CheckpointError(
+            f"{path} is damaged: it has {size - length:,} bytes, and was written with {manifest.size:,}."
+        )
+    return manifest
+
+
+def verify(path: str | Path) -> None:
+    """See whether a checkpoint file is what was written. Reads all of it.
+
+    The checksums of the archive's members are what there is to check in a file without a manifest, and nothing in one
+    of torch before 1.6.
+
+    Raises:
+        CheckpointError: it was cut short, or something was appended, or a bit is another one; or it cannot be read.
+    """
+    path = Path(path)
+    try:
+        manifest = read_manifest(path)
+        if manifest is not None:
+            _check_hash(path, manifest)
+        elif not _is_legacy(path):
+            _check_members(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def newest_good(folders: Iterable[str | Path]) -> Path | None:
+    """The newest checkpoint in ``folders`` that a training can go on from; None for none.
+
+    Newest by its manifest, or by the file's time where it has none. A damaged one is named in a warning and passed
+    over.
+    """
+    for path in in_order(folders):
+        try:
+            manifest = read_manifest(path)
+            if manifest is not None and not manifest.resumable:
+                continue
+            verify(path)
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"{error} It is passed over for the next older checkpoint.", stacklevel=2)
+            continue
+        return path
+    return None
+
+
+def in_order(folders: Iterable[str | Path]) -> list[Path]:
+    """The checkpoint files in ``folders``, newest first, but for hidden ones; a file with several names once."""
+    times: dict[Path, float] = {}
+    for folder in dict.fromkeys(Path(folder) for folder in folders):
+        for path in sorted(folder.glob(f"*{EXTENSION}")) if folder.is_dir() else ():
+            target = path.resolve()
+            if not path.name.startswith(".") and target.is_file() and target not in times:
+                times[target] = _saved_at(target)
+    return sorted(times, key=times.__getitem__, reverse=True)
+
+
+def remove_leftovers(folder: str | Path) -> list[Path]:
+    """Remove what killed saves have left in ``folder``, where nobody may be writing. Returns what it removed."""
+    removed = []
+    for path in Path(folder).glob(f".*{_PART}"):
+        with suppress(OSError):
+            path.unlink()
+            removed.append(path)
+    return removed
+
+
+def _check_hash(path: Path, manifest: Manifest) -> None:
+    digest, left = hashlib.sha256(), manifest.size - 2
+    with path.open("rb", buffering=0) as file:
+        while left > 0 and (chunk := file.read(min(left, _CHUNK))):
+            digest.update(chunk)
+            left -= len(chunk)
+        file.seek(manifest.size)
+        comment = file.read()
+    digest.update(b"\0\0")  # the comment's length when there was none yet
+    end = f'{manifest.sha256}"}}'.encode()
+    digest.update(comment.removesuffix(end))
+    if not comment.endswith(end) or digest.hexdigest() != manifest.sha256:
+        raise CheckpointError(f"{path} is damaged: its bytes are not those that were written (SHA-256).")
+
+
+def _check_members(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except OSError:
+        raise
+    except Exception as error:  # a damaged archive breaks the reader in any way
+        raise CheckpointError(f"{path} is damaged: it cannot be read as a zip archive ({error}).") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: the bytes of {damaged} are not those that were written (CRC-32).")
+
+
+def _is_legacy(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1) == _LEGACY
+
+
+def _saved_at(path: Path) -> float:
+    with suppress(CheckpointError, OSError):
+        if (manifest := read_manifest(path)) is not None:
+            return manifest.saved_at
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a rename in ``folder`` to the disk, where the file system can be told to."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _cannot_write(path: Path, error: OSError, needed: int) -> CheckpointWriteError:
+    what = f"The checkpoint {path} was not written: {error.strerror or error}."
+    if error.errno in FULL:
+        with suppress(OSError):
+            what += f" It takes {needed:,} bytes, and there are {shutil.disk_usage(path.parent).free:,} bytes free."
+        what += (
+            " A file of that name that was there before is as it was. Make room, or save less often or fewer of them"
+            " (ModelCheckpoint(every_n_epochs, save_top_k)); or have the training go on without, by"
+            " Trainer(plugins=CheckpointFiles(when_full='continue'))."
+        )
+    else:
+        what += " Expected a place that can be written to: choose another folder, or see to its permissions."
+    return CheckpointWriteError(what, error.errno)

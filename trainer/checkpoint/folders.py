@@ -1,0 +1,129 @@
+"""A checkpoint folder belongs to one run at a time.
+
+Who holds it is said in a file in the folder, which the system locks: so it is free as soon as that process is gone,
+however it went. The lock is the process's own (``lockf``) and not the open file's (``flock``): what it forks, such as a
+dataloader's workers, does not hold on to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainer.checkpoint.files import make_folder, remove_leftovers
+from trainer.errors import CheckpointWriteError, FolderInUseError
+
+if sys.platform != "win32":
+    import fcntl
+
+LOCK = ".in-use.lock"
+
+_holds: dict[tuple[int, Path], int] = {}  # by process, because a forked one inherits this, but no lock
+
+
+@contextmanager
+def held(folder: str | Path) -> Iterator[None]:
+    """Have ``folder`` for this process alone: it is made, what killed saves left in it is removed, nobody else gets it.
+
+    Afterwards there is nothing in it that was not saved there, and no folder that was made for nothing. The process may
+    hold a folder several times at once: a run inside of a run is no other run.
+
+    Raises:
+        FolderInUseError: another process has it.
+        CheckpointWriteError: it cannot be made, or written to.
+    """
+    folder = Path(os.path.realpath(folder))
+    key = (os.getpid(), folder)
+    if key in _holds:
+        _holds[key] += 1
+        try:
+            yield
+        finally:
+            _holds[key] -= 1
+        return
+    made: list[Path] = []
+    try:
+        made = make_folder(folder)
+        handle = _lock(folder / LOCK)
+    except OSError as error:
+        _remove_empty(made)
+        raise CheckpointWriteError(
+            f"The checkpoint folder {folder} cannot be written to: {error.strerror or error}. Expected one that exists,"
+            " or that can be made: choose another, with ModelCheckpoint(dirpath=...), or see to its permissions.",
+            error.errno,
+        ) from error
+    _holds[key] = 1
+    try:
+        remove_leftovers(folder)
+        yield
+    finally:
+        del _holds[key]
+        with suppress(OSError):
+            (folder / LOCK).unlink()  # while it is locked: who waits for it looks again
+        os.close(handle)
+        _remove_empty(made)
+
+
+def _lock(path: Path) -> int:
+    """Lock the file, and write into it who does. Returns its handle."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        try:
+            if not _try_lock(handle):
+                raise FolderInUseError(
+                    f"The checkpoint folder {path.parent} is in use by another run{_owner(handle)}. Two runs in one"
+                    " folder would remove each other's checkpoints: wait for it or stop it, or choose another folder."
+                )
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), path.stat()):
+                    _sign(handle)
+                    return handle
+            os.close(handle)  # whoever had it has removed it meanwhile
+        except BaseException:
+            with suppress(OSError):
+                os.close(handle)
+            raise
+
+
+def _try_lock(handle: int) -> bool:
+    if sys.platform == "win32":
+        return True
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        warnings.warn(
+            f"This file system has no locks ({error.strerror}): nothing keeps two runs out of one checkpoint folder.",
+            stacklevel=2,
+        )
+    return True
+
+
+def _sign(handle: int) -> None:
+    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    with suppress(OSError):  # on a full disk it is locked all the same
+        os.truncate(handle, 0)
+        os.write(handle, json.dumps(who).encode())
+
+
+def _owner(handle: int) -> str:
+    try:
+        who = json.loads(os.read(handle, 4096))
+        return f" (process {who['pid']} on {who['host']}, since {who['since']})"
+    except (OSError, ValueError, KeyError, TypeError):  # it is about to write it
+        return ""
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()

@@ -1,0 +1,294 @@
+"""Checkpoint files: written whole or not at all, verified before they are read, and the last good one is kept."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_object_storage, get_filesystem
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
+
+from trainer.checkpoint import files
+from trainer.checkpoint.snapshot import on_host
+from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
+
+_HANDED_OVER = ".temp.ckpt"  # in which Lightning's launchers hand weights to the process that started the others
+
+Identity = tuple[int, int, int]
+
+
+class CheckpointFiles(TorchCheckpointIO):
+    """How checkpoints reach the disk and come back; a Trainer's own where no other checkpoint IO is given.
+
+    A local file is written beside its place, brought to the disk and renamed, with a manifest at its end that holds a
+    SHA-256 (:mod:`trainer.checkpoint.files`); it is verified before it is read. Removing leaves alone what is not a
+    checkpoint of this run, and the last good one. Files elsewhere (``s3://...``) are written as by Lightning, with the
+    manifest.
+
+    Args:
+        asynchronous: write in the background. Saving copies the state to host memory and returns; the next save,
+            loading and the end of the run wait until it is written, and raise what went wrong. Removing waits its turn.
+        when_full: what a disk without room means: ``"stop"`` raises, ``"continue"`` warns and trains on. Either way the
+            older files are kept, and so are those that the one that is missing should have replaced.
+
+    Raises:
+        ConfigurationError: an unknown ``when_full``.
+    """
+
+    def __init__(self, *, asynchronous: bool = False, when_full: Literal["stop", "continue"] = "stop") -> None:
+        if when_full not in ("stop", "continue"):
+            raise ConfigurationError(f"Got when_full={when_full!r}, expected 'stop' or 'continue'.")
+        super().__init__()
+        self.asynchronous = asynchronous
+        self.when_full = when_full
+        self._folders: tuple[Path, ...] = ()  # where the run's checkpoints are
+        self._urls: tuple[str, ...] = ()
+        self._own: set[str] = set()  # files that are the run's wherever they are
+        self._good: dict[Path, Identity] = {}  # files known to be whole, as they were then
+        self._lacks = False  # the last save found no room
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: list[Future[list[str]]] = []  # a save, and the removals that came after it
+
+    def belong(self, folders: Iterable[str | Path], others: Iterable[str | Path]) -> None:
+        """Take note of what is a run's and may be removed; paths or URLs.
+
+        Args:
+            folders: where its checkpoints are; in local ones the last good one is kept.
+            others: files of its own elsewhere.
+        """
+        self.wait()
+        folders = list(folders)
+        self._folders = tuple(Path(os.path.realpath(place)) for folder in folders if (place := local_path(folder)))
+        self._urls = tuple(str(folder) for folder in folders if local_path(folder) is None)
+        self._own |= {_name(file) for file in others}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write ``checkpoint`` to ``path``, a path or a URL.
+
+        Raises:
+            TypeError: there are ``storage_options``, for which there is no use.
+            CheckpointWriteError: there is no room, or the folder cannot be written to.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"
+                f" `{type(self).__name__}`. Please implement your custom `CheckpointIO` to define how you'd like to use"
+                " `storage_options`."
+            )
+        self.wait()
+        self._do(self._save, on_host(checkpoint) if self.asynchronous else checkpoint, path)
+
+    def wait(self) -> None:
+        """Wait for what is written in the background.
+
+        Raises:
+            CheckpointWriteError: it was not written.
+        """
+        while self._pending:
+            for warning in self._pending.pop(0).result():
+                rank_zero_warn(warning)
+
+    def teardown(self) -> None:
+        """Wait for what is written in the background, and end the thread that does it.
+
+        Raises:
+            CheckpointWriteError: it was not written. A warning, where the run ends because of another error.
+        """
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.shutdown()
+        is_failing = sys.exc_info()[0] is not None
+        try:
+            self.wait()
+        except CheckpointWriteError as error:
+            if not is_failing:
+                raise
+            rank_zero_warn(str(error))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.wait()
+        return {**vars(self), "_writer": None}
+
+    def _do(self, work: Callable[..., list[str]], *arguments: Any) -> None:
+        """Do it in the background, after what is under way there, or at once. What it returns are warnings."""
+        if not self.asynchronous:
+            for warning in work(*arguments):
+                rank_zero_warn(warning)
+            return
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "checkpoints")
+        self._pending.append(self._writer.submit(work, *arguments))
+
+    def _save(self, checkpoint: dict[str, Any], path: str | Path) -> list[str]:
+        save, facts = partial(torch.save, checkpoint), _facts(checkpoint)
+        local = local_path(path)
+        try:
+            if local is None:
+                _upload(save, path, facts)
+            else:
+                files.write(save, local, facts)
+        except CheckpointWriteError as error:
+            self._lacks = True
+            if error.errno not in files.FULL or self.when_full == "stop":
+                raise
+            return [f"{error} Training goes on without it."]
+        self._lacks = False
+        self._own.add(_name(path))
+        if local is not None:
+            self._remember(local)
+        return []
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | Any = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint; a local file is verified first. None and True load tensors and plain containers only.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CheckpointError: it is damaged.
+            pickle.UnpicklingError: it holds more.
+        """
+        self.wait()
+        local = local_path(path)
+        if local is not None and local.is_file():
+            files.verify(local)
+            self._remember(local)
+        return super().load_checkpoint(path, map_location, weights_only is not False)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint of this run. What is not one, and the last good one, is kept, with a warning."""
+        self._do(self._remove, path)
+
+    def _remove(self, path: str | Path) -> list[str]:
+        local, name = local_path(path), _name(path)
+        if not (get_filesystem(path).exists(path) if local is None else os.path.lexists(local)):
+            return []
+        if reason := self._reason_to_keep(local, name):
+            return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
+        if local is None:
+            super().remove_checkpoint(path)
+        else:
+            local.unlink()
+        return []
+
+    def _reason_to_keep(self, local: Path | None, name: str) -> str:
+        """Why a file must not be removed, as a sentence; "" where it may be."""
+        if local is None:
+            inside = any(name.startswith(f"{folder.rstrip('/')}/") for folder in self._urls) and "/../" not in name
+        else:
+            inside = any(folder in Path(name).parents for folder in self._folders)
+        if not inside and name not in self._own and not name.endswith(f"/{_HANDED_OVER}"):
+            return (
+                "it is not in a folder that this run writes checkpoints to. A checkpoint that the run was resumed from"
+                " may have named it."
+            )
+        if local is None or local.is_symlink():
+            return ""
+        if local.is_dir():
+            return "it is a folder."
+        if not inside or local.name.startswith("."):
+            return ""
+        if self._lacks:
+            return "the one that should have taken its place could not be written."
+        return "there is no other good one." if self._is_last(Path(name)) else ""
+
+    def _is_last(self, path: Path) -> bool:
+        """Whether ``path`` is good, and there is no other to go on from in the run's folders."""
+        if not self._is_good(path):
+            return False
+        others = (other for other in [*self._good, *files.in_order(self._folders)] if other != path)
+        return not any(self._is_good(other) for other in others)
+
+    def _is_good(self, path: Path) -> bool:
+        if not any(folder in path.parents for folder in self._folders):
+            return False
+        try:
+            manifest = files.read_manifest(path)
+            if manifest is not None and not manifest.resumable:
+                return False
+            if self._good.get(path) != _identity(path):
+                files.verify(path)
+                self._remember(path)
+        except (CheckpointError, OSError):
+            return False
+        return True
+
+    def _remember(self, path: Path) -> None:
+        """``path`` is whole: as long as nobody touches it, it need not be read again to know that."""
+        self._good[path.resolve()] = _identity(path)
+
+
+def adopt(strategy: Strategy) -> None:
+    """Make `CheckpointFiles` what ``strategy`` saves with, where the user has chosen nothing else."""
+    if type(strategy).checkpoint_io is not Strategy.checkpoint_io:
+        return  # it has a way of its own
+    given = strategy._checkpoint_io
+    if given is None:
+        strategy.checkpoint_io = CheckpointFiles()
+    elif isinstance(given, _WrappingCheckpointIO) and given.checkpoint_io is None:
+        given.checkpoint_io = CheckpointFiles()  # AsyncCheckpointIO(): what it wraps by default
+
+
+def files_of(strategy: Strategy) -> CheckpointFiles | None:
+    """What ``strategy`` saves with, below what is wrapped around it; None where that is not ours."""
+    found: Any = strategy.checkpoint_io
+    while isinstance(found, _WrappingCheckpointIO):
+        found = found.checkpoint_io
+    return found if isinstance(found, CheckpointFiles) else None
+
+
+def local_path(path: str | Path) -> Path | None:
+    """``path`` in this machine's file system, where it is there; None for one elsewhere."""
+    file_system, place = url_to_fs(str(path))
+    return Path(place) if isinstance(file_system, LocalFileSystem) else None
+
+
+def _name(path: str | Path) -> str:
+    """One name for a file, however it is given; of a link the link's own."""
+    local = local_path(path)
+    return str(path) if local is None else os.path.join(os.path.realpath(local.parent), local.name)
+
+
+def _identity(path: Path) -> Identity:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _facts(checkpoint: Any) -> dict[str, Any]:
+    """What the manifest says of a checkpoint, besides that it is whole."""
+    if not isinstance(checkpoint, dict):
+        return {}
+    numbers = {"epoch": checkpoint.get("epoch"), "step": checkpoint.get("global_step")}
+    facts: dict[str, Any] = {name: number for name, number in numbers.items() if isinstance(number, int)}
+    return {**facts, "weights_only": "optimizer_states" not in checkpoint}
+
+
+def _upload(save: Callable[[Any], None], path: str | Path, facts: dict[str, Any]) -> None:
+    """Write to a file system elsewhere: whole or not at all, as far as it can do that."""
+    buffer = BytesIO()
+    stream = files.Sealing(buffer, facts)
+    save(stream)
+    stream.seal()
+    file_system, place = url_to_fs(str(path))
+    file_system.makedirs(os.path.dirname(place), exist_ok=True)
+    with file_system.transaction:  # a temporary file and a move, where there is such a thing
+        if _is_object_storage(file_system) and "abfs" not in file_system.protocol:  # which is slower this way
+            file_system.pipe(place, buffer.getvalue())
+        else:
+            with file_system.open(place, "wb") as file:
+                file.write(buffer.getbuffer())

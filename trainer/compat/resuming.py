@@ -1,0 +1,77 @@
+"""``Trainer(resume="auto")``: the same command, run again, goes on where the run before it stopped."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from trainer.checkpoint import files
+from trainer.checkpoint.state import OUR_KEY
+from trainer.compat import log_files
+from trainer.compat.checkpoint_folders import folders_of, on_first_rank
+from trainer.compat.checkpoint_io import files_of, local_path
+from trainer.errors import ConfigurationError
+
+
+def newest_checkpoint(trainer: Any) -> str | None:
+    """The newest good checkpoint in the folders of this run; None to start anew. The same on all ranks.
+
+    Loggers that number their folders are set to that of the run that wrote it, and those that we know how to continue
+    go on in its files.
+
+    Raises:
+        ConfigurationError: the folders are not on this machine's file systems.
+    """
+    path, versions = on_first_rank(trainer, lambda: _choose(trainer))
+    for index, version in versions.items():
+        log_files.take_version(trainer.loggers[index], version)
+    if path is not None:
+        rank_zero_info(f"resume='auto': going on from {path}")
+        if trainer.is_global_zero:
+            step = _next_row(path)
+            for logger in trainer.loggers:
+                log_files.go_on(logger, step)
+    return path
+
+
+def _choose(trainer: Any) -> tuple[str | None, dict[int, Any]]:
+    """The checkpoint, and the version of each logger that is numbered."""
+    loggers = {index: logger for index, logger in enumerate(trainer.loggers) if log_files.is_numbered(logger)}
+    former = None
+    if 0 in loggers:  # it says where checkpoints are
+        former = log_files.newest_version(loggers[0], log_files.CHECKPOINTS)
+        log_files.take_version(loggers[0], former)
+    folders = folders_of(trainer)
+    if not folders:
+        rank_zero_warn("resume='auto', but there is no ModelCheckpoint: nothing is saved to go on from.")
+    if remote := [folder for folder in folders if local_path(folder) is None]:
+        raise ConfigurationError(
+            f"Got resume='auto' with checkpoints in {remote[0]}, expected folders of this machine's file systems. Pass"
+            " the URL of the checkpoint to go on from: fit(ckpt_path=...)."
+        )
+    if (own := files_of(trainer.strategy)) is not None:
+        own.wait()
+    path = files.newest_good(folders)
+    if path is None:
+        if folders:
+            rank_zero_info(f"resume='auto': no checkpoint to go on from in {', '.join(folders)}: starting anew")
+        return None, dict.fromkeys(loggers)
+    versions = {index: log_files.newest_version(logger) for index, logger in loggers.items()}
+    return str(path), versions if former is None else {**versions, 0: former}
+
+
+def _next_row(path: str | Path) -> int | None:
+    """The step of the first row that a run that goes on from the checkpoint ``path`` will log."""
+    with suppress(
+        UnpicklingError, KeyError, RuntimeError, TypeError
+    ):  # what is wrong with it is told when it is loaded
+        loops = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["loops"]
+        if OUR_KEY in loops:
+            return int(loops[OUR_KEY]["progress"]["windows"])
+        return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"])
+    return None
