@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -136,9 +137,12 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
             f"Checkpoint file not found: {path}. Expected the path or URL of a file that exists."
         ) from error
     except UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+        what = f"it asks for {found[1]}." if found else str(error).splitlines()[0]
         raise UnsafeCheckpointError(
-            f"{path} holds more than tensors and plain containers, or is damaged: {str(error).splitlines()[0]}"
-            " If you made the file yourself and trust it, pass weights_only=False."
+            f"{path} holds more than tensors and plain containers, or is damaged: {what}"
+            " If you made the file yourself and trust it, name its classes to torch.serialization.add_safe_globals, or"
+            " pass weights_only=False, which lets it run any code."
         ) from error
     except Exception as error:  # a damaged file breaks its readers in any way
         raise CheckpointError(f"{path} cannot be read as a checkpoint; it may be cut short: {error}") from error

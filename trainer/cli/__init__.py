@@ -85,19 +85,23 @@ def _hydra(arguments: Arguments) -> int:
 
     report: Callable[[], int] = int  # of a sweep; how many jobs failed
     started = time.time() - 1.0  # file systems are not that exact
-    if "--experimental-rerun" not in arguments.flags and "--hydra-help" not in arguments.flags:
-        config = validate(arguments)
-        if not arguments.shows:
-            given = list(arguments.overrides)
-            folder = claim(arguments, config)
-            if arguments.command == "compare":
-                from trainer.cli import compare
+    if "--experimental-rerun" in arguments.flags:
+        raise UsageError(
+            "--experimental-rerun reads a pickle, which may run any code. The settings of a run are in its folder, in"
+            " .hydra/overrides.yaml: give them again."
+        )
+    config = validate(arguments)
+    if not arguments.shows:
+        given = list(arguments.overrides)
+        folder = claim(arguments, config)
+        if arguments.command == "compare":
+            from trainer.cli import compare
 
-                report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
-            elif sweeps(arguments, config):
-                from trainer.cli import sweep
+            report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
+        elif sweeps(arguments, config):
+            from trainer.cli import sweep
 
-                report = partial(sweep.report, folder, since=started)
+            report = partial(sweep.report, folder, since=started)
     try:
         status = _call_hydra(arguments)
     finally:

@@ -1,45 +1,40 @@
-"""The one door through which a config becomes objects.
+"""The one door through which a config becomes objects: what `trainer.cli.targets` lets pass, checked before called.
 
-A config is data and may come from somewhere else; a ``_target_`` in it names code to call. So only known
-packages may be named, and nothing in them that runs or unpickles what it reads. This keeps honest mistakes
-and plain attacks out; it is no sandbox.
+Hydra's own ``instantiate`` would resolve interpolations once more, in what was checked and resolved already; here a
+node is plain data, and what was checked is what is called.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from types import ModuleType
+import copy
+import inspect
+import os
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import NoneType, UnionType
 from typing import Any
 
 from trainer.cli.arguments import UsageError
+from trainer.cli.schema import describe
+from trainer.cli.targets import PACKAGES, check_targets, locate
 from trainer.errors import did_you_mean
 
-PACKAGES = ("lightning", "recipes", "torch", "torchmetrics", "torchvision", "trainer")
-"""Packages a ``_target_`` may name, besides the modules in the working directory and ``allowed_packages``."""
+_SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
-# These run or unpickle what they are given the name of, or start programs.
-_REFUSED = (
-    "lightning.fabric.cli",
-    "lightning.pytorch.cli",
-    "torch._",
-    "torch.classes",
-    "torch.distributed.launch",
-    "torch.distributed.run",
-    "torch.export.load",
-    "torch.hub",
-    "torch.jit",
-    "torch.load",
-    "torch.multiprocessing",
-    "torch.ops",
-    "torch.package",
-    "torch.serialization",
-    "torch.utils.cpp_extension",
-    "torch.utils.model_zoo",
-    "trainer.cli",
-)
+_FORCE, _FORCE_UNSAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+_KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "null",
+    list: "a list",
+    tuple: "a list",
+    dict: "a node with settings of its own",
+}
 
 
 def build(node: Any, key: str = "", allowed_packages: Iterable[str] = ()) -> Any:
@@ -48,113 +43,188 @@ def build(node: Any, key: str = "", allowed_packages: Iterable[str] = ()) -> Any
     Args:
         node: a plain, resolved dict, list or scalar of a config.
         key: where in the config it stands, for messages.
-        allowed_packages: top-level packages that targets may come from, besides `PACKAGES`.
+        allowed_packages: packages, or modules, that targets may come from, besides `PACKAGES`.
 
     Raises:
-        UsageError: a target that does not exist or is not allowed.
+        UsageError: a target that does not exist or is not allowed, or arguments that it does not take.
     """
-    from hydra.utils import instantiate
-
-    check_targets(node, key, allowed_packages)
-    for place, target in targets(node, key):
-        locate(target, place, allowed_packages)
-    return instantiate(node, _convert_="all") if isinstance(node, (dict, list)) else node
+    allowed = tuple(allowed_packages)
+    check(node, key, allowed)
+    return _make(node, key, allowed)
 
 
-def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The key and the ``_target_`` of every node with one, such as ``("model.net", "torch.nn.Linear")``."""
-    if isinstance(node, dict):
-        if isinstance(node.get("_target_"), str):
-            yield key, node["_target_"]
-        for name, child in node.items():
-            yield from targets(child, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, list):
+def check(node: Any, key: str = "", allowed_packages: Iterable[str] = ()) -> None:
+    """Find every target in ``node`` and hold its arguments against its signature; builds nothing.
+
+    Raises:
+        UsageError: as `build`.
+    """
+    allowed = tuple(allowed_packages)
+    check_targets(node, key, allowed)
+    _check_nodes(node, key, allowed)
+
+
+def _check_nodes(node: Any, key: str, allowed: tuple[str, ...]) -> None:
+    if isinstance(node, list):
         for index, child in enumerate(node):
-            yield from targets(child, f"{key}[{index}]")
+            _check_nodes(child, f"{key}[{index}]", allowed)
+    elif isinstance(node, dict):
+        if "_target_" in node:
+            found = locate(_text(node["_target_"], key), key, allowed)
+            _check_special(node, key)
+            _check_arguments(found, node, key)
+        for name, child in node.items():
+            _check_nodes(child, f"{key}.{name}" if key else str(name), allowed)
 
 
-def check_targets(node: Any, key: str = "", allowed_packages: Iterable[str] = ()) -> None:
-    """Refuse targets by name alone: imports nothing.
+def _text(target: Any, key: str) -> str:
+    if not isinstance(target, str):
+        raise UsageError(f"{key}._target_ is {describe(target)}, expected the dotted name of a class or a function.")
+    return target
 
-    Raises:
-        UsageError: a target outside the allowed packages, or one that is refused.
-    """
-    allowed = (*PACKAGES, *allowed_packages)
-    for place, target in targets(node, key):
-        root = target.partition(".")[0]
-        if root not in allowed and not _in_working_directory(root):
+
+def _check_special(node: dict[str, Any], key: str) -> None:
+    for name in ("_partial_", "_recursive_"):
+        if not isinstance(node.get(name, False), bool):
+            raise UsageError(f"{key}.{name} is {describe(node[name])}, expected true or false.")
+    if not isinstance(node.get("_args_", []), list):
+        raise UsageError(f"{key}._args_ is {describe(node['_args_'])}, expected a list.")
+    if node.get("_convert_", "all") not in ("all", "partial", "object"):
+        raise UsageError(
+            f"{key}._convert_ is {describe(node['_convert_'])}, expected all: objects get plain dicts and lists. Where"
+            " a class wants OmegaConf's containers, have it call OmegaConf.create."
+        )
+
+
+def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
+    """Hold a node's arguments against the signature of what it names, as far as that has one."""
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # built in
+        return
+    parameters, target = signature.parameters, node["_target_"]
+    positional = node.get("_args_", [])
+    given = {name: value for name, value in node.items() if name not in _SPECIAL}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in given:
+        if not isinstance(name, str) or (name not in known and not takes_any):
             raise UsageError(
-                f"{place or 'The config'} asks for {target}, which is neither in {', '.join(allowed)} nor in"
-                f" a module of your folder.{did_you_mean(root, allowed)} To allow a package, write"
-                f" 'allowed_packages=[{root}]'."
+                f"{key}: {target} has no argument {name!r}.{did_you_mean(str(name), known)}"
+                f" It takes {', '.join(known) or 'none'}."
             )
-        _refuse_dangerous(target, target, place)
-
-
-def locate(target: str, key: str = "", allowed_packages: Iterable[str] = ()) -> Any:
-    """The class or function called ``target``; imports the modules it is in.
-
-    Raises:
-        UsageError: there is none, it cannot be called, or it lives outside the allowed packages.
-    """
-    first, *names = target.split(".")
-    found: Any = _import(first)
-    if found is None:
-        raise UsageError(f"{key}: there is no {target}: no module {first!r}.")
-    path = first
-    for name in names:
-        if not hasattr(found, name) and hasattr(found, "__path__"):
-            _import(f"{path}.{name}")
-        if not hasattr(found, name):
-            raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{did_you_mean(name, dir(found))}")
-        found, path = getattr(found, name), f"{path}.{name}"
-    if not callable(found):
-        raise UsageError(f"{key}: {target} is a {type(found).__name__}, expected a class or a function.")
-    # A name can be a detour: torch.os.system is os.system.
-    home = getattr(found, "__module__", None) or first
-    root = home.partition(".")[0]
-    if root not in (*PACKAGES, *allowed_packages) and not _in_working_directory(root):
-        raise UsageError(
-            f"{key}: {target} comes from {root}, which is not allowed. To allow it, write 'allowed_packages=[{root}]'."
-        )
-    _refuse_dangerous(f"{home}.{getattr(found, '__qualname__', '')}", target, key)
-    return found
-
-
-def _import(module: str) -> ModuleType | None:
     try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name == module:
-            return None
-        raise UsageError(
-            f"{module} needs the package {error.name}, which is not installed. What our recipes need:"
-            " pip install 'amp-trainer[recipes]'."
-        ) from error
+        signature.bind_partial(*positional, **given)
+        if not node.get("_partial_", False):
+            signature.bind(*positional, **given)
+    except TypeError as error:
+        raise UsageError(f"{key}: {target}: {error}. It takes {', '.join(known) or 'none'}.") from error
+    hints = _hints(found)
+    for name, value in given.items():
+        parameter = parameters.get(name)
+        if parameter is not None and name in hints:
+            _check_kind(value, hints[name], parameter.default, f"{key}.{name}", target)
 
 
-def _refuse_dangerous(name: str, target: str, key: str) -> None:
-    # torch's own functions are at home in torch._C, so private modules are refused by the name that was
-    # written.
-    refused = [prefix for prefix in _REFUSED if prefix != "torch._" or name == target]
-    if name.rpartition(".")[2] == "load_from_checkpoint" or any(
-        name == prefix or name.startswith(prefix if prefix.endswith("_") else f"{prefix}.") for prefix in refused
-    ):
-        raise UsageError(
-            f"{key or 'The config'} asks for {target}, which runs or unpickles what it reads. A config may"
-            " not. Write a function or a class of your own that does what you need, and name that."
-        )
-
-
-def _in_working_directory(root: str) -> bool:
-    """Whether the top-level module ``root`` is found directly in the working directory."""
-    if not root.isidentifier():
-        return False
+def _hints(found: Any) -> Mapping[str, Any]:
+    function = found.__init__ if isinstance(found, type) else found  # type: ignore[misc]
     try:
-        spec = importlib.util.find_spec(root)
-    except ValueError:  # a module without a spec, such as __main__
-        return False
-    if spec is None:
-        return False
-    places = spec.submodule_search_locations or [spec.origin or ""]
-    return any(Path(place).parent == Path.cwd() for place in places)
+        return typing.get_type_hints(function)
+    except Exception:  # annotations of others: any name in them may be missing at run time
+        return {}
+
+
+def _check_kind(value: Any, hint: Any, default: Any, key: str, target: str) -> None:
+    """Refuse a value that ``hint`` rules out; says nothing where it is about more than plain values."""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
+    if any(typing.get_origin(member) is typing.Literal for member in members):
+        words = [word for m in members for word in (typing.get_args(m) if m is not NoneType else (None,))]
+        others = [m for m in members if m is not NoneType and typing.get_origin(m) is not typing.Literal]
+        if others or value in words or value == default:
+            return
+        shown = [describe(word) for word in words]
+        raise UsageError(
+            f"{key} is {describe(value)}, but {target} expects {_either(shown)}.{did_you_mean(str(value), shown)}"
+        )
+    kinds = {typing.get_origin(member) or member for member in members}
+    if not kinds <= _KINDS.keys() or value is None or isinstance(value, dict) or (default is None and not kinds):
+        return  # null is often welcome where the annotation forgets it; a node is somebody's object
+    accepted = kinds | ({int} if float in kinds else set()) | ({list} if tuple in kinds else set())
+    if bool in kinds and value in (0, 1):
+        return
+    if type(value) not in accepted and not (isinstance(value, bool) and int in accepted):
+        shown = list(dict.fromkeys(_KINDS[kind] for kind in kinds))
+        raise UsageError(f"{key} is {describe(value)}, but {target} expects {_either(shown)}.")
+
+
+def _either(words: list[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _make(node: Any, key: str, allowed: tuple[str, ...]) -> Any:
+    if isinstance(node, list):
+        return [_make(child, f"{key}[{index}]", allowed) for index, child in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    children = {name: child for name, child in node.items() if "_target_" not in node or name not in _SPECIAL}
+    positional = node.get("_args_", []) if "_target_" in node else []
+    if node.get("_recursive_", True):
+        children = {name: _make(child, f"{key}.{name}", allowed) for name, child in children.items()}
+        positional = _make(positional, f"{key}._args_", allowed)
+    else:
+        children, positional = copy.deepcopy(children), copy.deepcopy(positional)
+    if "_target_" not in node:
+        return children
+    found = locate(node["_target_"], key, allowed)
+    if node.get("_partial_", False):
+        made = partial(found, *positional, **children)
+        _try_optimizer(made, key, node["_target_"])
+        return made
+    return _call(partial(found, *positional, **children), key, node["_target_"])
+
+
+def _call(make: Callable[[], Any], key: str, target: str) -> Any:
+    """The object. What is not the user's own may load no pickles meanwhile, and is to blame the config, not itself."""
+    root = target.partition(".")[0]
+    if root not in PACKAGES:
+        return make()
+    try:
+        with nullcontext() if root == "recipes" else _safe_loads():  # a folder ./recipes is the user's own
+            return make()
+    except (TypeError, ValueError) as error:  # Lightning's and our own errors of configuration among them
+        if root == "recipes" and isinstance(error, TypeError):
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UsageError(f"{key}: {target} refuses its arguments: {reason}.") from error
+
+
+def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
+    """Have one of torch's optimizers judge its arguments now; a module makes it only when the data is there."""
+    import torch
+
+    if not (isinstance(make.func, type) and issubclass(make.func, torch.optim.Optimizer)):
+        return
+    if not make.func.__module__.startswith("torch.optim."):
+        return
+    try:
+        make([torch.nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{key}: {target} refuses its arguments: {str(error).rstrip('.')}.") from error
+    except RuntimeError:  # fused ones want parameters on their device
+        return
+
+
+@contextmanager
+def _safe_loads() -> Iterator[None]:
+    """Whatever calls ``torch.load`` meanwhile, such as torchvision for pretrained weights, loads weights only."""
+    before = {name: os.environ.get(name) for name in (_FORCE, _FORCE_UNSAFE)}
+    os.environ[_FORCE] = "1"
+    os.environ.pop(_FORCE_UNSAFE, None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -12,11 +12,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.build import build, locate
+from trainer.cli.build import build
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.processes import is_first
 from trainer.cli.results import write_result
+from trainer.cli.targets import locate
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli import compare
+from trainer.cli import compare, hydra_node
 from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
-from trainer.cli.build import check_targets
 from trainer.cli.compose import Composer, resolve
 from trainer.cli.recipes import options
 from trainer.cli.schema import TYPES, TrainerSettings, describe, expected, mistake
@@ -61,7 +60,9 @@ def validate(arguments: Arguments) -> DictConfig:
     config = composer.compose(first)
     if arguments.command == "compare":
         compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
-    _check_whole(config, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
+    HydraConfig.instance().set_config(config)  # for ${hydra:...}
+    hydra_node.check(composer, config, overrides)
+    _check_whole(config, overrides, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
     return config
 
 
@@ -272,17 +273,16 @@ def _kind(value: Any) -> str:
     return "text"
 
 
-def _check_whole(config: DictConfig, *, runs: bool, config_dir: str | None) -> None:
+def _check_whole(config: DictConfig, overrides: Sequence[Override], *, runs: bool, config_dir: str | None) -> None:
     """What only the whole config shows: values that are missing, a model, a checkpoint, targets that are allowed."""
     job = copy.deepcopy(config)
     with open_dict(job):
         del job["hydra"]
-    HydraConfig.instance().set_config(config)  # for ${hydra:...}
     plain = resolve(job) if runs else _unresolved(job)  # what is only shown need not be complete
     settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
     if problem := mistake({**TrainerSettings().__dict__, **settings}):
         raise UsageError(problem)
-    check_targets(plain, allowed_packages=plain["allowed_packages"])
+    hydra_node.check_all_targets(plain, overrides)
     if runs:
         _check_model(plain, config_dir)
         _check_checkpoint(plain["ckpt_path"])

@@ -1,13 +1,34 @@
-"""Hyper-parameters: into checkpoints and loggers."""
+"""Hyper-parameters: into checkpoints and loggers, as plain containers and without secrets."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date, timedelta
+from pathlib import PurePath
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning
+import torch
 from lightning.pytorch.loggers.utilities import _log_hyperparams
-from lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.parsing import clean_namespace
+from omegaconf import Container, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from trainer import redaction
+
+_LEAVES = (bool, int, float, complex, str, bytes)
+_KEPT = (torch.Tensor, torch.Size, torch.dtype, torch.device)
+
+_said: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule, what was left out
 
 
 def as_lightning(loops: dict[str, Any], *owners: Any) -> dict[str, Any]:
@@ -16,32 +37,152 @@ def as_lightning(loops: dict[str, Any], *owners: Any) -> dict[str, Any]:
 
 
 def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
-    """What ``save_hyperparameters`` of a module or datamodule kept, under the keys of a checkpoint."""
+    """What ``save_hyperparameters`` of a module or datamodule kept, under the keys of a checkpoint.
+
+    As plain containers, which ``torch.load(weights_only=True)`` reads: an OmegaConf config is resolved, but for values of
+    the environment, and comes back as a dict with access by attribute at its top; a path is a text, an enum its value,
+    a numpy array a list, a dataclass or Namespace a dict, a timedelta its seconds. What is none of these is left out,
+    with a warning.
+    """
     kept: dict[str, Any] = {}
     for owner in owners:
         if owner is None or not owner.hparams:
             continue
         if hasattr(owner, "_hparams_name"):
             kept[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
-        if _is_omegaconf(owner.hparams):  # as it is: with interpolations, and access by attribute
-            kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
-            kept[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(owner.hparams)
-        else:
-            kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+        left_out: list[str] = []
+        given = owner.hparams
+        if isinstance(given, Container):  # a text makes Lightning load it as a dict with access by attribute
+            kept[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = f"{type(given).__module__}.{type(given).__qualname__}"
+        kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = redaction.containers(plain(_top(given), "", left_out))
+        _tell(owner, left_out)
     return kept
 
 
-def _is_omegaconf(hparams: Any) -> bool:
-    if not _OMEGACONF_AVAILABLE:
-        return False
-    from omegaconf import Container
+def plain(value: Any, place: str, left_out: list[str]) -> Any:
+    """``value`` as plain containers.
 
-    return isinstance(hparams, Container)
+    Args:
+        value: anything.
+        place: where it stands, for ``left_out``.
+        left_out: gets the place and the type of what has no plain form, which containers lose; a value of its own is
+            None then.
+    """
+    if value is None or type(value) in _LEAVES or isinstance(value, _KEPT):
+        return value
+    if isinstance(value, enum.Enum):
+        return plain(value.value, place, left_out) if _is_simple(value.value) else value.name
+    for kind in _LEAVES:
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Container):
+        value = _resolved(value)
+    elif isinstance(value, Namespace):
+        value = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
+    elif type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        value = value.tolist()  # arrays, and scalars
+        if type(value) in _LEAVES:
+            return value
+    if isinstance(value, Mapping):
+        return _plain_dict(value, place, left_out)
+    if isinstance(value, (list, tuple, set, frozenset, deque, range)):
+        children = [plain(child, f"{place}[{index}]", left_out) for index, child in enumerate(value)]
+        return tuple(children) if isinstance(value, tuple) else children
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, date):  # and datetime
+        return value.isoformat()
+    left_out.append(f"{place} ({type(value).__module__}.{type(value).__qualname__})".replace("(builtins.", "("))
+    return None
+
+
+def _plain_dict(value: Mapping[Any, Any], place: str, left_out: list[str]) -> dict[Any, Any]:
+    made = {}
+    for name, child in value.items():
+        here = f"{place}.{name}" if place else str(name)
+        missing = len(left_out)
+        new = plain(child, here, left_out)
+        if new is not None or child is None or len(left_out) == missing:
+            made[name if type(name) in _LEAVES else str(name)] = new
+    return made
+
+
+def _is_simple(value: Any) -> bool:
+    return value is None or isinstance(value, _LEAVES)
+
+
+def _top(hparams: Any) -> dict[Any, Any]:
+    return _resolved(hparams) if isinstance(hparams, Container) else dict(hparams)
+
+
+def _resolved(config: Container) -> Any:
+    """``config`` as plain containers; what it takes from the environment stays the text that says so."""
+    try:
+        with _environment_unread():
+            return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(config, resolve=False)
+
+
+@contextmanager
+def _environment_unread() -> Iterator[None]:
+    reader = redaction.environment_value  # which is at least as good as OmegaConf's own
+    OmegaConf.register_new_resolver("oc.env", lambda *arguments: _unread(*arguments), replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", reader, replace=True)
+
+
+def _unread(*arguments: Any) -> Any:
+    try:
+        value = oc.env(*arguments)
+    except KeyError:
+        value = ""
+    return redaction.stand_in(str(arguments[0])) if value is not None else None
+
+
+def _tell(owner: Any, left_out: list[str]) -> None:
+    new = [entry for entry in left_out if entry not in _said.setdefault(owner, set())]
+    if new:
+        _said[owner].update(new)
+        name = type(owner).__name__
+        rank_zero_warn(
+            f"Checkpoints do not hold these hyper-parameters of {name}, which have no plain form and could not be loaded"
+            f" safely: {', '.join(new)}. Pass them to {name}.load_from_checkpoint, or leave them out:"
+            " self.save_hyperparameters(ignore=[...])."
+        )
 
 
 def log_hyper_parameters(trainer: Any) -> None:
     """Send them to the loggers."""
-    _log_hyperparams(trainer)
+    _log_hyperparams(
+        SimpleNamespace(  # type: ignore[arg-type]
+            loggers=[_Discreet(logger) for logger in trainer.loggers],
+            lightning_module=trainer.lightning_module,
+            datamodule=trainer.datamodule,
+        )
+    )
+
+
+class _Discreet:
+    """A logger that gets hyper-parameters without secrets."""
+
+    def __init__(self, logger: Any) -> None:
+        self.log_graph = logger.log_graph
+        self.save = logger.save
+        self._log = logger.log_hyperparams
+
+    def log_hyperparams(self, hparams: dict[str, Any]) -> None:
+        """Pass on; an OmegaConf node as plain containers."""
+        given = {
+            name: _resolved(value) if isinstance(value, Container) else value for name, value in hparams.items()
+        }
+        self._log(redaction.containers(given))
 
 
 def drop_unpicklable(module: Any) -> None:

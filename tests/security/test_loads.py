@@ -1,0 +1,260 @@
+"""A pickle that would run code lies in each place that something is loaded from; it does not run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import tarfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.tuner import Tuner
+
+from tests.parity import Classifier, data
+from tests.support import make_trainer
+from trainer import Trainer
+from trainer.cli import main
+from trainer.compat import registry
+from trainer.errors import CheckpointError, UnsafeCheckpointError
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.proof}",)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+
+
+@pytest.fixture(autouse=True)
+def careless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable by which torch gives up being careful where nobody says otherwise: everybody has to say it."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+
+
+@pytest.fixture
+def proof(tmp_path: Path) -> Path:
+    return tmp_path / "pwned"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A good one."""
+    trainer = make_trainer(tmp_path_factory.mktemp("good"))
+    trainer.fit(Classifier(), data(2), data(2))
+    return trainer._dump(False)
+
+
+def with_payload(checkpoint: dict[str, Any], place: str, payload: Any) -> Any:
+    evil = dict(checkpoint)
+    if place == "everything":
+        return payload
+    if place == "a callback's state":
+        return evil | {"callbacks": {"ModelCheckpoint": payload}}
+    if place == "our own":
+        return evil | {"loops": evil["loops"] | {"amp_trainer": payload}}
+    if place == "the version":
+        return evil | {"pytorch-lightning_version": payload}
+    return evil | {place: payload}
+
+
+PLACES = ["everything", "state_dict", "optimizer_states", "loops", "our own", "a callback's state", "the version"]
+
+
+@pytest.mark.parametrize("place", [*PLACES, "hyper_parameters", "hparams_type", "rng"])
+def test_wherever_it_is_in_a_checkpoint(tmp_path, checkpoint, proof, place):
+    file = tmp_path / "evil.ckpt"
+    torch.save(with_payload(checkpoint, place, Payload(proof)), file)
+    with pytest.raises(UnsafeCheckpointError, match=r"more than tensors and plain containers.*weights_only=False"):
+        make_trainer(tmp_path).fit(Classifier(), data(2), data(2), ckpt_path=file)
+    with pytest.raises(pickle.UnpicklingError):
+        Classifier.load_from_checkpoint(file, weights_only=True)
+    assert not proof.exists()
+
+
+def old_format(file: Path, content: Any) -> None:
+    torch.save(content, file, _use_new_zipfile_serialization=False)
+
+
+def bare_pickle(file: Path, content: Any) -> None:
+    file.write_bytes(pickle.dumps(content))
+
+
+def oldest_format(file: Path, content: Any) -> None:
+    names = ["storages", "tensors", "pickle"]
+    for name in names:
+        (file.parent / name).write_bytes(pickle.dumps(content))
+    with tarfile.open(file, "w") as archive:
+        for name in names:
+            archive.add(file.parent / name, name)
+
+
+@pytest.mark.parametrize("write", [old_format, bare_pickle, oldest_format])
+def test_whatever_the_file_is(tmp_path, checkpoint, proof, write):
+    file = tmp_path / "evil.ckpt"
+    write(file, {**checkpoint, "state_dict": Payload(proof)})
+    with pytest.raises(CheckpointError):
+        make_trainer(tmp_path).validate(Classifier(), data(2), ckpt_path=file)
+    assert not proof.exists()
+
+
+@pytest.fixture
+def evil(tmp_path: Path, checkpoint: dict[str, Any], proof: Path) -> Path:
+    file = tmp_path / "hpc_ckpt_1.ckpt"
+    torch.save({**checkpoint, "more": Payload(proof)}, file)
+    return file
+
+
+@pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
+def test_whoever_loads_it(tmp_path, evil, proof, function):
+    with pytest.raises(UnsafeCheckpointError):
+        getattr(make_trainer(tmp_path), function)(Classifier(), data(2), ckpt_path=str(evil))
+    assert not proof.exists()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    """The address of ``tmp_path`` on a server of this machine."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *message: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_however_it_is_named(tmp_path, served, evil, proof, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))  # where torch keeps what it downloads
+    monkeypatch.setattr(registry, "_is_registry", lambda path: str(path).startswith("registry"))
+    monkeypatch.setattr(registry, "module_available", lambda name: True)
+    monkeypatch.setattr(registry, "download_model_from_registry", lambda path, trainer: None)
+    monkeypatch.setattr(registry, "find_model_local_ckpt_path", lambda *given: str(evil))
+    for name in (f"file://{evil}", f"{served}/{evil.name}", "hpc", "registry:model"):
+        with pytest.raises(UnsafeCheckpointError):
+            make_trainer(tmp_path).validate(Classifier(), data(2), ckpt_path=name)
+    saver = ModelCheckpoint(tmp_path / "c")
+    saver.best_model_path = str(evil)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/last.ckpt").write_bytes(evil.read_bytes())
+    for name in ("best", "last"):
+        trainer = make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True)
+        with pytest.raises(UnsafeCheckpointError):
+            trainer.validate(Classifier(), data(2), ckpt_path=name)
+    (tmp_path / "on_exception.ckpt").write_bytes(evil.read_bytes())
+    trainer = make_trainer(tmp_path, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="The last model"), pytest.raises(UnsafeCheckpointError):
+        trainer.fit(Classifier(), data(2), data(2))
+    trainer = make_trainer(tmp_path)
+    trainer.ckpt_path = evil
+    with pytest.raises(UnsafeCheckpointError):
+        trainer.validate(Classifier(), data(2))
+    assert not proof.exists()
+
+
+class Tuned(Classifier):
+    lr = 0.1
+
+
+class Batches(LightningDataModule):
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return data(2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("find", ["lr_find", "scale_batch_size"])
+def test_what_the_tuner_saves_and_reads_back(tmp_path, evil, proof, monkeypatch, find):
+    """Somebody swaps the file meanwhile."""
+    save = Trainer.save_checkpoint
+
+    def swapped(self: Trainer, filepath: Any, *more: Any, **options: Any) -> None:
+        save(self, filepath, *more, **options)
+        Path(filepath).write_bytes(evil.read_bytes())
+
+    monkeypatch.setattr(Trainer, "save_checkpoint", swapped)
+    options = {"num_training": 2, "update_attr": False} if find == "lr_find" else {"max_trials": 1}
+    search = getattr(Tuner(make_trainer(tmp_path, max_steps=2)), find)
+    with pytest.raises(UnsafeCheckpointError):
+        search(Tuned(), datamodule=Batches(), **options)
+    assert not proof.exists()
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("trainer.compat.checkpoint_io"), reason="Lightning's own loads anything"
+)
+def test_what_a_launcher_hands_over(tmp_path, evil, proof):
+    """Processes that were spawned leave the weights in a file, which the launcher reads without saying how."""
+    checkpoint_io = make_trainer(tmp_path).strategy.checkpoint_io
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint_io.load_checkpoint(evil)
+    with pytest.raises(pickle.UnpicklingError):
+        make_trainer(tmp_path).strategy.load_checkpoint(evil)
+    assert not proof.exists()
+
+
+def test_hyper_parameters_in_yaml(tmp_path, checkpoint, proof):
+    file, hparams = tmp_path / "good.ckpt", tmp_path / "hparams.yaml"
+    torch.save(checkpoint, file)
+    hparams.write_text(f"x: !!python/object/apply:os.system ['touch {proof}']\n")
+    with pytest.raises(Exception, match="could not determine a constructor"):
+        Classifier.load_from_checkpoint(file, hparams_file=hparams, weights_only=True)
+    torch.save({**checkpoint, "hyper_parameters": {"_instantiator": "os.system"}}, file)
+    with pytest.raises(ValueError, match="not in the allowlist"):
+        Classifier.load_from_checkpoint(file, weights_only=True)
+    assert not proof.exists()
+
+
+def test_the_command_line(project, evil, proof, capsys):
+    status = main(["validate", "+recipe=line", f"ckpt_path={evil}", "hydra.run.dir=run"])
+    assert status == 1
+    assert "UnsafeCheckpointError" in capsys.readouterr().err
+    assert not proof.exists()
+
+
+class Own:
+    """A class of the user's, who trusts it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own)
+
+    __hash__ = object.__hash__
+
+
+class Reads(Classifier):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.read = checkpoint["own"]
+
+
+def test_what_the_user_has_declared_safe_is(tmp_path, checkpoint):
+    file = tmp_path / "own.ckpt"
+    torch.save({**checkpoint, "own": Own()}, file)
+    with pytest.raises(UnsafeCheckpointError, match="Own"):
+        make_trainer(tmp_path).validate(Reads(), data(2), ckpt_path=file)
+    module: LightningModule = Reads()
+    with torch.serialization.safe_globals([Own]):
+        make_trainer(tmp_path).validate(module, data(2), ckpt_path=file, verbose=False)
+    assert module.read == Own()
+
+
+def test_the_callers_word_runs_it_with_a_warning(tmp_path, checkpoint, evil, proof):
+    with pytest.warns(UserWarning, match="may run any code"):
+        make_trainer(tmp_path).validate(Classifier(), data(2), ckpt_path=evil, weights_only=False, verbose=False)
+    assert proof.exists()

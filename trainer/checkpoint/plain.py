@@ -1,0 +1,99 @@
+"""What we write we can read: a checkpoint is held against ``torch.load(weights_only=True)`` while it is saved."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from io import BytesIO
+from typing import Any
+
+import torch
+
+from trainer.errors import CheckpointError
+
+_LEAVES = frozenset(
+    [type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype]
+)
+_DICTS = (dict, OrderedDict)
+
+
+def readable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) -> dict[str, Any]:
+    """``checkpoint`` with numpy's scalars as plain numbers; the same object where there are none.
+
+    Looks at containers and types; tensors are not touched.
+
+    Args:
+        checkpoint: about to be written.
+        strict: refuse one that could not be loaded, instead of warning.
+        warn: whether this process is the one to warn.
+
+    Raises:
+        CheckpointError: something in it cannot be loaded with ``weights_only=True``, and ``strict``.
+    """
+    offences: list[tuple[str, Any]] = []
+    made: dict[str, Any] = _plain(checkpoint, "checkpoint", offences)
+    if offences:
+        listed = ", ".join(f"{place} is a {_name(value)}" for place, value in offences[:5])
+        more = f", and {len(offences) - 5} more" if len(offences) > 5 else ""
+        message = (
+            f"This checkpoint can be read with weights_only=False alone, which runs whatever code a file asks for: {listed}"
+            f"{more}. Put plain containers, numbers, texts and tensors there, or name the class to"
+            " torch.serialization.add_safe_globals."
+        )
+        if strict:
+            raise CheckpointError(f"{message} With resume='auto' every checkpoint has to be readable.")
+        if warn:
+            warnings.warn(message, stacklevel=3)
+    return made
+
+
+def _plain(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if kind in _DICTS:
+        return _plain_dict(value, place, offences)
+    if kind is list or kind is tuple:
+        children = [_plain(child, f"{place}[{index}]", offences) for index, child in enumerate(value)]
+        return value if all(a is b for a, b in zip(children, value, strict=True)) else kind(children)
+    if kind is set:
+        for child in value:
+            _plain(child, f"{place}{{}}", offences)
+        return value
+    if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        number = value.item()
+        if type(number) in _LEAVES:
+            return number
+    if not _loads(value):
+        offences.append((place, value))
+    return value
+
+
+def _plain_dict(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
+    changed = False
+    items = []
+    for name, child in value.items():
+        new_name = name if type(name) is str else _plain(name, f"a key of {place}", offences)
+        new = _plain(child, f"{place}[{name!r}]", offences) if type(child) not in _LEAVES else child
+        changed |= new is not child or new_name is not name
+        items.append((new_name, new))
+    return type(value)(items) if changed else value
+
+
+def _loads(value: Any) -> bool:
+    """Whether torch reads back what it writes of ``value``, with what the user has declared to be safe."""
+    buffer = BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.load(buffer, weights_only=True)
+    except Exception:  # whatever a class of the user's does when it is pickled
+        return False
+    return True
+
+
+def _name(value: Any) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")

@@ -1,0 +1,101 @@
+"""Secrets stay out of what is written: values that a config takes from the environment, and passwords in addresses.
+
+A config may say ``${oc.env:TOKEN}``. Objects are built with the value; wherever something is written down (log, result,
+hyper-parameters in loggers and checkpoints, error messages) the text that named it stands in its place. What cannot be
+traced is written as it is: a value that was computed from a secret, or one that somebody typed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import OrderedDict
+from typing import Any
+
+_SHORTEST = 4
+"""Characters. A shorter value ("1", "cpu") is taken out where it is all of a text, but not from within others."""
+
+_PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s/:@]*):([^\s/@]+)@")
+
+_values: dict[str, str] = {}  # by value, the name of the variable
+
+
+def remember(name: str, value: str) -> None:
+    """``value`` is the environment's, and a config uses it."""
+    if value:
+        _values[value] = name
+
+
+def forget() -> None:
+    """Nothing is secret any more."""
+    _values.clear()
+
+
+def stand_in(name: str) -> str:
+    """What is written in the place of a variable's value."""
+    return f"${{oc.env:{name}}}"
+
+
+def text(written: str) -> str:
+    """``written`` without secrets.
+
+    >>> text("cannot read https://me:hunter2@host/model.ckpt")
+    'cannot read https://me:***@host/model.ckpt'
+    """
+    if written in _values:
+        return stand_in(_values[written])
+    for value, name in sorted(_values.items(), key=lambda item: -len(item[0])):  # a longer one may hold a shorter one
+        if len(value) >= _SHORTEST and value in written:
+            written = written.replace(value, stand_in(name))
+    return _PASSWORD.sub(r"\1:***@", written) if "://" in written else written
+
+
+def containers(value: Any) -> Any:
+    """``value`` with the texts in it redacted, at any depth of plain containers; itself where there is nothing to do."""
+    if isinstance(value, str):
+        redacted = text(value)
+        return value if redacted == value else redacted
+    if type(value) in (dict, OrderedDict):
+        items = {containers(name): containers(child) for name, child in value.items()}
+        return value if _same(items, value) else items
+    if type(value) in (list, tuple):
+        children = [containers(child) for child in value]
+        return value if all(a is b for a, b in zip(children, value, strict=True)) else type(value)(children)
+    return value
+
+
+def _same(ours: dict[Any, Any], theirs: Any) -> bool:
+    return len(ours) == len(theirs) and all(name in theirs and theirs[name] is ours[name] for name in ours)
+
+
+class Filter(logging.Filter):
+    """Takes secrets out of log records, for every handler that it is added to."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Redact; lets every record pass."""
+        said = record.getMessage()
+        redacted = text(said)
+        if redacted != said:
+            record.msg, record.args = redacted, None
+        if record.exc_info and not record.exc_text:
+            trace = logging.Formatter().formatException(record.exc_info)
+            record.exc_text = text(trace)  # formatters take this where it is there
+        return True
+
+
+def environment_value(*arguments: Any) -> Any:
+    """OmegaConf's ``oc.env``, and what it gives is remembered as the environment's."""
+    from omegaconf.resolvers import oc
+
+    value = oc.env(*arguments)
+    if os.environ.get(str(arguments[0])) == value and isinstance(value, str):
+        remember(str(arguments[0]), value)
+    return value
+
+
+def register() -> None:
+    """Have every ``${oc.env:NAME}`` that is resolved from now on remembered. Harmless when repeated."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("oc.env", environment_value, replace=True)
