@@ -6,7 +6,7 @@ Each message says what was given, what was expected, and what to do. Invariants 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pickle import UnpicklingError
 
 
@@ -57,6 +57,22 @@ class LossScaleCollapse(TrainerError):  # noqa: N818 - the name it has in the fi
     Raised by ``trainer.callbacks.OverflowReport``. The message has the history of the scale, where the gradients
     overflow, what to try, and the checkpoint to go on from.
     """
+
+
+class DataLoaderError(TrainerError, RuntimeError):
+    """A worker process of a dataloader has died, or does not answer. What torch said is the ``__cause__``.
+
+    Attributes:
+        stage: whose dataloaders were running: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+        batch_idx: of the batch that was running, or else of the next one; zero-based, within the pass.
+        pids: of the processes that have died; empty where they do not answer.
+    """
+
+    def __init__(self, message: str, stage: str = "", batch_idx: int = 0, pids: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.batch_idx = batch_idx
+        self.pids = list(pids)
 
 
 class GradientCheckError(TrainerError):
