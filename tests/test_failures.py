@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer import failures
 from trainer.errors import ConfigurationError, DataLoaderError
-from trainer.failures import batch_size_of, bounded, is_out_of_memory
+from trainer.failures import batch_size_of, is_out_of_memory
 
 
 class Numbers(Dataset[Tensor]):
@@ -113,53 +112,6 @@ def test_what_a_dataset_raises_stays_what_it_is(trainer: Any) -> None:
     with pytest.raises(MistakeError) as caught:
         trainer.fit(Module(), loader(raise_mistake))
     assert caught.value.__notes__ == ["It was raised while batch_idx 3 of epoch 0 (train_dataloader) was loaded."]
-
-
-def test_dataloaders_that_are_not_bounded() -> None:
-    free, alone, own = loader(kill), loader(kill, num_workers=0, prefetch_factor=None), loader(kill, timeout=7)
-    with bounded([free, alone, own, range(3)], 5), bounded([free], 9):
-        assert "_get_iterator" in vars(free)
-        assert not {"_get_iterator"} & (vars(alone).keys() | vars(own).keys())
-    with bounded([free], 0):
-        assert "_get_iterator" not in vars(free)
-
-
-def test_an_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc: None) -> None:
-    data = loader(lambda: None)
-    with bounded([data], 5):
-        iterator = iter(data)
-        next(iterator)
-    (worker,) = iterator._workers
-    del iterator
-    assert not worker.is_alive()
-    assert "_get_iterator" not in vars(data)
-
-
-class Slow:
-    """An iterator for which time passes."""
-
-    def __init__(self, clock: list[float], answers: list[bool]) -> None:
-        self.clock, self.answers = clock, answers
-
-    def _try_get_data(self, timeout: float) -> tuple[bool, Any]:
-        arrived = self.answers.pop(0)
-        self.clock[0] += 0.5 if arrived else timeout
-        return arrived, None
-
-
-def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(failures.time, "monotonic", lambda: clock[0])
-    slow = Slow(clock, [False, True, *[False] * 8])
-    look = failures._Patience(slow, 36)
-    assert [look()[0], look()[0]] == [False, True]  # the time that it took for this one is forgotten
-    look()
-    with pytest.warns(UserWarning, match="sent nothing for 10 seconds. After 36 the run ends"):
-        look()
-    assert [look()[0] for _ in range(5)] == [False] * 5  # it is said once
-    with pytest.raises(RuntimeError, match="DataLoader timed out after 36 seconds"):
-        look()
-    assert clock == [145.5]
 
 
 def test_a_run_bounds_its_dataloaders_and_leaves_them_as_they_were(trainer: Any) -> None:

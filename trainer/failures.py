@@ -1,6 +1,6 @@
 """What a run is ended by, told so that somebody can mend it: workers of dataloaders, and memory that is not enough.
 
-Nothing here runs while all goes well, except that dataloaders with workers are given a time to wait (:func:`bounded`).
+Nothing here runs while all goes well. How long workers are waited for is in ``trainer.compat.workers``.
 """
 
 from __future__ import annotations
@@ -8,27 +8,19 @@ from __future__ import annotations
 import gc
 import os
 import re
-import signal
 import sys
-import time
 import traceback
-import warnings
-import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
-from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from trainer.errors import DataLoaderError
 
-_DEAD = re.compile(
+DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) (?P<how>is killed by signal: [\w ]+|exited unexpectedly)"
 )
+"""What torch says of a worker that has died."""
 _HUNG = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _RAISED = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory thread)")
 _NO_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)|_ALLOC_FAILED", re.IGNORECASE)
@@ -50,7 +42,7 @@ def explain(error: BaseException, trainer: Any) -> DataLoaderError | None:
     text = str(error)
     if isinstance(error, Exception) and _RAISED.search(text):
         _note(error, f"It was raised while {_where(trainer)} was loaded.")
-    elif isinstance(error, RuntimeError) and (found := _DEAD.search(text)):
+    elif isinstance(error, RuntimeError) and (found := DEAD_WORKER.search(text)):
         return _about_worker(trainer, [int(pid) for pid in found["pids"].split(",")], found["how"])
     elif isinstance(error, RuntimeError) and (found := _HUNG.search(text)):
         return _about_worker(trainer, [], f"have sent nothing for {found['seconds']} seconds")
@@ -61,92 +53,6 @@ def explain(error: BaseException, trainer: Any) -> DataLoaderError | None:
 
 
 # --- workers of dataloaders -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
-    """Let iterators of dataloaders with workers that are made inside wait for a batch no longer than this.
-
-    torch's default is to wait for ever. Its own ``timeout`` would do, but with it torch stops looking for workers that
-    have died, and hears of them by a signal only, which reaches neither threads nor those who have taken the signal.
-
-    Args:
-        loaders: of any kind; those without workers, and those whose ``timeout`` somebody has set, are left alone.
-        seconds: 0 for no bound.
-    """
-    chosen = [loader for loader in loaders if seconds and _can_be_bounded(loader)]
-    for loader in chosen:
-        vars(loader)["_get_iterator"] = partial(_impatient_iterator, loader, seconds)
-    try:
-        yield
-    finally:
-        for loader in chosen:
-            vars(loader).pop("_get_iterator", None)
-
-
-def _can_be_bounded(loader: Any) -> bool:
-    is_one = isinstance(loader, DataLoader) and loader.num_workers > 0 and not loader.timeout
-    return is_one and hasattr(loader, "_get_iterator") and "_get_iterator" not in vars(loader)
-
-
-def _impatient_iterator(loader: DataLoader[Any], seconds: float) -> Any:
-    iterator = type(loader)._get_iterator(loader)
-    if hasattr(iterator, "_try_get_data"):
-        vars(iterator)["_try_get_data"] = _Patience(iterator, seconds)
-    return iterator
-
-
-class _Patience:
-    """Stands in the place of an iterator's ``_try_get_data``, which torch calls until there is a batch.
-
-    Each call looks once and, if it was in vain, whether all workers live. Costs a batch less than a microsecond.
-
-    Args:
-        iterator: of a DataLoader with workers; not kept alive, for its end is what ends the workers.
-        seconds: until it raises what torch raises after a ``timeout``. There is a warning after a sixth of them.
-    """
-
-    def __init__(self, iterator: Any, seconds: float) -> None:
-        self._iterator = weakref.ref(iterator)
-        self._look = type(iterator)._try_get_data
-        self._seconds = seconds
-        self._waits_since: float | None = None
-        self._has_warned = False
-
-    def __call__(self, timeout: float = MP_STATUS_CHECK_INTERVAL) -> Any:
-        started = time.monotonic()
-        iterator = self._iterator()
-        try:
-            found: tuple[bool, Any] = self._look(iterator, min(timeout, self._seconds))
-        except RuntimeError as error:
-            if _DEAD.search(str(error)) and (told := _signals_of(iterator)):
-                raise RuntimeError(told) from error
-            raise
-        if found[0]:
-            self._waits_since = None
-            return found
-        if self._waits_since is None:
-            self._waits_since = started
-        waited = time.monotonic() - self._waits_since
-        if waited >= self._seconds:
-            raise RuntimeError(f"DataLoader timed out after {self._seconds:g} seconds")
-        if waited >= self._seconds / 6 and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"The workers of a DataLoader have sent nothing for {waited:.0f} seconds. After {self._seconds:g} the"
-                " run ends: Trainer(dataloader_timeout=...).",
-                stacklevel=2,
-            )
-        return found
-
-
-def _signals_of(iterator: Any) -> str:
-    """Which workers were killed, in torch's words; torch does not always know by what. "" for none."""
-    killed = [(worker.pid, -worker.exitcode) for worker in iterator._workers if (worker.exitcode or 0) < 0]
-    if not killed:
-        return ""
-    pids = ", ".join(str(pid) for pid, _ in killed)
-    return f"DataLoader worker (pid(s) {pids}) is killed by signal: {signal.strsignal(killed[0][1])}."
 
 
 def _about_worker(trainer: Any, pids: list[int], how: str) -> DataLoaderError:

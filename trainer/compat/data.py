@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader
 
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
+from trainer.compat.workers import bounded
 from trainer.errors import ConfigurationError
-from trainer.failures import bounded
 
 
 class _Connector(_DataConnector):
