@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from pickle import UnpicklingError
+from typing import Any
 
 
 class TrainerError(Exception):
@@ -57,6 +58,24 @@ class LossScaleCollapse(TrainerError):  # noqa: N818 - the name it has in the fi
     Raised by ``trainer.callbacks.OverflowReport``. The message has the history of the scale, where the gradients
     overflow, what to try, and the checkpoint to go on from.
     """
+
+
+class NonFiniteError(TrainerError):
+    """A loss, gradients or weights that are not finite. The weights on disk are good ones.
+
+    Raised by ``trainer.callbacks.NonFiniteGuard``.
+
+    Attributes:
+        step: ``trainer.global_step`` when the weight update began, or the checkpoint was to be written.
+        batch_idx: of the batch that it came from; None where no batch was looked at.
+        report: what a second run of that batch has shown (``trainer.postmortem.report.Report``), or None.
+    """
+
+    def __init__(self, message: str, step: int = 0, batch_idx: int | None = None, report: Any = None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.batch_idx = batch_idx
+        self.report = report
 
 
 class DataLoaderError(TrainerError, RuntimeError):
