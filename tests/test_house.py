@@ -39,6 +39,8 @@ ALLOWED = {
         "torch._amp_foreach_non_finite_check_and_unscale_",
         "super()._unscale_grads_",
     },
+    "trainer/precision/guard.py": {"torch._amp_foreach_non_finite_check_and_unscale_"},
+    "trainer/callbacks/nonfinite_guard.py": {"torch._foreach_copy_"},
     "trainer/metrics.py": {"metric._forward_cache"},  # torchmetrics keeps a step's value nowhere else
 }
 

@@ -241,3 +241,17 @@ def parse_resume(given: str | None) -> str | None:
             " go on from a checkpoint that you name, call fit(ckpt_path=...)."
         )
     return given
+
+
+def parse_timeout(given: float) -> float:
+    """``dataloader_timeout``.
+
+    Raises:
+        ConfigurationError: no number of seconds.
+    """
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < float("inf"):
+        raise ConfigurationError(
+            f"Got dataloader_timeout={given!r}, expected seconds that the workers of a dataloader may take for a batch,"
+            " or 0 for any time."
+        )
+    return given

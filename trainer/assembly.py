@@ -28,6 +28,7 @@ from trainer.callbacks.anomaly_detection import AnomalyDetection
 from trainer.callbacks.curves import Curves
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.callbacks.nonfinite_guard import NonFiniteGuard
 from trainer.callbacks.overflow_report import OverflowReport
 from trainer.callbacks.progress_bar import ProgressBar
 from trainer.callbacks.run_summary import RunSummary
@@ -115,6 +116,7 @@ def build_callbacks(
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
         (scales_loss, OverflowReport, OverflowReport),
+        (not barebones, NonFiniteGuard, partial(NonFiniteGuard, every_step=False)),
         (scales_loss and detect_anomaly, AnomalyDetection, AnomalyDetection),
         (uses_tensor_cores, AlignmentAdvisor, AlignmentAdvisor),
         (enable_progress_bar is not False, AnyProgressBar, ProgressBar),

@@ -6,8 +6,9 @@ Each message says what was given, what was expected, and what to do. Invariants 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pickle import UnpicklingError
+from typing import Any
 
 
 class TrainerError(Exception):
@@ -69,6 +70,40 @@ class LossScaleCollapse(TrainerError):  # noqa: N818 - the name it has in the fi
     Raised by ``trainer.callbacks.OverflowReport``. The message has the history of the scale, where the gradients
     overflow, what to try, and the checkpoint to go on from.
     """
+
+
+class NonFiniteError(TrainerError):
+    """A loss, gradients or weights that are not finite. The weights on disk are good ones.
+
+    Raised by ``trainer.callbacks.NonFiniteGuard``.
+
+    Attributes:
+        step: ``trainer.global_step`` when the weight update began, or the checkpoint was to be written.
+        batch_idx: of the batch that it came from; None where no batch was looked at.
+        report: what a second run of that batch has shown (``trainer.postmortem.report.Report``), or None.
+    """
+
+    def __init__(self, message: str, step: int = 0, batch_idx: int | None = None, report: Any = None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.batch_idx = batch_idx
+        self.report = report
+
+
+class DataLoaderError(TrainerError, RuntimeError):
+    """A worker process of a dataloader has died, or does not answer. What torch said is the ``__cause__``.
+
+    Attributes:
+        stage: whose dataloaders were running: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+        batch_idx: of the batch that was running, or else of the next one; zero-based, within the pass.
+        pids: of the processes that have died; empty where they do not answer.
+    """
+
+    def __init__(self, message: str, stage: str = "", batch_idx: int = 0, pids: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.batch_idx = batch_idx
+        self.pids = list(pids)
 
 
 class GradientCheckError(TrainerError):

@@ -339,7 +339,7 @@ def _step(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) 
         loop.expose_gradients(optimizer)
         return result
 
-    if loop.scaler.is_enabled():
+    if loop.scaler.skips_steps:
         result = evaluate()
         loop.scaler.step(optimizer, **kwargs)
     else:

@@ -33,7 +33,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer import arguments, assembly
+from trainer import arguments, assembly, failures
 from trainer.accumulation import AccumulationWindow, count_windows
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
@@ -100,6 +100,9 @@ class Trainer(TrainerBase):
             the folders that this run writes checkpoints to, or starts anew where there is none.
         exact_resume: not Lightning's. Whether a resume that would not be exact, because the data or the number of
             processes are others, is refused. If False it goes on as well as it can, with a warning.
+        dataloader_timeout: not Lightning's. Seconds that the worker processes of a dataloader may take for a batch,
+            before a :class:`~trainer.errors.DataLoaderError` ends the run; 0 for any time, which is torch's default. A
+            dataloader's own ``timeout`` comes first.
 
     Attributes:
         scaler: the one loss scaler, from construction to the end; disabled where the precision scales nothing.
@@ -157,6 +160,7 @@ class Trainer(TrainerBase):
         model_registry: str | None = None,
         resume: Literal["auto"] | None = None,
         exact_resume: bool = True,
+        dataloader_timeout: float = 1800.0,
     ) -> None:
         if barebones:
             arguments.check_barebones(
@@ -217,6 +221,7 @@ class Trainer(TrainerBase):
         self.enable_autolog_hparams = enable_autolog_hparams
         self.resume = arguments.parse_resume(resume)
         self.exact_resume = exact_resume
+        self.dataloader_timeout = arguments.parse_timeout(dataloader_timeout)
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
         self.profiler = assembly.build_profiler(profiler)
@@ -868,6 +873,7 @@ class Trainer(TrainerBase):
         if (metrics := self.active_metrics) is not None:  # of a batch that raised: the process may be alone in that
             with suppress(ConfigurationError):  # perhaps they are why it raised
                 self.published.take(metrics.current(on_step=True))
+            metrics.end_batch()  # it may be large
         self.published.take_to_cpu()
         self.engine.teardown()
         self._session.close()
@@ -890,7 +896,10 @@ class Trainer(TrainerBase):
                 self.engine.kill()
             sys.exit(1)
         except BaseException as error:
-            self._interrupt(error)
+            named = failures.explain(error, self)
+            self._interrupt(named or error)
+            if named is not None:
+                raise named from error
             raise
         self.state.status, self.state.stage = TrainerStatus.FINISHED, None
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
+    from trainer.callbacks.nonfinite_guard import NonFiniteGuard
     from trainer.callbacks.overflow_report import OverflowReport
     from trainer.callbacks.progress_bar import ProgressBar
     from trainer.callbacks.run_summary import RunSummary
@@ -29,6 +30,7 @@ __all__ = [
     "GradientAccumulation",
     "GradientCheck",
     "GradientClipping",
+    "NonFiniteGuard",
     "OverflowReport",
     "ProgressBar",
     "RunSummary",
@@ -45,6 +47,7 @@ _HOMES = {
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientCheck": "trainer.callbacks.gradient_check",
     "GradientClipping": "trainer.callbacks.gradient_clipping",
+    "NonFiniteGuard": "trainer.callbacks.nonfinite_guard",
     "OverflowReport": "trainer.callbacks.overflow_report",
     "ProgressBar": "trainer.callbacks.progress_bar",
     "RunSummary": "trainer.callbacks.run_summary",

@@ -333,6 +333,8 @@ class ProgressBar(LightningProgressBar):
         if scaler is not None and scaler.is_enabled() and outcome is not None:
             skipped = trainer.progress.skipped_steps  # type: ignore[attr-defined]  # those that are known; no waiting
             items += [("scale", f"{outcome.next_scale:.10g}"), ("skipped", str(skipped))]
+        elif getattr(scaler, "skips_steps", False):
+            items.append(("skipped", str(trainer.progress.skipped_steps)))  # type: ignore[attr-defined]
         self._display.items = items
 
     def _begin_epoch(self, trainer: "pl.Trainer") -> None:

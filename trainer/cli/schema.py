@@ -91,6 +91,7 @@ class TrainerSettings:
     model_registry: str | None = None
     resume: str | None = None
     exact_resume: bool = True
+    dataloader_timeout: float = 1800.0
 
 
 TYPES = {field.name: str(field.type) for field in fields(TrainerSettings)}

@@ -35,7 +35,7 @@ def attach_averaging(trainer: Any) -> None:
             continue
         if type(callback).on_train_batch_end is WeightAveraging.on_train_batch_end:
             vars(callback)[_HOOK] = partial(_average, callback)
-        elif trainer.scaler.is_enabled():
+        elif trainer.scaler.skips_steps:
             vars(callback)[_QUESTION] = partial(_unless_skipped, trainer, callback.should_update)
 
 

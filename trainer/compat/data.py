@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
+from trainer.compat.workers import bounded
 from trainer.errors import ConfigurationError
 
 
@@ -172,7 +173,9 @@ class DataSource:
             with timed, warnings.catch_warnings():
                 # Lightning 2.6.6 asks torch's pytree in a way that torch 2.15 deprecates
                 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-                self._ready[stage] = self._make(stage)
+                made = self._ready[stage] = self._make(stage)
+            if made is not None:
+                self._trainer._session.enter_context(bounded(made.combined.flattened, self._trainer.dataloader_timeout))
             self._outdated.discard(stage)
             # a sanity check makes those of its epoch's validation, too; but not every epoch has one
             is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()

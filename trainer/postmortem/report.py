@@ -53,6 +53,11 @@ class Report:
         return None if call is None else call.name
 
     @property
+    def place(self) -> str | None:
+        """Where :attr:`module` made it, in words; None where nothing was found."""
+        return None if self._culprit() is None else self._where()
+
+    @property
     def phase(self) -> str | None:
         """``"forward"`` or ``"backward"``: where :attr:`module` made it. None where nothing was found."""
         finding = self.finding

@@ -100,12 +100,17 @@ class LossScaler(torch.amp.GradScaler):
         self.before_unscale: Callable[[Optimizer], None] | None = None
         self._host_scale = float(init_scale) if enabled else 1.0
         self._host_tracker = 0
-        self._checks: list[_Check] = []
-        self._unsettled: list[_Check] = []
+        self._checks: list[Check] = []
+        self._unsettled: list[Check] = []
         self._settled: Settled | None = None
         self._wants_scaler: dict[type, bool] = {}
         self._inverse = (0.0, torch.zeros(()))
         self._with_momentum: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether a step may be skipped because a gradient is not finite."""
+        return self._enabled
 
     @property
     def current_scale(self) -> float:
@@ -127,7 +132,7 @@ class LossScaler(torch.amp.GradScaler):
             found = self._unscale_grads_(optimizer, self._inverse_scale(self._scale), found_inf, False)
             state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
             if found:
-                self._checks.append(_Check(optimizer, list(found.values())))
+                self._checks.append(Check(optimizer, list(found.values())))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """``optimizer.step()``, unless one of its gradients is not finite, or it has none at all."""
@@ -163,9 +168,7 @@ class LossScaler(torch.amp.GradScaler):
             return
         if not checks:
             return
-        unread = [number for check in checks if check.overflowed is None for number in check.found_inf]
-        if unread:
-            self.readback.start(unread)
+        self._send(checks)
         scale, tracker = self._check_scale_growth_tracker("update")
         found_inf = _any_of([number for check in checks for number in check.found_inf], scale.device)
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
@@ -174,6 +177,12 @@ class LossScaler(torch.amp.GradScaler):
         if fallen < self.min_scale or grown > self.max_scale:
             scale.clamp_(self.min_scale, self.max_scale)
         self._unsettled = checks
+
+    def _send(self, checks: list[Check]) -> None:
+        """Send what the host does not know yet on its way."""
+        unread = [number for check in checks if check.overflowed is None for number in check.found_inf]
+        if unread:
+            self.readback.start(unread)
 
     @property
     def is_settled(self) -> bool:
@@ -275,7 +284,7 @@ class LossScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
     def _step_fused(
-        self, optimizer: Optimizer, check: _Check, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, check: Check, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float | None:
         """Step an optimizer whose kernel reads ``found_inf`` itself, on the device."""
         fused: Any = optimizer
@@ -346,7 +355,7 @@ class LossScaler(torch.amp.GradScaler):
             self._scale.fill_(self._host_scale)
 
 
-class _Check:
+class Check:
     """A look at one optimizer's gradients, for one step: is there an infinity or a NaN among them?
 
     Attributes:

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from torch import Tensor, nn
+
+from tests.support import (
+    OPTIMIZERS,
+    Regression,
+    Watch,
+    adam,
+    assert_same,
+    fit_and_watch,
+    loader_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    momentum,
+    native_fp16,
+    sgd,
+    train_by_hand,
+)
+from trainer import Trainer
+from trainer.callbacks import NonFiniteGuard
+from trainer.errors import ConfigurationError, NonFiniteError
+
+NAN = float("nan")
+BAD = 3
+STEPPED = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+
+
+def with_a_bad_one(number: int = 6, gain: float = NAN) -> list[list[Tensor]]:
+    return make_batches(number, gains={BAD: gain})
+
+
+def without_it(number: int = 6) -> list[list[Tensor]]:
+    return [batch for i, batch in enumerate(make_batches(number)) if i != BAD]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum-fused", "adam", "adamw-fused"])
+@pytest.mark.parametrize("gain", [NAN, float("inf")])
+def test_skipping_is_as_if_the_batch_had_not_been_there(
+    tmp_path: Path, precision: str, optimizer: str, gain: float
+) -> None:
+    make, how = OPTIMIZERS[optimizer], {"schedule": STEPPED, "interval": "step"}
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    module = Regression(make_net().to(dtype), make, **how)
+    guard = NonFiniteGuard("skip")
+    with pytest.warns(UserWarning, match=r"Optimizer step 3 of epoch 0 was skipped"):
+        trainer, trace = fit_and_watch(
+            tmp_path, module, with_a_bad_one(gain=gain), precision=precision, callbacks=[guard]
+        )
+    batches = [[part.to(dtype) for part in batch] for batch in without_it()]
+    oracle = train_by_hand(net := make_net().to(dtype), batches, precision=precision, optimizer=make, schedule=STEPPED)
+    assert trace.skipped == [False] * 3 + [True] + [False] * 2
+    assert [trace.rates[i] for i in (0, 1, 2, 4, 5)] == oracle.rates
+    for mine, other in zip(module.net.parameters(), net.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert trainer.skipped_steps == 1
+    assert trainer.global_step == 6
+    assert trace.scales == trace.next_scales == [1.0] * 6
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("optimizer", [sgd, OPTIMIZERS["adamw-fused"]])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_guard_that_finds_nothing_changes_nothing(
+    tmp_path: Path, precision: str, optimizer: Any, window: int
+) -> None:
+    def train(*callbacks: Any) -> Any:
+        arguments = {"precision": precision, "accumulate_grad_batches": window, "callbacks": list(callbacks)}
+        return fit_and_watch(tmp_path, Regression(make_net(), optimizer), make_batches(5), **arguments)[1]
+
+    assert_same(train(NonFiniteGuard("stop")), train())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam-fused"])
+def test_stopping_keeps_the_last_good_weights(tmp_path: Path, precision: str, optimizer: str) -> None:
+    module = Regression(make_net(), OPTIMIZERS[optimizer])
+    trainer = make_trainer(tmp_path, precision=precision, callbacks=[NonFiniteGuard()])
+    scaler = trainer.scaler
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.fit(module, loader_of(with_a_bad_one()))
+    train_by_hand(net := make_net(), make_batches(3), precision=precision, optimizer=OPTIMIZERS[optimizer])
+    for mine, other in zip(module.net.parameters(), net.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert (caught.value.step, caught.value.batch_idx) == (3, 3)
+    told = str(caught.value)
+    assert "at optimizer step 3 of epoch 0: batch_idx 3, loss nan" in told
+    assert "The batch was not finite when it came: batch[2]." in told
+    assert "Try: Mend or leave out the samples of this batch" in told
+    assert trainer.skipped_steps == 1
+    assert trainer.scaler is scaler is trainer.loop.scaler
+
+
+class Log(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - 1000.0).log()
+
+
+class Root(nn.Module):
+    """Its value is finite and its derivative is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x * 0.0).sqrt().sum()
+
+
+class Breaking(Regression):
+    """Goes through another layer in the second batch."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, _ = batch
+        outputs = self.net(x)
+        if batch_idx == 1:
+            outputs = self.layer(outputs.abs())
+        return (outputs - y).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("layer", "verdict", "row"),
+    [
+        (Log(), "in the forward pass, in 'layer' (Log).", "first output not finite: 'layer' (Log); input finite"),
+        (Root(), "in the backward pass, in 'layer' (Root).", "first output not finite: none: all are finite"),
+    ],
+)
+def test_the_layer_is_named(tmp_path: Path, layer: nn.Module, verdict: str, row: str) -> None:
+    module, trainer = Breaking(layer), make_trainer(tmp_path, callbacks=[NonFiniteGuard()])
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.fit(module, loader_of(make_batches(3)))
+    told = str(caught.value)
+    assert f"The first number that is not finite was made {verdict}" in told
+    assert row in told
+    assert caught.value.batch_idx == 1
+    assert caught.value.report.module == "layer"
+    assert "gradients not finite: net." in told
+
+
+def test_the_batch_of_a_window_is_named(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, accumulate_grad_batches=3, callbacks=[NonFiniteGuard()])
+    with pytest.raises(
+        NonFiniteError, match="step 1 of epoch 0: batch_idx 3, number 1 of the 3 in its window"
+    ) as caught:
+        trainer.fit(Regression(), loader_of(with_a_bad_one()))
+    assert (caught.value.step, caught.value.batch_idx) == (1, 3)
+
+
+def test_going_on_looks_at_nothing(tmp_path: Path) -> None:
+    module = Regression()
+    trainer, trace = fit_and_watch(tmp_path, module, with_a_bad_one(), callbacks=[NonFiniteGuard("go_on")])
+    assert trace.skipped == [False] * 6
+    assert not trainer.scaler.skips_steps
+    assert all(p.isnan().any() for p in module.net.parameters())
+    trainer.save_checkpoint(tmp_path / "broken.ckpt")
+
+
+class Normalised(Regression):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), momentum)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_skipping_puts_spoilt_buffers_back(tmp_path: Path, window: int) -> None:
+    batches = make_batches(6)
+    batches[BAD][0][0, 0] = NAN
+    module = Normalised()
+    with pytest.warns(UserWarning, match="was skipped"):
+        fit_and_watch(tmp_path, module, batches, accumulate_grad_batches=window, callbacks=[NonFiniteGuard("skip")])
+
+    seen = Normalised()
+    used = [batch for i, batch in enumerate(batches) if i // window != BAD // window]
+    fit_and_watch(tmp_path, seen, used, accumulate_grad_batches=window)
+    for mine, other in zip(module.net[1].buffers(), seen.net[1].buffers(), strict=True):
+        if mine.is_floating_point():
+            assert torch.equal(mine, other)
+    for mine, other in zip(module.parameters(), seen.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_skipping_ends_where_nothing_else_happens(tmp_path: Path) -> None:
+    gains = dict.fromkeys(range(2, 9), NAN)
+    trainer = make_trainer(tmp_path, callbacks=[NonFiniteGuard("skip", max_in_a_row=4)])
+    with (
+        pytest.warns(UserWarning, match="step 2 of epoch 0 was skipped"),
+        pytest.raises(NonFiniteError, match="4 optimizer steps in a row, up to step 5"),
+    ):
+        trainer.fit(Regression(), loader_of(make_batches(9, gains=gains)))
+
+
+def test_averages_leave_skipped_steps_out(tmp_path: Path) -> None:
+    def train(batches: Any, *callbacks: Any) -> Any:
+        average = WeightAveraging()
+        fit_and_watch(tmp_path, module := Regression(), batches, callbacks=[average, *callbacks])
+        return list(module.net.parameters())
+
+    with pytest.warns(UserWarning, match="was skipped"):
+        mine = train(with_a_bad_one(), NonFiniteGuard("skip"))
+    for one, other in zip(mine, train(without_it()), strict=True):
+        assert torch.equal(one, other)
+
+
+class ByHand(Regression):
+    """Manual optimization, or an ``optimizer_step`` of its own."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("manual", [True, False])
+def test_modules_that_step_by_themselves(tmp_path: Path, manual: bool) -> None:
+    module = ByHand(manual)
+    with pytest.warns(UserWarning, match="was skipped"):
+        trainer, _ = fit_and_watch(tmp_path, module, with_a_bad_one(), callbacks=[NonFiniteGuard("skip")])
+    train_by_hand(net := make_net(), without_it())
+    for mine, other in zip(module.net.parameters(), net.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert trainer.skipped_steps == 1
+
+
+def test_optimizers_that_evaluate_the_loss_are_refused_at_every_step_only(tmp_path: Path) -> None:
+    def fit(*callbacks: Any) -> None:
+        module = Regression(optimizer=torch.optim.LBFGS)
+        make_trainer(tmp_path, callbacks=list(callbacks)).fit(module, loader_of(make_batches(2)))
+
+    fit()
+    with pytest.raises(ConfigurationError, match="the optimizer LBFGS, which evaluates the loss itself"):
+        fit(NonFiniteGuard())
+
+
+# --- where the loss is scaled ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_an_overflow_of_a_scaled_loss_is_none(tmp_path: Path, policy: Any) -> None:
+    precision = native_fp16(init_scale=2.0**40)
+    trainer, trace = fit_and_watch(
+        tmp_path, Regression(), make_batches(4), precision=precision, callbacks=[NonFiniteGuard(policy)]
+    )
+    assert trace.skipped[0]
+    assert trainer.scaler.is_enabled()
+
+
+def test_a_loss_that_is_not_finite_stops_a_scaled_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=8.0), callbacks=[NonFiniteGuard()])
+    with pytest.raises(NonFiniteError, match="step 3 of epoch 0: batch_idx 3, loss nan"):
+        trainer.fit(Regression(), loader_of(with_a_bad_one()))
+    assert trainer.skipped_steps == 1
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def checkpoints_of(folder: Path, *callbacks: Any, raises: bool) -> dict[str, Any]:
+    saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=1)
+    trainer = make_trainer(folder, enable_checkpointing=True, callbacks=[saving, *callbacks])
+    if raises:
+        with pytest.raises(NonFiniteError) as caught:
+            trainer.fit(Regression(optimizer=adam), loader_of(with_a_bad_one()))
+        assert "so they were not saved" in str(caught.value)
+        assert "net.0.weight" in str(caught.value)
+        assert caught.value.step == 4
+    else:
+        trainer.fit(Regression(optimizer=adam), loader_of(with_a_bad_one()))
+    return {path.name: torch.load(path, weights_only=True) for path in folder.glob("*.ckpt")}
+
+
+def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path) -> None:
+    files = checkpoints_of(tmp_path, raises=True)
+    assert sorted(files) == ["epoch=0-step=2.ckpt", "last.ckpt"]
+    for checkpoint in files.values():
+        assert checkpoint["global_step"] == 2
+        assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+
+
+def test_who_wants_them_gets_them(tmp_path: Path) -> None:
+    files = checkpoints_of(tmp_path, NonFiniteGuard("go_on"), raises=False)
+    assert files["last.ckpt"]["state_dict"]["net.0.weight"].isnan().any()
+
+
+def test_a_guard_leaves_no_trace_in_checkpoints(tmp_path: Path) -> None:
+    files = []
+    for name, callbacks in (("with", [NonFiniteGuard()]), ("without", [])):
+        trainer = make_trainer(tmp_path, callbacks=callbacks)
+        trainer.fit(Regression(), loader_of(make_batches(2)))
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+        files.append(torch.load(tmp_path / f"{name}.ckpt", weights_only=True))
+    assert files[0].keys() == files[1].keys()
+    assert "MixedPrecision" not in files[0]
+    resumed = make_trainer(tmp_path, max_epochs=2, callbacks=[NonFiniteGuard()])
+    resumed.fit(Regression(), loader_of(make_batches(2)), ckpt_path=tmp_path / "without.ckpt")
+    assert resumed.global_step == 4
+
+
+# --- the rest -------------------------------------------------------------------------------------------------
+
+
+def test_by_default_only_checkpoints_are_looked_at(tmp_path: Path) -> None:
+    (guard,) = (one for one in make_trainer(tmp_path).callbacks if isinstance(one, NonFiniteGuard))
+    assert (guard.policy, guard.every_step) == ("stop", False)
+    assert not any(isinstance(one, NonFiniteGuard) for one in Trainer(accelerator="cpu", barebones=True).callbacks)
+    (mine,) = (
+        one
+        for one in make_trainer(tmp_path, callbacks=[NonFiniteGuard("skip")]).callbacks
+        if isinstance(one, NonFiniteGuard)
+    )
+    assert (mine.policy, mine.every_step) == ("skip", True)
+
+
+@pytest.mark.parametrize("arguments", [{"policy": "ignore"}, {"max_in_a_row": 0}, {"max_in_a_row": 1.5}])
+def test_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(arguments))):
+        NonFiniteGuard(**arguments)
+
+
+def test_it_is_on_for_a_fit_and_off_afterwards(tmp_path: Path) -> None:
+    seen = []
+
+    class Look(Watch):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append((trainer.scaler.skips_steps, trainer.scaler.is_enabled(), trainer.scaler.get_scale()))
+
+    trainer = make_trainer(tmp_path, callbacks=[NonFiniteGuard(), Look()])
+    for epochs in (1, 2):
+        trainer.loop.limits.max_epochs = epochs
+        trainer.fit(Regression(), loader_of(make_batches(2)))
+        assert not trainer.scaler.skips_steps
+    assert seen == [(True, False, 1.0)] * 2

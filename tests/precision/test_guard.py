@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.precision.guard import StepGuard
+
+INF, NAN = float("inf"), float("nan")
+
+
+def parameters(*gradients: Tensor | None) -> list[nn.Parameter]:
+    made = []
+    for gradient in gradients:
+        dtype, size = (torch.float32, 3) if gradient is None else (gradient.dtype, gradient.shape)
+        made.append(nn.Parameter(torch.zeros(size, dtype=dtype)))
+        made[-1].grad = gradient
+    return made
+
+
+def steps(*gradients: Tensor | None, kind: Any = torch.optim.SGD) -> bool:
+    """Whether an optimizer steps on these gradients, as the guard says and as the weights do."""
+    guard = StepGuard("cpu")
+    held = parameters(*gradients)
+    optimizer = kind(held, lr=1.0)
+    guard.unscale_(optimizer)
+    guard.step(optimizer)
+    guard.update()
+    settled = guard.settle()
+    assert settled.scale == settled.next_scale == 1.0
+    has_stepped = any(parameter.detach().any() for parameter in held)
+    assert has_stepped is (settled.skipped == ())
+    return has_stepped
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_every_dtype(dtype: torch.dtype, bad: float) -> None:
+    largest = torch.finfo(dtype).max
+    assert steps(torch.tensor([1.0, 0.0, largest], dtype=dtype))
+    assert not steps(torch.tensor([1.0, bad, 0.0], dtype=dtype))
+
+
+def test_dtypes_beside_each_other() -> None:
+    good = [torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    assert steps(*good, None)
+    for index, one in enumerate(good):
+        assert not steps(*good[:index], one * NAN, *good[index + 1 :], None)
+
+
+def test_sparse_gradients() -> None:
+    def embedding(value: float) -> Tensor:
+        return torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([[value, 1.0]]), (4, 2), check_invariants=True)
+
+    assert steps(embedding(1.0), torch.ones(3))
+    assert not steps(embedding(NAN), torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_fused_optimizers(kind: Any) -> None:
+    def fused(held: Any, lr: float) -> Any:
+        return kind(held, lr=lr, fused=True)
+
+    assert steps(torch.ones(3), torch.ones(2), kind=fused)
+    assert not steps(torch.ones(3), torch.tensor([1.0, INF]), kind=fused)
+
+
+def test_an_optimizer_without_gradients_is_left_alone() -> None:
+    guard = StepGuard("cpu")
+    idle, busy = (torch.optim.SGD(parameters(g), lr=1.0) for g in (None, torch.tensor([NAN])))
+    for optimizer in (idle, busy):
+        guard.unscale_(optimizer)
+        guard.step(optimizer)
+    guard.update()
+    assert guard.settle().skipped == (busy,)
+
+
+def test_gradients_stay_what_they_are_to_the_bit() -> None:
+    gradient = torch.tensor([1e-45, -0.0, 3.4e38, 1 / 3])
+    (held,) = parameters(gradient.clone())
+    guard = StepGuard("cpu")
+    guard.unscale_(torch.optim.SGD([held], lr=1.0))
+    assert held.grad is not None
+    assert torch.equal(held.grad.view(torch.int32), gradient.view(torch.int32))
+
+
+def test_to_everybody_else_it_is_a_disabled_scaler() -> None:
+    guard, loss = StepGuard("cpu"), torch.tensor(2.0)
+    assert guard.scale(loss) is loss
+    assert not guard.is_enabled()
+    assert guard.skips_steps
+    assert guard.state_dict() == {}
+    guard.load_state_dict({"scale": 1024.0, "_growth_tracker": 3})
+    assert guard.get_scale() == guard.current_scale == 1.0

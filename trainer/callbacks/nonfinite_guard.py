@@ -1,0 +1,323 @@
+"""Losses, gradients and weights that are not finite: what to do about them, in every precision."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from copy import copy
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer import rng
+from trainer.accumulation import AccumulationWindow
+from trainer.errors import ConfigurationError, NonFiniteError
+from trainer.optimization import StepOutcome, needs_closure
+from trainer.postmortem.examine import examine
+from trainer.postmortem.recording import RecordedBatch
+from trainer.postmortem.report import Report, names_of
+from trainer.postmortem.state import ObjectState
+from trainer.precision.guard import StepGuard
+
+_POLICIES = ("stop", "skip", "go_on")
+
+
+class NonFiniteGuard(Callback):
+    """Decides what becomes of a step whose loss or gradients are not finite; in float32 and bfloat16, too.
+
+    The gradients of every step are looked at, and one that is not finite has the step skipped, exactly as the loss
+    scaler of float16 does it: weights, optimizer state, schedules and averages stay as they were, and
+    ``trainer.skipped_steps`` counts it. Buffers that the forward has spoilt (BatchNorm's running mean) get the values
+    back that they had before. Then:
+
+    ``"stop"``   ends the run with a :class:`~trainer.errors.NonFiniteError`. The window's batches are run again, which
+                 tells which of them it was, and where the first number that is not finite came from: the batch, a
+                 layer's output, or a gradient. The weights, and so every checkpoint, are those of the last good step.
+    ``"skip"``   goes on with the next batch, until ``max_in_a_row`` steps in a row were skipped.
+    ``"go_on"``  looks at nothing: what torch does by itself.
+
+    Where the loss is scaled (``16-mixed``) gradients that overflow are how a scale finds its level, and
+    :class:`~trainer.callbacks.OverflowReport` watches over that. There, ``"stop"`` is about the loss: a step that was
+    skipped ends the run if a loss of its window was not finite, which no scale helps; ``"skip"`` adds nothing but the
+    buffers.
+
+    By default a Trainer has ``NonFiniteGuard(every_step=False)``, which costs a step nothing: before a checkpoint is
+    written in a fit, it looks at the weights, and stops the run in the place of replacing a good checkpoint by one
+    that is not. ``NonFiniteGuard("go_on")`` switches that off, too.
+
+    A loss that is not finite while all gradients are (it was cut off from them) is not noticed. What ``self.log``
+    has been given stays in an epoch's mean. LBFGS, and whatever else evaluates the loss itself, cannot skip. On a GPU,
+    a fused optimizer is never waited for: its outcome arrives one step late; others are waited for at each step.
+
+    Args:
+        policy: see above.
+        every_step: whether to look at each step; if not, only at the weights, before a checkpoint is written.
+        max_in_a_row: steps in a row that may be skipped before the run ends all the same; None for any number.
+
+    Raises:
+        ConfigurationError: an unknown policy, or a number out of range; when a fit starts, an optimizer that
+            evaluates the loss itself.
+        NonFiniteError: while training.
+    """
+
+    def __init__(
+        self,
+        policy: Literal["stop", "skip", "go_on"] = "stop",
+        *,
+        every_step: bool = True,
+        max_in_a_row: int | None = 50,
+    ) -> None:
+        if policy not in _POLICIES:
+            raise ConfigurationError(f"Got policy={policy!r}, expected 'stop', 'skip' or 'go_on'.")
+        if max_in_a_row is not None and (not isinstance(max_in_a_row, int) or max_in_a_row < 1):
+            raise ConfigurationError(f"Got max_in_a_row={max_in_a_row!r}, expected at least 1 step, or None.")
+        self.policy = policy
+        self.every_step = every_step and policy != "go_on"
+        self.max_in_a_row = max_in_a_row
+        self._scaler: Any = None  # the Trainer's own, while a guard stands in its place
+        self._watch: _Watch | None = None
+        self._in_a_row = 0
+        self._has_told = False
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Put a scaler that scales nothing, and skips steps, in the place of one that does neither."""
+        if stage == "fit" and self.every_step and not trainer.scaler.skips_steps:
+            self._scaler = trainer.scaler
+            trainer.scaler = trainer.loop.scaler = StepGuard(trainer.engine.device.type)
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Start afresh."""
+        self._in_a_row, self._has_told = 0, False
+        if not self.every_step:
+            return
+        greedy = [type(optimizer).__name__ for optimizer in trainer.optimizers if needs_closure(optimizer)]
+        if greedy:
+            raise ConfigurationError(
+                f"Got NonFiniteGuard({self.policy!r}) and the optimizer {greedy[0]}, which evaluates the loss itself,"
+                " several times a step: such a step cannot be skipped. Use NonFiniteGuard(every_step=False)."
+            )
+        self._watch = _Watch(trainer, keeps_batches=self.policy == "stop")
+
+    def on_after_optimizer_step(
+        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+    ) -> None:
+        """Do what the policy says about a step that was skipped."""
+        if self._watch is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
+            return
+        window = self._watch.take()
+        if not outcome.skipped:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        step = trainer.global_step - len(outcome.optimizers)
+        if window is not None:
+            window.put_buffers_back()
+        scales = trainer.scaler.is_enabled()
+        if self.policy == "stop":
+            # on all processes, which have all skipped. A host-device synchronisation, after a skipped step
+            if not scales or trainer.engine.any_rank(window is not None and window.has_broken_loss()):
+                batches = [] if window is None else window.recorded(trainer)
+                raise _error(trainer, step, outcome, batches)
+        elif not scales:
+            self._tell(trainer, step)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse to replace a good checkpoint by weights that are not finite. A host-device synchronisation."""
+        if self.policy == "go_on" or not trainer.training:
+            return
+        broken = [name for name, parameter in pl_module.named_parameters() if _is_broken(parameter)]
+        if broken:
+            raise NonFiniteError(
+                f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
+                f" were not saved, and the checkpoints from before are as they were: {names_of(broken)}."
+                " Go on from one of these with a lower learning rate or gradient clipping. To know which step and"
+                " layer it was, train with callbacks=[NonFiniteGuard('stop')]; NonFiniteGuard('go_on') saves such"
+                " weights.",
+                step=trainer.global_step,
+            )
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the Trainer as it was."""
+        self._let_go(trainer)
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Leave the Trainer as it was."""
+        self._let_go(trainer)
+
+    def _tell(self, trainer: Any, step: int) -> None:
+        """Say it once; end the run where too many steps in a row were skipped."""
+        if self._in_a_row == self.max_in_a_row:
+            raise NonFiniteError(
+                f"{self._in_a_row} optimizer steps in a row, up to step {step} of epoch {trainer.current_epoch}, were"
+                " skipped because gradients were not finite. The weights are those of the last good step."
+                " NonFiniteGuard('stop') says where they come from; NonFiniteGuard(max_in_a_row=None) goes on.",
+                step=step,
+            )
+        if not self._has_told:
+            self._has_told = True
+            _warn(
+                f"Optimizer step {step} of epoch {trainer.current_epoch} was skipped, because gradients were not"
+                " finite. Others will be without a message: trainer.skipped_steps counts them. NonFiniteGuard('stop')"
+                " says where they come from."
+            )
+
+    def _let_go(self, trainer: Any) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if self._scaler is not None:
+            trainer.scaler = trainer.loop.scaler = self._scaler
+            self._scaler = None
+
+
+class _Batch(NamedTuple):
+    """One batch of a window, and what is cheap to keep: not the state of the module, nor python's random numbers."""
+
+    batch: Any
+    batch_idx: int
+    step: int
+    window: AccumulationWindow
+    generators: dict[str, Tensor]
+    loss: Any
+
+
+class _Window:
+    """The batches of one weight update, and the floating-point buffers from before it."""
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self.batches: list[_Batch] = []
+        self._buffers = buffers
+        self._saved = [torch.empty_like(buffer) for buffer in buffers]
+        if buffers:
+            torch._foreach_copy_(self._saved, buffers)
+
+    @torch.no_grad()
+    def put_buffers_back(self) -> None:
+        """Give elements of buffers that are not finite the values from before."""
+        for buffer, saved in zip(self._buffers, self._saved, strict=True):
+            buffer.copy_(buffer.where(buffer.isfinite(), saved))
+
+    def has_broken_loss(self) -> bool:
+        """Whether a loss is not finite. A host-device synchronisation."""
+        return any(isinstance(one.loss, Tensor) and not one.loss.isfinite().all() for one in self.batches)
+
+    def recorded(self, trainer: Any) -> list[RecordedBatch]:
+        """The batches for a replay, with the module as it is now."""
+        state, others = ObjectState([trainer.lightning_module]), rng.capture(trainer.engine.device)
+        return [
+            RecordedBatch(one.batch, one.batch_idx, one.step, one.window, others | one.generators, state)
+            for one in self.batches
+        ]
+
+
+class _Watch:
+    """Stands in the place of ``FitLoop.training_step`` and keeps windows until their outcome is known.
+
+    As ``trainer.postmortem.recording.Recorder``, but cheap enough to be there at every step.
+
+    Args:
+        trainer: whose batches.
+        keeps_batches: whether to keep them, by reference.
+    """
+
+    def __init__(self, trainer: Any, *, keeps_batches: bool) -> None:
+        self._loop = trainer.loop
+        self._device = trainer.engine.device
+        self._keeps_batches = keeps_batches
+        self._automatic = trainer.lightning_module.automatic_optimization
+        self._buffers = [b for b in trainer.lightning_module.buffers() if b.is_floating_point() and b.numel()]
+        self._training_step = self._loop.training_step
+        self._steps = self._loop.progress.optimizer_steps
+        self._update = self._settled = 0
+        self._windows: dict[int, _Window] = {}
+        self._is_watching = True
+        self._loop.training_step = self
+
+    def stop(self) -> None:
+        """Keep nothing any more."""
+        self._windows.clear()
+        self._is_watching = False
+        if self._loop.training_step is self:  # otherwise somebody else has been put in front of this one
+            self._loop.training_step = self._training_step
+
+    def take(self) -> _Window | None:
+        """The window whose outcome has come."""
+        self._settled += 1
+        return self._windows.pop(self._settled - 1, None)
+
+    def __call__(self, batch: Any, batch_idx: int) -> Any:
+        """``training_step``."""
+        if not self._is_watching:
+            return self._training_step(batch, batch_idx)
+        steps, window = self._loop.progress.optimizer_steps, self._loop.window
+        if steps != self._steps:
+            self._steps = steps
+            self._update += 1
+        kept = self._windows.get(self._update)
+        if kept is None or (window.is_first and self._automatic):
+            kept = self._windows[self._update] = _Window(self._buffers)
+        if not self._keeps_batches:
+            return self._training_step(batch, batch_idx)
+        generators = {"torch": torch.get_rng_state()}
+        if self._device.type != "cpu":
+            generators["device"] = torch.get_device_module(self._device).get_rng_state(self._device)
+        mark = copy(window)
+        output = self._training_step(batch, batch_idx)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = loss.detach() if isinstance(loss, Tensor) else None
+        kept.batches.append(_Batch(batch, batch_idx, steps, mark, generators, loss))
+        return output
+
+
+def _error(trainer: Any, step: int, outcome: StepOutcome, batches: list[RecordedBatch]) -> NonFiniteError:
+    """Replay the step, and say what was found. To be called on all ranks."""
+    lines = [f"Gradients were not finite at optimizer step {step} of epoch {trainer.current_epoch}."]
+    report = None
+    if batches:
+        finding = examine(trainer, batches, outcome.scale)
+        report = Report(step, 1, trainer.precision, trainer.scaler.min_scale, trainer.world_size, finding)
+        rows = dict(report.rows())
+        lines = [
+            f"Gradients were not finite at optimizer step {step} of epoch {trainer.current_epoch}:"
+            f" {rows['batch']}, loss {rows['loss']}, precision={trainer.precision!r}.",
+            _verdict(report),
+        ]
+        told = ("first output not finite", "first gradient not finite", "gradients not finite", "batch not finite")
+        lines += [f"{label}: {rows[label]}." for label in told if label in rows]
+        lines += [f"Try: {advice}" for advice in report.advice]
+    lines.append(
+        "The step was skipped: weights, optimizers and schedules are those of the last good step."
+        " NonFiniteGuard('skip') leaves such steps out."
+    )
+    batch_idx = None if report is None else report.finding.batch_idx
+    return NonFiniteError("\n".join(lines), step=step, batch_idx=batch_idx, report=report)
+
+
+def _verdict(report: Report) -> str:
+    finding = report.finding
+    if finding.broken_weights:
+        return f"Weights were not finite before the step: {names_of(finding.broken_weights)}."
+    if report.place is None:
+        why = f": {finding.error}" if finding.error else ""
+        return (
+            f"A second run of the batch has found no number that is not finite{why}. Perhaps it comes from a sum over"
+            " the window or the processes, from a hook that changes gradients, or with other random numbers."
+        )
+    if report.phase == "forward" and finding.broken_batch:
+        return f"The batch was not finite when it came: {names_of(finding.broken_batch)}."
+    return f"The first number that is not finite was made in the {report.phase} pass, in {report.place}."
+
+
+def _is_broken(parameter: Tensor) -> bool:
+    if not parameter.requires_grad or not parameter.is_floating_point() or not parameter.numel():
+        return False
+    return not bool(parameter.detach().abs().amax().isfinite())
+
+
+@rank_zero_only
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)

@@ -1,0 +1,103 @@
+"""Worker processes of dataloaders: how long they are waited for, and how they died."""
+
+from __future__ import annotations
+
+import signal
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
+
+from trainer.failures import DEAD_WORKER
+
+
+@contextmanager
+def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
+    """Let iterators of dataloaders with workers that are made inside wait for a batch no longer than this.
+
+    torch's default is to wait for ever. Its own ``timeout`` would do, but with it torch stops looking for workers that
+    have died, and hears of them by a signal only, which reaches neither threads nor those who have taken the signal.
+
+    Args:
+        loaders: of any kind; those without workers, and those whose ``timeout`` somebody has set, are left alone.
+        seconds: 0 for no bound.
+    """
+    chosen = [loader for loader in loaders if seconds and _can_be_bounded(loader)]
+    for loader in chosen:
+        vars(loader)["_get_iterator"] = partial(_impatient_iterator, loader, seconds)
+    try:
+        yield
+    finally:
+        for loader in chosen:
+            vars(loader).pop("_get_iterator", None)
+
+
+def _can_be_bounded(loader: Any) -> bool:
+    is_one = isinstance(loader, DataLoader) and loader.num_workers > 0 and not loader.timeout
+    return is_one and hasattr(loader, "_get_iterator") and "_get_iterator" not in vars(loader)
+
+
+def _impatient_iterator(loader: DataLoader[Any], seconds: float) -> Any:
+    iterator = type(loader)._get_iterator(loader)
+    if hasattr(iterator, "_try_get_data"):
+        vars(iterator)["_try_get_data"] = _Patience(iterator, seconds)
+    return iterator
+
+
+class _Patience:
+    """Stands in the place of an iterator's ``_try_get_data``, which torch calls until there is a batch.
+
+    Each call looks once and, if it was in vain, whether all workers live. Costs a batch about a microsecond.
+
+    Args:
+        iterator: of a DataLoader with workers; not kept alive, for its end is what ends the workers.
+        seconds: until it raises what torch raises after a ``timeout``. There is a warning after a sixth of them.
+    """
+
+    def __init__(self, iterator: Any, seconds: float) -> None:
+        self._iterator = weakref.ref(iterator)
+        self._look = type(iterator)._try_get_data
+        self._seconds = seconds
+        self._waits_since: float | None = None
+        self._has_warned = False
+
+    def __call__(self, timeout: float = MP_STATUS_CHECK_INTERVAL) -> Any:
+        iterator, timeout = self._iterator(), min(timeout, self._seconds)
+        try:
+            found: tuple[bool, Any] = self._look(iterator, timeout)
+        except RuntimeError as error:
+            if DEAD_WORKER.search(str(error)) and (told := _signals_of(iterator)):
+                raise RuntimeError(told) from error
+            raise
+        if found[0]:
+            self._waits_since = None
+            return found
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now - timeout
+        waited = now - self._waits_since
+        if waited >= self._seconds:
+            raise RuntimeError(f"DataLoader timed out after {self._seconds:g} seconds")
+        if waited >= self._seconds / 6 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"The workers of a DataLoader have sent nothing for {waited:.0f} seconds. After {self._seconds:g} the"
+                " run ends: Trainer(dataloader_timeout=...).",
+                stacklevel=2,
+            )
+        return found
+
+
+def _signals_of(iterator: Any) -> str:
+    """Which workers were killed, in torch's words; torch does not always know by what. "" for none."""
+    killed = [(worker.pid, -worker.exitcode) for worker in iterator._workers if (worker.exitcode or 0) < 0]
+    if not killed:
+        return ""
+    pids = ", ".join(str(pid) for pid, _ in killed)
+    return f"DataLoader worker (pid(s) {pids}) is killed by signal: {signal.strsignal(killed[0][1])}."

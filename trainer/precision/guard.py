@@ -1,0 +1,98 @@
+"""Skipping steps whose gradients are not finite, where nothing is scaled: in float32 and bfloat16."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from trainer.precision.scaler import Check, LossScaler
+
+
+class StepGuard(LossScaler):
+    """Looks at the gradients as a loss scaler does, and skips steps as one; but the loss is scaled by nothing.
+
+    So what follows a step (its outcome, schedules, averages, counters) follows it in the same way, and a fused
+    optimizer's answer is not waited for. To everybody who asks whether the loss is scaled it is a disabled scaler: it
+    has no state for checkpoints, and ``is_enabled`` is False. ``skips_steps`` is True.
+
+    Args:
+        device: the type of the device the gradients are on.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device, init_scale=1.0, min_scale=1.0, max_scale=1.0)
+        self._one = torch.ones(())
+
+    def is_enabled(self) -> bool:
+        """False: nothing is scaled."""
+        return False
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs``, as they are."""
+        return outputs
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Look whether the gradients are finite, if nobody has since the last ``step``."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:  # another step before one update; what was found stays in _checks
+            state["stage"] = OptState.READY
+        if state["stage"] is OptState.READY:
+            found = self._look_at(optimizer)
+            state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
+            if found:
+                self._checks.append(Check(optimizer, list(found.values())))
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Send what was found on its way to the host; see ``settle``."""
+        self.settle()  # of the update before, if nobody has asked
+        checks, self._checks = self._checks, []
+        self._per_optimizer_states.clear()
+        self._send(checks)
+        self._unsettled = checks
+
+    def state_dict(self) -> dict[str, Any]:
+        """{}, as a disabled scaler's."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing, as a disabled scaler."""
+
+    def _follow(self, overflowed: bool) -> None:
+        pass  # the scale stays 1
+
+    def _look_at(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+        """For each device that has gradients, 1 if one of them is not finite, else 0; float32, and still there."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return {}
+        device = gradients[0].device
+        if {(g.dtype, g.device, g.layout) for g in gradients} == {(torch.float32, device, torch.strided)}:
+            if self._one.device != device:
+                self._one = self._one.to(device)
+            found = torch.zeros((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)  # times 1, which is exact
+            return {device: found}
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for gradient in gradients:
+            values = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+            if values.numel():
+                by_device[gradient.device].append(values)
+        return {device: _any_not_finite(values) for device, values in by_device.items()} or {device: _ZERO.to(device)}
+
+
+_ZERO = torch.zeros(())
+
+
+def _any_not_finite(gradients: list[Tensor]) -> Tensor:
+    """1 if one of the elements is not finite, else 0; a 0-dim float32 tensor on their device."""
+    largest = [one.abs().amax() for one in gradients]  # NaN and inf come through
+    return (
+        ~torch.stack([one.to(torch.float64 if one.dtype is torch.float64 else torch.float32) for one in largest])
+        .isfinite()
+        .all()
+    ).float()
