@@ -90,7 +90,8 @@ def test_signals_are_attended_to_between_batches_and_epochs_and_not_whenever_som
     limits.attend = calls.append
     assert not limits.epoch_is_done()
     assert not limits.fit_is_done()
-    assert not (limits.ends_epoch() or limits.ends_fit())
+    assert not limits.ends_epoch()
+    assert not limits.ends_fit()
     assert calls == [False, True]
 
 

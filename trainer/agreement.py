@@ -33,22 +33,17 @@ class Agreement:
         self._options.reduceOp = distributed.ReduceOp.MAX
         self._question = torch.zeros(count + 1, dtype=torch.int64)  # the numbers, and minus the batches to leave out
         self._work: distributed.Work | None = None
-        self._left_out = self._to_leave_out = 0
-        self._read_at = time.monotonic()
+        self._batches = self._to_leave_out = 0  # since the last question; how many it is to be at least
+        self._sent_at = time.monotonic()
 
     def ask(self, numbers: Sequence[int]) -> list[int]:
         """At the end of a batch: the largest numbers that were given at the last question; zeros where none was asked.
 
         All processes call it equally often.
         """
-        answer = [0] * self._count
-        if self._work is not None:
-            answer = self._read()
-        if any(answer):
-            return answer
-        if self._left_out < self._to_leave_out:
-            self._left_out += 1
-        else:
+        answer = self._read() if self._work is not None else [0] * self._count
+        self._batches += 1
+        if self._batches > self._to_leave_out and not any(answer):
             self._send(numbers)
         return answer
 
@@ -64,8 +59,10 @@ class Agreement:
             self._read()
 
     def _send(self, numbers: Sequence[int]) -> None:
-        seconds = (time.monotonic() - self._read_at) / (self._left_out + 1)  # of a batch
-        wanted = MOST_BATCHES if seconds * MOST_BATCHES < SECONDS else int(SECONDS / seconds)
+        now = time.monotonic()
+        seconds, batches = now - self._sent_at, self._batches
+        self._sent_at, self._batches = now, 0
+        wanted = min(int(SECONDS * batches / max(seconds, 1e-9)), MOST_BATCHES)
         self._question = torch.tensor([*numbers, -wanted])
         self._work = self._group.allreduce([self._question], self._options)
 
@@ -74,5 +71,5 @@ class Agreement:
         work, self._work = self._work, None
         work.wait()
         *answer, less = self._question.tolist()
-        self._left_out, self._to_leave_out, self._read_at = 0, -less, time.monotonic()
+        self._to_leave_out = -less
         return answer

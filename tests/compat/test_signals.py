@@ -112,9 +112,8 @@ def fit(folder: Path, does: Callback, *, path: Path | None = None, **arguments: 
     trainer, module = ours(**usual | arguments), Classifier(momentum=0.9)
     does.trainer = trainer
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Checkpoint directory .* exists|.*`OnExceptionCheckpoint`|.*no last checkpoint"
-        )
+        for message in ("Checkpoint directory .* exists", ".*`OnExc", ".*no last checkpoint", "Be aware that"):
+            warnings.filterwarnings("ignore", message)
         trainer.fit(module, data(8), data(8), ckpt_path=path)
     return trainer, module
 
