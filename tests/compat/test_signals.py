@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tests.parity import Classifier, Learner, assert_same_weights, data, ours, run_both
 from trainer import Trainer
 from trainer.errors import RequeueError
+from trainer.worker_signals import Outliving
 
 
 @pytest.fixture(autouse=True)
@@ -286,6 +290,34 @@ def test_a_forked_worker_is_not_the_run(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         trainer.fit(Learner(), data(8))
     assert trainer.state.finished
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_everything_does_not_end_the_workers(tmp_path: Path, number: int) -> None:
+    def to_all() -> None:
+        pids = [str(process.pid) for process in multiprocessing.active_children()]
+        subprocess.run(["kill", f"-{int(number)}", *pids], check=True)  # from elsewhere: what the parent sends counts
+        time.sleep(0.2)  # where a worker dies, this is where torch raises
+        send(number)
+
+    does, saver = Does("train", to_all), ModelCheckpoint(tmp_path, save_top_k=0)
+    trainer = ours(max_epochs=1, enable_checkpointing=True, callbacks=[saver, does])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        with pytest.raises(SystemExit):
+            trainer.fit(Learner(), data(20, num_workers=2, multiprocessing_context="fork"))
+    assert torch.load(tmp_path / "interrupted.ckpt", weights_only=True)["global_step"] == 3
+    assert multiprocessing.active_children() == []
+
+
+def test_the_main_process_can_still_end_a_worker() -> None:
+    called: list[int] = []
+    if (child := os.fork()) == 0:
+        Outliving(called.append)(3)
+        send(signal.SIGINT, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+        send(signal.SIGTERM if called == [3] else signal.SIGKILL)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
 class FindsLater(LearningRateFinder):
