@@ -85,13 +85,14 @@ def test_least_epochs(given, least):
     assert (limits.max_epochs, limits.min_epochs) == (5, least)
 
 
-def test_an_interruption_is_raised_when_a_batch_or_an_epoch_is_over():
-    limits = FitLimits(FitProgress(), max_epochs=1)
-    for over in (limits.epoch_is_done, limits.fit_is_done):
-        limits.interruption = SystemExit(3)
-        with pytest.raises(SystemExit):
-            over()
-        assert not over(), "raised once: who is told of it may ask again"
+def test_signals_are_attended_to_between_batches_and_epochs_and_not_whenever_somebody_asks():
+    limits, calls = FitLimits(FitProgress(), max_epochs=1), []
+    limits.attend = calls.append
+    assert not limits.epoch_is_done()
+    assert not limits.fit_is_done()
+    assert not limits.ends_epoch()
+    assert not limits.ends_fit()
+    assert calls == [False, True]
 
 
 class Stops(Callback):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.agreement import Agreement
 from trainer.optimization import ScheduleConfig
 
 T = TypeVar("T")
@@ -90,6 +91,12 @@ class Engine(Protocol):
 
     def any_rank(self, decision: bool) -> bool:
         """Whether ``decision`` is true on any process. The same answer on all of them."""
+
+    def agreement(self, count: int) -> Agreement | None:
+        """What tells each process, without waiting for a device, the largest of ``count`` numbers of all processes.
+
+        None where there is one process, or no way. All processes ask for it together, once the device is selected.
+        """
 
     def broadcast(self, value: T) -> T:
         """Rank 0's ``value``."""

@@ -64,6 +64,10 @@ class ResumeError(CheckpointError):
     """
 
 
+class RequeueError(TrainerError):
+    """Slurm was to run this job again, and does not."""
+
+
 class LossScaleCollapse(TrainerError):  # noqa: N818 - the name it has in the field
     """Gradients overflow in every step, at every loss scale: training has come to an end.
 

@@ -34,7 +34,7 @@ class EvalLoop:
         verbose: whether the Trainer prints what was logged.
         keep_predictions: whether to collect what ``predict_step`` returns.
         predictions: what it returned, a list for each dataloader.
-        interruption: what to raise in the place of the next batch: a signal has come. None for nothing.
+        attend: called before each batch: a signal has come. It may raise. None for nothing.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EvalLoop:
         self.verbose = True
         self.keep_predictions = False
         self.predictions: list[list[Any]] = []
-        self.interruption: BaseException | None = None
+        self.attend: Callable[[], None] | None = None
         # what belongs to one run; see prepare
         self.hooks: Hooks = NO_HOOKS
         self.module: nn.Module = nn.Module()
@@ -144,8 +144,8 @@ class EvalLoop:
 
     def evaluate_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
         """One forward pass and its hooks. ``dataloader_idx`` is None where there is only one."""
-        if self.interruption is not None:
-            raise self.interruption
+        if self.attend is not None:
+            self.attend()
         progress = self.progress
         batch = self.transfer(batch, dataloader_idx or 0)
         where = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)

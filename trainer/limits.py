@@ -31,7 +31,8 @@ class FitLimits:
             and before the first run.
         validated_at: when the run started or, if that is later, the last validation ended (``time.monotonic``).
         should_stop: whether training is to end after the current batch, if the minima are met.
-        interruption: what to raise when the current batch is over: a signal has come. None for nothing.
+        attend: called when a batch is over and, with True, before each epoch: a signal has come, or the processes are
+            to find out whether one has. It may raise. None for nothing.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class FitLimits:
         self.val_check_batch: float | None = None
         self.validated_at = 0.0
         self.should_stop = False
-        self.interruption: BaseException | None = None
+        self.attend: Callable[[bool], None] | None = None
         self._progress = progress
         self._agree = agree
         self._announce = announce
@@ -72,23 +73,28 @@ class FitLimits:
             self.min_epochs = int(self.min_steps is not None)
 
     def fit_is_done(self) -> bool:
-        """Whether no further epoch is to be trained."""
+        """Whether no further epoch is to be trained. For the fit loop, which asks before each: see ``attend``."""
+        if self.attend is not None:
+            self.attend(True)
+        return self.ends_fit()
+
+    def epoch_is_done(self) -> bool:
+        """Whether to leave the epoch before its last batch. For the fit loop, which asks after each: see ``attend``."""
+        if self.attend is not None:
+            self.attend(False)
+        return self.ends_epoch()
+
+    def ends_fit(self) -> bool:
+        """Whether no further epoch is to be trained. Anybody may ask."""
         trained_all = self.max_epochs not in (None, -1) and self._progress.epochs_trained >= self.max_epochs
-        return trained_all or self.epoch_is_done()
+        return trained_all or self.ends_epoch()
 
     def is_final_epoch(self) -> bool:
         """Whether the current epoch is known to be the last."""
         return self.max_epochs not in (None, -1) and self._progress.epochs_trained + 1 >= self.max_epochs
 
-    def epoch_is_done(self) -> bool:
-        """Whether to leave the current epoch before its last batch.
-
-        Raises:
-            BaseException: the ``interruption``, where there is one.
-        """
-        if (interruption := self.interruption) is not None:
-            self.interruption = None  # who is told of it may ask here, too
-            raise interruption
+    def ends_epoch(self) -> bool:
+        """Whether to leave the current epoch before its last batch. Anybody may ask."""
         stepped_all = self.max_steps != -1 and self._progress.optimizer_steps >= self.max_steps
         if stepped_all or not self.should_stop:
             return stepped_all

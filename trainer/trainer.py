@@ -53,7 +53,7 @@ from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_re
 from trainer.compat.metric_objects import MetricObjects
 from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
-from trainer.compat.signals import Signals, ctrl_c_ignored
+from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView, MonitoredMetrics, announce_end
 from trainer.data import Loaders, TrainingBatches, Transfer
 from trainer.errors import ConfigurationError
@@ -298,7 +298,7 @@ class Trainer(TrainerBase):
         self.validate_loop = self.fit_loop.epoch_loop.val_loop
         self.test_loop = EvalLoopView(self, self.eval_loops[RunningStage.TESTING], RunningStage.TESTING)
         self.predict_loop = EvalLoopView(self, self.eval_loops[RunningStage.PREDICTING], RunningStage.PREDICTING)
-        self._signal_connector = Signals(self, [self.loop.limits, *self.eval_loops.values()])
+        self._signal_connector = Signals(self, self.loop.limits, list(self.eval_loops.values()))
         self._announce()
 
     # --- what users call --------------------------------------------------------------------------------------
@@ -566,7 +566,8 @@ class Trainer(TrainerBase):
         if self.state.fn is TrainerFn.FITTING:
             self._check_sanity()
             self._prepare_fit()
-            self.loop.run()
+            with self._signal_connector.saving():
+                self.loop.run()
             announce_end(self)
         else:
             assert self.state.stage is not None
@@ -674,7 +675,7 @@ class Trainer(TrainerBase):
         module, loop, hooks = self._module, self.loop, self._hooks
         assert hooks is not None
         torch.set_grad_enabled(True)
-        if not loop.limits.fit_is_done():
+        if not loop.limits.ends_fit():
             modules.warn_of_eval_mode(module)
         if self._detect_anomaly and not self.scaler.is_enabled():  # where it is, AnomalyDetection does this
             self._session.enter_context(torch.autograd.set_detect_anomaly(True))
@@ -891,17 +892,19 @@ class Trainer(TrainerBase):
             self._release()
         except KeyboardInterrupt as error:
             rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
-            with ctrl_c_ignored():
+            with self._signal_connector.ending(error):
                 self._interrupt(error)
                 self.engine.kill()
             sys.exit(1)
         except BaseException as error:
             named = failures.explain(error, self)
-            self._interrupt(named or error)
+            with self._signal_connector.ending(error):
+                self._interrupt(named or error)
             if named is not None:
                 raise named from error
             raise
         self.state.status, self.state.stage = TrainerStatus.FINISHED, None
+        self._signal_connector.end_late()
 
     def _interrupt(self, error: BaseException) -> None:
         """A run has raised ``error``: tell everybody, give back what it holds."""

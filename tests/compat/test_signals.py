@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
 import threading
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.parity import Classifier, Learner, data, ours, run_both
-from trainer.compat.signals import ctrl_c_ignored
+from tests.parity import Classifier, Learner, assert_same_weights, data, ours, run_both
+from trainer import Trainer
+from trainer.errors import RequeueError
+from trainer.worker_signals import Outliving
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +61,13 @@ class Does(Callback):
         self.raised.append((type(exception), trainer.global_step, trainer.interrupted))
 
 
+def send(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
 def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    send(signal.SIGTERM)
 
 
 def interrupt() -> None:
@@ -75,14 +88,152 @@ def test_the_run_ends(action: Any, stage: str, fn: str, batches: int, handlers: 
         loaders = [data(2 * batches), data(8)] if fn == "fit" else [data(2 * batches)]
         with pytest.raises(SystemExit) as raised:
             getattr(trainer, fn)(Classifier(), *loaders)
-        said = (type(raised.value), raised.value.code, trainer.received_sigterm, trainer.interrupted, list(handlers))
+        codes.append(raised.value.code)
+        said = (type(raised.value), trainer.received_sigterm, trainer.interrupted, list(handlers))
         return does.seen, does.raised, said
 
+    codes: list[Any] = []
     theirs, mine = run_both(scenario)
     assert theirs == mine
-    code = SIGTERMException().code
-    expected = (SIGTERMException, code, True, True, [15]) if action is terminate else (SystemExit, 1, False, True, [])
+    expected = (SIGTERMException, True, True, [15]) if action is terminate else (SystemExit, False, True, [])
     assert mine[2] == expected
+    assert codes == ([None, 143] if action is terminate else [1, 1])  # Lightning's exits as if nothing had happened
+
+
+ENDS: list[tuple[int, type[BaseException], int]] = [
+    (signal.SIGTERM, SIGTERMException, 143),
+    (signal.SIGUSR1, SIGTERMException, 138),
+    (signal.SIGINT, SystemExit, 1),
+]
+FINISHED = 8
+"""Batches in the two epochs of a fit that nobody interrupts."""
+
+
+def fit(folder: Path, does: Callback, *, path: Path | None = None, **arguments: Any) -> tuple[Trainer, Learner]:
+    """Two epochs of four batches, validated after each."""
+    saver = ModelCheckpoint(folder / "checkpoints", every_n_epochs=5)
+    usual = {"enable_checkpointing": True, "max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": [saver, does]}
+    trainer, module = ours(**usual | arguments), Classifier(momentum=0.9)
+    does.trainer = trainer
+    with warnings.catch_warnings():
+        for message in ("Checkpoint directory .* exists", ".*`OnExc", ".*no last checkpoint", "Be aware that"):
+            warnings.filterwarnings("ignore", message)
+        trainer.fit(module, data(8), data(8), ckpt_path=path)
+    return trainer, module
+
+
+@pytest.mark.parametrize(("number", "error", "code"), ENDS)
+@pytest.mark.parametrize("stage", ["train", "validation"])
+def test_a_signal_finishes_the_step_saves_and_ends_the_fit(
+    tmp_path: Path, number: int, error: type[BaseException], code: int, stage: str, caplog: Any, capfd: Any
+) -> None:
+    caplog.set_level("INFO")
+    _, uninterrupted = fit(tmp_path / "whole", Does("train", lambda: None))
+    does = Does(stage, lambda: send(number))
+    with pytest.raises(error) as raised:
+        fit(tmp_path, does)
+    assert raised.value.code == code  # type: ignore[attr-defined]
+    steps = {"train": 3, "validation": 4}[stage]
+    assert does.trainer.global_step == steps
+    assert "the step is finished, and its state is saved" in capfd.readouterr().err
+    path = tmp_path / "checkpoints" / "interrupted.ckpt"
+    assert f"{signal.Signals(number).name} has ended the fit after step {steps}" in caplog.text
+    assert f"ckpt_path={str(path)!r}" in caplog.text
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    resumed = Does("train", lambda: None)
+    trainer, module = fit(tmp_path, resumed, path=path)
+    assert trainer.global_step == FINISHED
+    assert resumed.seen == [3, "epoch end", 0, 1, 2, 3, "epoch end"][stage == "validation" :]
+    assert_same_weights(module, uninterrupted)
+    assert path.exists(), "it may be the newest that there is"
+
+
+def test_a_second_ctrl_c_ends_the_fit_at_once(tmp_path: Path) -> None:
+    does = Does("train", lambda: send(signal.SIGINT, signal.SIGINT))
+    with pytest.raises(SystemExit) as raised:
+        fit(tmp_path, does)
+    assert raised.value.code == 1
+    assert (does.seen, does.raised) == ([0, 1], [(KeyboardInterrupt, 2, True)])
+    assert not (tmp_path / "checkpoints" / "interrupted.ckpt").exists()
+
+
+def test_of_several_signals_sigterm_counts(tmp_path: Path) -> None:
+    for order in ([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]):
+        with pytest.raises(SIGTERMException) as raised:
+            fit(tmp_path, Does("train", lambda order=order: send(*order)))  # type: ignore[misc]
+        assert raised.value.code == 143
+
+
+class SignalledLater(Does):
+    """More signals come: while the checkpoint is written, when callbacks are told, and when loggers are closed."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__("train", lambda: send(first))
+        self.came: list[str] = []
+
+    def more(self, when: str) -> None:
+        send(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        self.came.append(when)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        self.more("save")
+        checkpoint["after"] = "the signals"
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        super().on_exception(trainer, module, exception)
+        self.more("exception")
+
+
+@pytest.mark.parametrize(("number", "error", "code"), ENDS)
+def test_further_signals_do_not_break_into_the_end(
+    tmp_path: Path, number: int, error: type[BaseException], code: int
+) -> None:
+    does = SignalledLater(number)
+    with pytest.raises(error) as raised:
+        fit(tmp_path, does)
+    assert raised.value.code == code  # type: ignore[attr-defined]
+    assert does.came == ["save", "exception"]
+    checkpoint = torch.load(tmp_path / "checkpoints" / "interrupted.ckpt", weights_only=True)
+    assert (checkpoint["after"], checkpoint["global_step"]) == ("the signals", 3)
+
+
+def test_lightnings_own_checkpoint_of_an_exception_is_written_too(tmp_path: Path) -> None:
+    own = OnExceptionCheckpoint(tmp_path)
+    saver = ModelCheckpoint(tmp_path / "checkpoints")
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, does := Does("train", terminate), callbacks=[saver, own, does])
+    paths = [tmp_path / "on_exception.ckpt", tmp_path / "checkpoints" / "interrupted.ckpt"]
+    assert [torch.load(path, weights_only=True)["global_step"] for path in paths] == [3, 3]
+
+
+@pytest.mark.parametrize("arguments", [{"enable_checkpointing": False}, {"fast_dev_run": 4}, {"barebones": True}])
+def test_where_nothing_is_checkpointed_nothing_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, arguments: dict[str, Any]
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    does = Does("train", terminate)
+    saver = [ModelCheckpoint(tmp_path / "there")] if "fast_dev_run" in arguments else []
+    with pytest.raises(SIGTERMException) as raised:
+        fit(tmp_path, does, **{"enable_checkpointing": None} | arguments, callbacks=[does, *saver])
+    assert raised.value.code == 143
+    assert "SIGTERM has ended the fit after step 3. Nothing is saved: this Trainer writes no" in caplog.text
+    assert list(tmp_path.rglob("*.ckpt")) == []
+
+
+class SignalledEarly(Callback):
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.handler = signal.getsignal(signal.SIGTERM)
+
+    def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
+        terminate()
+
+
+def test_nothing_is_saved_before_anything_is_trained(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, SignalledEarly(), num_sanity_val_steps=2)
+    assert not (tmp_path / "checkpoints").exists() or list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_an_evaluation_whose_last_batch_is_under_way_comes_to_its_end() -> None:
@@ -95,6 +246,15 @@ def test_an_evaluation_whose_last_batch_is_under_way_comes_to_its_end() -> None:
     assert theirs == mine == (True, True)
 
 
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGUSR1, SIGTERMException)])
+def test_what_comes_too_late_for_the_run_ends_the_program(number: int, error: type[BaseException]) -> None:
+    trainer = ours(callbacks=[Does("test", lambda: send(number))])
+    with pytest.raises(error):
+        trainer.test(Classifier(), data(6), verbose=False)
+    assert trainer.state.finished
+    trainer.test(Classifier(), data(2), verbose=False)
+
+
 def test_the_next_run_starts_afresh() -> None:
     does = Does("train", terminate)
     trainer = ours(max_epochs=1, callbacks=[does])
@@ -103,6 +263,81 @@ def test_the_next_run_starts_afresh() -> None:
     does.action = lambda: None
     trainer.fit(Learner(), data(8))
     assert (trainer.state.finished, trainer.received_sigterm, trainer.current_epoch) == (True, False, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_that_somebody_handles_is_theirs(number: int) -> None:
+    received: list[int] = []
+    before = signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        trainer = ours(max_epochs=1, callbacks=[Does("train", lambda: send(number))])
+        trainer.fit(Learner(), data(8))
+    finally:
+        signal.signal(number, before)
+    assert trainer.state.finished
+    assert received == [number]
+
+
+def test_a_forked_worker_is_not_the_run(tmp_path: Path) -> None:
+    def fork() -> None:
+        if (child := os.fork()) == 0:
+            send(signal.SIGINT, signal.SIGINT, signal.SIGTERM)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    trainer = ours(max_epochs=1, callbacks=[Does("train", fork)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        trainer.fit(Learner(), data(8))
+    assert trainer.state.finished
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_everything_does_not_end_the_workers(tmp_path: Path, number: int) -> None:
+    def to_all() -> None:
+        pids = [str(process.pid) for process in multiprocessing.active_children()]
+        subprocess.run(["kill", f"-{int(number)}", *pids], check=True)  # from elsewhere: what the parent sends counts
+        time.sleep(0.2)  # where a worker dies, this is where torch raises
+        send(number)
+
+    does, saver = Does("train", to_all), ModelCheckpoint(tmp_path, save_top_k=0)
+    trainer = ours(max_epochs=1, enable_checkpointing=True, callbacks=[saver, does])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        with pytest.raises(SystemExit):
+            trainer.fit(Learner(), data(20, num_workers=2, multiprocessing_context="fork"))
+    assert torch.load(tmp_path / "interrupted.ckpt", weights_only=True)["global_step"] == 3
+    assert multiprocessing.active_children() == []
+
+
+def test_the_main_process_can_still_end_a_worker() -> None:
+    called: list[int] = []
+    if (child := os.fork()) == 0:
+        Outliving(called.append)(3)
+        send(signal.SIGINT, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+        send(signal.SIGTERM if called == [3] else signal.SIGKILL)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+class FindsLater(LearningRateFinder):
+    """In the second epoch, in the middle of the fit; a signal comes while it looks."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.training_step = lambda batch, batch_idx: (terminate(), module.loss(batch))[1]
+            self.lr_find(trainer, module)
+
+
+def test_a_signal_that_a_finder_meets_ends_the_fit(tmp_path: Path) -> None:
+    finder = FindsLater(num_training_steps=5)
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, finder, callbacks=[finder, ModelCheckpoint(tmp_path, save_top_k=0)])
+    assert finder.trainer.global_step == 4  # the finder has put back what was there before
+    assert "interrupted.ckpt" not in {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_ctrl_c_kills_the_processes_of_the_launcher() -> None:
@@ -114,12 +349,16 @@ def test_a_ctrl_c_kills_the_processes_of_the_launcher() -> None:
     launcher.kill.assert_called_once_with(signal.SIGKILL)
 
 
-def test_another_ctrl_c_does_nothing() -> None:
-    with ctrl_c_ignored():
-        os.kill(os.getpid(), signal.SIGINT)
-        thread = threading.Thread(target=lambda: ctrl_c_ignored().__enter__())  # no signals there
-        thread.start()
-        thread.join()
+def test_another_ctrl_c_does_nothing_to_a_run_that_did_not_come_to_its_start() -> None:
+    class Impatient(Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            interrupt()
+
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            send(signal.SIGINT, signal.SIGINT)
+
+    with pytest.raises(SystemExit):
+        ours(max_epochs=1, callbacks=[Impatient()]).fit(Learner(), data(8))
 
 
 def test_a_run_in_another_thread() -> None:
@@ -130,20 +369,69 @@ def test_a_run_in_another_thread() -> None:
     assert trainer.state.finished
 
 
-def test_a_job_of_slurms_is_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
-    monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", lambda c: calls.append(c) or 0)
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cluster's command, which writes down how it is called; and a job of its."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    command = folder / "scontrol"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "12345")
-    does = Does("train", lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    trainer = ours(max_epochs=1, callbacks=[does], plugins=SLURMEnvironment(), default_root_dir=tmp_path)
-    trainer.fit(Learner(), data(8))
-    assert calls == [["scontrol", "requeue", "12345"]]
-    assert [path.name for path in tmp_path.iterdir()] == ["hpc_ckpt_1.ckpt"]
+    return command
+
+
+def slurm(folder: Path, number: int = signal.SIGUSR1, **options: Any) -> Trainer:
+    """A Trainer in a job that gets the signal in its third batch."""
+    does = Does("train", lambda: send(number))
+    environment = SLURMEnvironment(**options)
+    return ours(max_epochs=1, callbacks=[does], plugins=environment, default_root_dir=folder / "run")
+
+
+def test_a_job_of_slurms_is_requeued(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "run"
+    slurm(tmp_path).fit(Learner(), data(8))  # goes on until Slurm ends it
+    assert (scontrol.parent / "calls").read_text() == "requeue 12345\n"
+    assert [path.name for path in root.iterdir()] == ["hpc_ckpt_1.ckpt"]
+    assert torch.load(root / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == 3  # the step was finished first
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     for given in (None, "hpc"):
-        again = ours(max_epochs=1, default_root_dir=tmp_path)
+        again = ours(max_epochs=1, default_root_dir=root)
         again.fit(Learner(), data(8), ckpt_path=given)
-        assert (again.ckpt_path, again.global_step) == (str(tmp_path / "hpc_ckpt_1.ckpt"), 4)
+        assert (again.ckpt_path, again.global_step) == (str(root / "hpc_ckpt_1.ckpt"), 4)
     with pytest.raises(ValueError, match="no HPC checkpoint was found"):
         ours(default_root_dir=tmp_path / "elsewhere").fit(Learner(), data(8), ckpt_path="hpc")
+
+
+def test_a_job_of_an_array_and_another_signal(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    slurm(tmp_path, signal.SIGUSR2, requeue_signal=signal.SIGUSR2).fit(Learner(), data(8))
+    assert (scontrol.parent / "calls").read_text() == "requeue 77_3\n"
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_a_job_that_slurm_does_not_requeue_fails_loudly(
+    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "run" / "hpc_ckpt_{}.ckpt"
+    scontrol.write_text("#!/bin/sh\necho Requested operation is presently disabled >&2\nexit 3\n")
+    with pytest.raises(
+        RequeueError, match="with exit status 3 and said: Requested operation is presently dis"
+    ) as error:
+        slurm(tmp_path).fit(Learner(), data(8))
+    assert str(saved).format(1) in str(error.value)
+    assert "auto_requeue=False" in str(error.value)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RequeueError, match="found no `scontrol` on the PATH") as error:
+        slurm(tmp_path).fit(Learner(), data(8))
+    assert torch.load(str(saved).format(2), weights_only=True)["global_step"] == 3
+
+
+def test_without_requeueing_the_signal_ends_the_fit(tmp_path: Path, scontrol: Path) -> None:
+    with pytest.raises(SIGTERMException) as raised:
+        slurm(tmp_path, auto_requeue=False).fit(Learner(), data(8))
+    assert raised.value.code == 138
+    assert not (scontrol.parent / "calls").exists()

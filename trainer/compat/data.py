@@ -31,6 +31,7 @@ from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 from trainer.compat.workers import bounded
 from trainer.errors import ConfigurationError
+from trainer.worker_signals import outlive_signals
 
 
 class _Connector(_DataConnector):
@@ -256,6 +257,7 @@ class DataSource:
         loader = self.connector._prepare_dataloader(loader, shuffle=shuffled, mode=stage)
         loader = self._trainer.strategy.process_dataloader(loader)
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
+        outlive_signals(loader)
         return loader
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from trainer.agreement import Agreement
 from trainer.compat.checkpoint_io import adopt
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.optimizers import set_up_optimizers
@@ -75,6 +76,7 @@ class LightningEngine:
         self.adapter = PrecisionAdapter(precision, self.device.type)
         self.strategy.precision_plugin = self.adapter
         adopt(self.strategy)
+        self._agreement_group: Any = None
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     @property
@@ -200,6 +202,18 @@ class LightningEngine:
     def any_rank(self, decision: bool) -> bool:
         """Whether ``decision`` is true on any process."""
         return self.strategy.reduce_boolean_decision(decision, all=False)
+
+    def agreement(self, count: int) -> Agreement | None:
+        """On gloo, in a group of its own: what is sent to several GPUs stands in line behind their work."""
+        distributed = torch.distributed
+        if self.world_size == 1 or not distributed.is_initialized() or not distributed.is_gloo_available():
+            return None
+        assert isinstance(self.strategy, DDPStrategy)  # or it would have a world of 1
+        if self._agreement_group is not None:
+            with suppress(ValueError):  # somebody has destroyed all groups since
+                distributed.destroy_process_group(self._agreement_group)
+        self._agreement_group = distributed.new_group(backend="gloo", timeout=self.strategy._timeout)
+        return Agreement(self._agreement_group, count)
 
     def broadcast(self, value: T) -> T:
         """Rank 0's ``value``."""

@@ -179,9 +179,7 @@ class _Discreet:
 
     def log_hyperparams(self, hparams: dict[str, Any]) -> None:
         """Pass on; an OmegaConf node as plain containers."""
-        given = {
-            name: _resolved(value) if isinstance(value, Container) else value for name, value in hparams.items()
-        }
+        given = {name: _resolved(value) if isinstance(value, Container) else value for name, value in hparams.items()}
         self._log(redaction.containers(given))
 
 

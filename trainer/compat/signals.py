@@ -1,53 +1,280 @@
-"""Signals: Lightning's handlers of SIGTERM and of SLURM's requeueing, and what a Ctrl-C must not interrupt."""
+"""Signals: SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step, and its state is saved; or Slurm requeues it.
+
+A handler only takes a note. What follows happens between two batches, at the same batch on all processes.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from trainer.agreement import Agreement
+from trainer.errors import RequeueError
+from trainer.eval_loop import EvalLoop
+from trainer.limits import FitLimits
 
-class Interruptible(Protocol):
-    """A loop, or a part of one, that raises its ``interruption`` when the current batch is over."""
+INTERRUPTED = "interrupted.ckpt"
+"""The file that an interrupted fit leaves in the folder of its first ModelCheckpoint."""
 
-    interruption: BaseException | None
+_ENDING = [signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGTERM]
+"""The signals that end a run; where several come, the last of these counts."""
 
 
-class Signals(_SignalConnector):
-    """Lightning's handlers. A SIGTERM ends the run with a ``SIGTERMException`` after the batch under way.
+class Signals:
+    """What signals do to the runs of one Trainer.
 
     Args:
-        trainer: whose processes are told, and whose checkpoint is written before a job is requeued.
-        loops: told to end.
+        trainer: the Trainer.
+        limits: of its fits.
+        eval_loops: its other loops.
+
+    Attributes:
+        received_sigterm: whether a SIGTERM has come to this run; on several processes, to any of them.
+        interruption: what has ended this run between two batches, because of a signal; None for nothing.
     """
 
-    def __init__(self, trainer: Any, loops: Sequence[Interruptible]) -> None:
-        super().__init__(trainer)
-        self._loops = loops
+    def __init__(self, trainer: Any, limits: FitLimits, eval_loops: Sequence[EvalLoop]) -> None:
+        self.received_sigterm = False
+        self.interruption: BaseException | None = None
+        self._trainer = trainer
+        self._limits = limits
+        self._eval_loops = list(eval_loops)
+        self._agreement: Agreement | None = None
+        self._handlers: dict[int, Any] = {}  # those before ours
+        self._process = 0
+        self._requeue_signal: int | None = None
+        self._noted = 0  # of `_ENDING`, counted from 1; 0 for none
+        self._to_requeue = False
+        self._interrupts = 0  # how often Ctrl-C was pressed
+        self._ends = self._holds = self._is_inner = False
+        self._first_batch = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_handlers": {}, "_agreement": None, "interruption": None}
+
+    @property
+    def received(self) -> int:
+        """The signal that this run ends, or has ended, by; 0 for none."""
+        return _ENDING[self._noted - 1] if self._noted else 0
+
+    # --- one run ----------------------------------------------------------------------------------------------
 
     def register_signal_handlers(self) -> None:
-        """Take the signals over, for one run. In threads other than the main one nothing happens."""
-        self._tell(None)
-        super().register_signal_handlers()
+        """Take the signals over, for one run. Outside of the main thread, where none arrive, they are let be."""
+        trainer = self._trainer
+        self.received_sigterm, self.interruption = False, None
+        self._noted, self._interrupts, self._to_requeue = 0, 0, False
+        self._ends = self._is_inner = False
+        self._process, self._first_batch = os.getpid(), trainer.progress.batches_started
+        self._agreement = trainer.engine.agreement(2) if trainer.state.fn is TrainerFn.FITTING else None
+        environment = trainer._accelerator_connector.cluster_environment
+        requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        self._requeue_signal = environment.requeue_signal if requeues else None
+        self._tell()
+        for number in _ENDING if self._requeue_signal is None else [*_ENDING, self._requeue_signal]:
+            self._take(number)
 
     def teardown(self) -> None:
         """Give the signals back. Nobody holds on to an exception that was raised, and with it to the run's frames."""
-        super().teardown()
-        self._tell(None)
+        if self._holds:
+            return  # until the run has ended
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+        self.interruption = self._agreement = self._limits.attend = None
+        for loop in self._eval_loops:
+            loop.attend = None
 
-    def _sigterm_notifier_fn(self, signum: int, frame: Any) -> None:
-        super()._sigterm_notifier_fn(signum, frame)
-        self._tell(SIGTERMException())
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a fit's loop: where a signal ends it, its state is saved."""
+        try:
+            yield
+        except BaseException as error:
+            if error is self.interruption and not self._is_inner:
+                self._save()
+            raise
+        if self._agreement is not None:
+            self._agreement.close()
 
-    def _tell(self, interruption: BaseException | None) -> None:
-        for loop in self._loops:
-            loop.interruption = interruption
+    @contextmanager
+    def inner_run(self) -> Iterator[None]:
+        """Around a run inside of a hook of the run: a signal ends both, and there is nothing to save."""
+        self._is_inner = True
+        try:
+            yield
+        except BaseException as error:
+            self._is_inner = error is self.interruption
+            raise
+        self._is_inner = False
+        self._tell()  # the loops have been put back to what they knew before
+
+    @contextmanager
+    def ending(self, error: BaseException) -> Iterator[None]:
+        """The run ends with ``error``. If that is because of a signal, further ones do not break into it."""
+        by_signal = isinstance(error, KeyboardInterrupt) or error is self.interruption
+        if not by_signal:
+            yield
+            return
+        self._ends = self._holds = True
+        self._take(signal.SIGINT)  # if the run has not come that far
+        try:
+            yield
+        finally:
+            self._holds = False
+            self.teardown()
+
+    def end_late(self) -> None:
+        """A run has come to its end, and a signal came too late to be heeded: it ends the program.
+
+        Not a SIGTERM that somebody else handles, and has been told of.
+        """
+        number, handled = self.received, self._handled_elsewhere
+        self._noted = 0
+        if number and not (number == signal.SIGTERM and handled):
+            raise _exception(number)
+
+    # --- a signal has come --------------------------------------------------------------------------------------
+
+    def _take(self, number: int) -> None:
+        """Handle a signal, unless somebody else does; of a SIGTERM both are told."""
+        before = signal.getsignal(number)
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        is_ours = before == default or (number == signal.SIGTERM and before is not None)
+        if number in self._handlers or not is_ours or threading.current_thread() is not threading.main_thread():
+            return
+        self._handlers[number] = before
+        signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:
+            return  # a dataloader's worker, forked from this process, which will tell it to end
+        is_first = not self._noted and not self._to_requeue
+        self._interrupts += number == signal.SIGINT
+        if not self._ends:
+            if self._interrupts > 1 and number == signal.SIGINT:
+                raise KeyboardInterrupt  # at once: nobody knows how long the step takes
+            if number == self._requeue_signal:
+                self._to_requeue = True
+            else:
+                self._noted = max(self._noted, 1 + _ENDING.index(signal.Signals(number)))
+            self.received_sigterm |= number == signal.SIGTERM
+            self._tell()
+            if is_first:
+                self._announce(number)
+            if number != signal.SIGINT:  # the terminal interrupts all processes
+                self._pass_on(number)
+        before = self._handlers.get(number)
+        if number == signal.SIGTERM and callable(before):
+            before(number, frame)
+
+    def _announce(self, number: int) -> None:
+        """Say so at once, past everything that a handler must not enter twice."""
+        if not self._trainer.is_global_zero:
+            return
+        then = "and the job is requeued" if number == self._requeue_signal else "and its state is saved"
+        again = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
+        what = (
+            f"the step is finished, {then}" if self._trainer.state.fn is TrainerFn.FITTING else "the batch is finished"
+        )
+        os.write(2, f"\nReceived {signal.Signals(number).name}: {what}.{again}\n".encode())
+
+    def _pass_on(self, number: int) -> None:
+        launcher = self._trainer.strategy.launcher
+        if isinstance(launcher, (_SubprocessScriptLauncher, _MultiProcessingLauncher)):
+            launcher.kill(signal.Signals(number))
+
+    def _tell(self) -> None:
+        """Have the loops ask, where there is something to ask for."""
+        something = bool(self._noted or self._to_requeue)
+        self._limits.attend = self._attend if something or self._agreement is not None else None
+        for loop in self._eval_loops:
+            loop.attend = self._attend_evaluation if something and self._agreement is None else None
+
+    # --- between two batches ------------------------------------------------------------------------------------
+
+    def _attend(self, before_epoch: bool) -> None:
+        """Between two batches of a fit."""
+        known = [self._noted, int(self._to_requeue)]
+        if self._agreement is not None:
+            known = self._agreement.ask_now(known) if before_epoch else self._agreement.ask(known)
+        self._heed(*known)
+
+    def _attend_evaluation(self) -> None:
+        self._heed(self._noted, int(self._to_requeue))
+
+    def _heed(self, noted: int, to_requeue: int) -> None:
+        self._to_requeue |= bool(to_requeue)
+        if to_requeue and not self._is_inner:
+            self._to_requeue = False
+            self._requeue()
+            if self._agreement is None:
+                self._tell()
+        if not noted:
+            return
+        self._noted, self._ends = noted, True
+        self.received_sigterm |= self.received == signal.SIGTERM
+        self.interruption = _exception(self.received)
+        raise self.interruption
+
+    def _save(self) -> None:
+        """Write the state of an interrupted fit."""
+        trainer = self._trainer
+        name, step = signal.Signals(self.received).name, trainer.global_step
+        ended = f"{name} has ended the fit after step {step}"
+        if trainer.progress.batches_started == self._first_batch:
+            rank_zero_info(f"{ended}, before it trained anything: there is nothing to save.")
+            return
+        folder = _checkpoint_folder(trainer)
+        if folder is None:
+            rank_zero_info(f"{ended}. Nothing is saved: this Trainer writes no checkpoints.")
+            return
+        path = f"{folder.rstrip('/')}/{INTERRUPTED}"
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"{ended}. Its state is in {path}: go on with `fit(..., ckpt_path={path!r})`.")
+
+    def _requeue(self) -> None:
+        """Save the state, as Lightning does, and have Slurm run the job again.
+
+        Raises:
+            RequeueError: on all processes, if Slurm does not.
+        """
+        trainer = self._trainer
+        path: str | None = None
+        if trainer.state.fn is TrainerFn.FITTING:
+            for logger in trainer.loggers:
+                logger.finalize("finished")  # all that is logged so far is to be on the disk
+            path = trainer.engine.broadcast(str(_CheckpointConnector.hpc_save_path(trainer.default_root_dir)))
+            trainer.save_checkpoint(path)
+        failure = _requeue_job() if trainer.is_global_zero else None
+        if trainer.state.fn is TrainerFn.FITTING:
+            failure = trainer.engine.broadcast(failure)
+        if failure is not None:
+            saved = (
+                "" if path is None else f" The state of the fit is in {path}: a job submitted again goes on with it."
+            )
+            raise RequeueError(
+                f"{failure}{saved} Requeue the job by hand (`scontrol requeue JOB`), or submit it again (`sbatch`); if"
+                " this cluster does not requeue jobs, turn it off with"
+                " Trainer(plugins=SLURMEnvironment(auto_requeue=False))."
+            )
+
+    @property
+    def _handled_elsewhere(self) -> bool:
+        return callable(signal.getsignal(signal.SIGTERM))
 
 
 def requeued_checkpoint(trainer: Any) -> str | None:
@@ -55,14 +282,36 @@ def requeued_checkpoint(trainer: Any) -> str | None:
     return _CheckpointConnector(trainer)._hpc_resume_path
 
 
-@contextmanager
-def ctrl_c_ignored() -> Iterator[None]:
-    """Another Ctrl-C, while the last one is dealt with, does nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _exception(number: int) -> BaseException:
+    """What ends a run: a program that lets it through exits as a shell would report the signal."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SIGTERMException(128 + number)
+
+
+def _checkpoint_folder(trainer: Any) -> str | None:
+    """The folder of the first ModelCheckpoint; None where none is written."""
+    if trainer.fast_dev_run:
+        return None
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            return os.fspath(callback.dirpath)
+    return None
+
+
+def _requeue_job() -> str | None:
+    """Ask Slurm to run this job again. Returns what went wrong; None for nothing."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    command = ["scontrol", "requeue", job]
+    said = f"Could not requeue this Slurm job: `{' '.join(command)}`"
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except FileNotFoundError:
+        return f"{said} found no `scontrol` on the PATH ({os.environ.get('PATH', '')})."
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{said} failed: {error}."
+    if done.returncode:
+        output = " ".join((done.stderr + done.stdout).split()) or "nothing"
+        return f"{said} failed with exit status {done.returncode} and said: {output}."
+    rank_zero_info(f"Requeued Slurm job {job}.")
+    return None

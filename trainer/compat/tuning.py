@@ -24,7 +24,7 @@ from trainer.metrics import MetricStore
 
 def rerun(trainer: Any, stage: RunningStage) -> None:
     """Run the loop of ``stage`` from its beginning, with the callbacks, limits and dataloaders of now."""
-    with _set_aside(trainer):
+    with trainer._signal_connector.inner_run(), _set_aside(trainer):
         hooks = trainer._hooks = trainer._build_hooks()
         if stage is RunningStage.TRAINING:
             trainer._prepare_fit()

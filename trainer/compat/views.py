@@ -285,7 +285,7 @@ class EpochLoopView:
     def done(self) -> bool:
         """Whether to leave the epoch."""
         limits, progress = self._loop.limits, self._loop.progress
-        return progress.batches_this_epoch >= self._trainer.num_training_batches or limits.epoch_is_done()
+        return progress.batches_this_epoch >= self._trainer.num_training_batches or limits.ends_epoch()
 
     @property
     def restarting(self) -> bool:
@@ -465,7 +465,7 @@ class FitLoopView:
     @property
     def done(self) -> bool:
         """Whether no further epoch is to be trained; if so, says why."""
-        is_done = self._trainer.num_training_batches == 0 or self._loop.limits.fit_is_done()
+        is_done = self._trainer.num_training_batches == 0 or self._loop.limits.ends_fit()
         if is_done:
             announce_end(self._trainer)
         return is_done

@@ -1,0 +1,73 @@
+"""What every process of ``test_interruption.py`` runs: fits that signals end on one rank or on both.
+
+``python interruption_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import worker  # beside this file
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class Signalled(Callback):
+    """Sends a signal to itself where the rank and the batch say so; the ranks are not equally fast."""
+
+    def __init__(self, where: dict[tuple[int, int], int], seconds: float = 0.0) -> None:
+        self.where, self.seconds = where, seconds
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (number := self.where.get((trainer.global_rank, trainer.global_step))) is not None:
+            os.kill(os.getpid(), number)
+        time.sleep(self.seconds * (1 + trainer.global_rank))
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def interrupted(folder: Path, where: dict[tuple[int, int], int], seconds: float, **arguments: Any) -> dict[str, Any]:
+    """What this rank saw of a fit that signals end."""
+    signalled = Signalled(where, seconds)
+    saver = ModelCheckpoint(folder, save_top_k=0)
+    usual = {"callbacks": [signalled, saver], "enable_checkpointing": True, "limit_val_batches": 0, "max_epochs": 40}
+    code: Any = None
+    try:
+        worker.fit(worker.Regression(), **usual | arguments)
+    except SystemExit as end:
+        code = end.code
+    path = folder / "interrupted.ckpt"
+    saved = torch.load(path, weights_only=True)["global_step"] if path.exists() else None
+    return {"code": code, "steps": signalled.steps, "saved": saved}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*does not have many workers")
+    slow = {"seconds": 0.15}  # the processes ask each other after every batch
+    found: dict[str, Any] = {}
+    for rank in range(2):
+        found[f"slow {rank}"] = interrupted(folder / f"slow_{rank}", {(rank, 1): signal.SIGTERM}, **slow)
+        found[f"fast {rank}"] = interrupted(folder / f"fast_{rank}", {(rank, 6): signal.SIGTERM}, 0.0)
+    both = {(0, 1): signal.SIGUSR1, (1, 1): signal.SIGTERM}
+    found["both"] = interrupted(folder / "both", both, **slow)
+    found["last"] = interrupted(folder / "last", {(1, 4): signal.SIGUSR1}, 0.0, max_epochs=1)
+    found["nobody"] = interrupted(folder / "nobody", {}, 0.0, max_epochs=1)
+    found["resumed"] = worker.resume(folder / "slow_0" / "interrupted.ckpt")["global_step"]
+    torch.save(found, folder / f"rank_{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What signals do to a dataloader's worker processes, which are sent those that are meant for the run, too.
+
+A Ctrl-C reaches everything that the terminal runs, a cluster's SIGTERM every process of the job. A worker that died of
+it would take the step down that is to be finished.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+
+class Outliving:
+    """A dataloader's ``worker_init_fn``, around its own: the workers outlive the signals, and end with the run.
+
+    Args:
+        init: the dataloader's own; None for none.
+    """
+
+    def __init__(self, init: Callable[[int], Any] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker: int) -> None:
+        """The worker starts."""
+        for name in ("SIGINT", "SIGUSR1"):
+            if (number := getattr(signal, name, None)) is not None:
+                signal.signal(number, _do_nothing)  # SIG_IGN would be inherited by what the worker starts
+        signal.signal(signal.SIGTERM, _do_nothing_once)
+        if self.init is not None:
+            self.init(worker)
+
+
+def outlive_signals(loader: Any) -> None:
+    """Have the workers of ``loader``, where it starts any, outlive the signals that are meant for the run."""
+    if getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, Outliving):
+        loader.worker_init_fn = Outliving(loader.worker_init_fn)
+
+
+def _do_nothing(number: int, frame: Any) -> None:
+    pass
+
+
+def _do_nothing_once(number: int, frame: Any) -> None:
+    """The next one, of which the process that has started the worker sends as many as it takes, ends it."""
+    signal.signal(number, signal.SIG_DFL)
