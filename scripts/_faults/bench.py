@@ -1,0 +1,316 @@
+"""Starting and stopping runs, and comparing what they left."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from _faults.scoreboard import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HYDRA_FULL_ERROR": "1", "COLUMNS": "200"}
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
+
+
+class HungError(Exception):
+    """A run did not end in its time."""
+
+
+class Run:
+    """A process that was started.
+
+    Args:
+        folder: where its ``log``, ``pid`` and ``exit`` are.
+        process: where it is a child of this process, and no fork of the server's.
+    """
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.folder, self.process = folder, process
+        self.started = time.monotonic()
+
+    @cached_property
+    def pid(self) -> int:
+        """The process."""
+        if self.process is not None:
+            return self.process.pid
+        wait_until((self.folder / "pid").exists, 30)
+        return int((self.folder / "pid").read_text())
+
+    @property
+    def status(self) -> int | None:
+        """How it ended: an exit status, or minus a signal; None while it runs."""
+        if self.process is not None:
+            return self.process.poll()
+        file = self.folder / "exit"
+        return int(file.read_text()) if file.exists() else None
+
+    @property
+    def log(self) -> str:
+        """What it printed."""
+        file = self.folder / "log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def wait(self, seconds: float) -> int:
+        """The status at its end.
+
+        Raises:
+            HungError: it was still running; it is killed.
+        """
+        _ = self.pid
+        if not wait_until(lambda: self.status is not None, seconds, fails=False):
+            self.kill()
+            raise HungError(f"still running after {seconds:.0f} s")
+        status = self.status
+        assert status is not None
+        return status
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it ends by itself in this time."""
+        return wait_until(lambda: self.status is not None, seconds, fails=False)
+
+    def send(self, *names: str) -> None:
+        """Signals."""
+        for name in names:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, getattr(signal, name))
+
+    def kill(self) -> None:
+        """With everything that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        wait_until(lambda: self.status is not None, 10, fails=False)
+
+
+def wait_until(condition: Any, seconds: float, *, fails: bool = True) -> bool:
+    """Whether ``condition()`` becomes true in this time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            if fails:
+                raise HungError(f"nothing happened in {seconds:.0f} s")
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@dataclass
+class Reference:
+    """The run that nothing happened to."""
+
+    folder: Path
+    seconds: float
+
+
+class Bench:
+    """Where cases work.
+
+    Args:
+        folder: for everything; each case gets folders in it.
+        kills: how often the case that kills at random instants does.
+        seed: of these instants.
+    """
+
+    def __init__(self, folder: Path, kills: int = 40, seed: int = 0) -> None:
+        self.folder, self.kills, self.random = folder, kills, random.Random(seed)
+        self.runs: list[Run] = []
+        self._references: dict[str, Reference] = {}
+        self._number = 0
+        environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES} | ENVIRONMENT
+        paths = [str(ROOT / "scripts"), str(ROOT), environment.get("PYTHONPATH", "")]
+        self.environment = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self._server: subprocess.Popen[bytes] | None = None
+
+    @property
+    def server(self) -> subprocess.Popen[bytes]:
+        """Started when somebody asks."""
+        if self._server is None:
+            command = [sys.executable, "-m", "_faults.server"]
+            pipe = subprocess.PIPE
+            self._server = subprocess.Popen(command, env=self.environment, cwd=self.folder, stdin=pipe, stdout=pipe)
+            assert self._server.stdout is not None
+            assert self._server.stdout.readline() == b"ready\n", "the server did not start"
+        return self._server
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for run in self.runs:
+            if run.status is None:
+                run.kill()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+
+    # --- runs ---------------------------------------------------------------------------------------------------
+
+    def new_folder(self, name: str) -> Path:
+        """An empty one."""
+        self._number += 1
+        folder = self.folder / f"{self._number:03d}-{name.replace(' ', '-')}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def train(self, who: str, folder: Path, *, fresh: bool = False, environment: Any = None, **options: Any) -> Run:
+        """Start the program (see ``program.main``). ``fresh``: in a process that has imported nothing."""
+        given = {"who": who, "folder": str(folder), **options}
+        if "setup" in given:
+            given["setup"] = asdict(given["setup"])
+        if not fresh:
+            return self._fork("program", given, environment or {})
+        where = self.new_folder("run")
+        with (where / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "_faults.program", json.dumps(given)], env=self.environment | (environment or {}),
+                cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        self.runs.append(Run(where, process))
+        return self.runs[-1]
+
+    def command(self, cwd: Path, *words: str, environment: Any = None) -> Run:
+        """Start the command line: ``python -m trainer WORDS``."""
+        return self._fork("cli", list(words), environment or {}, cwd=str(cwd))
+
+    def ranks(self, who: str, folder: Path, number: int = 2, **options: Any) -> list[Run]:
+        """Start the program on several processes, which find each other."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        runs = []
+        for rank in range(number):
+            environment = {
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(number), "RANK": str(rank),
+                "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "faults", "GROUP_RANK": "0",
+                "LOCAL_WORLD_SIZE": str(number),
+            }  # fmt: skip
+            runs.append(self.train(who, folder, rank=rank, ranks=number, environment=environment, **options))
+        return runs
+
+    def _fork(self, what: str, options: Any, environment: dict[str, str], **more: Any) -> Run:
+        folder = self.new_folder("run")
+        request = {"what": what, "options": options, "folder": str(folder), "environment": environment, **more}
+        assert self.server.stdin is not None
+        self.server.stdin.write(json.dumps(request).encode() + b"\n")
+        self.server.stdin.flush()
+        self.runs.append(Run(folder))
+        return self.runs[-1]
+
+    def reference(self, who: str, **options: Any) -> Reference:
+        """The run with these options that nothing happens to; made once."""
+        key = json.dumps([who, {k: asdict(v) if k == "setup" else v for k, v in options.items()}], sort_keys=True)
+        if key not in self._references:
+            folder = self.new_folder("reference")
+            options.setdefault("start", None)
+            number, _ = options.pop("ranks", 1), self.server
+            started = time.monotonic()
+            runs = [self.train(who, folder, **options)] if number == 1 else self.ranks(who, folder, number, **options)
+            for run in runs:
+                if run.wait(120) != 0:
+                    raise RefusedError(last_line(run.log))
+            self._references[key] = Reference(folder, time.monotonic() - started)
+        return self._references[key]
+
+    # --- comparing ----------------------------------------------------------------------------------------------
+
+    def differences(self, folder: Path, reference: Reference, *, final: str = "final", rows: bool = True) -> list[str]:
+        """What is not to the bit as in the reference: the state at the end, every batch ever trained, the rows."""
+        import torch
+
+        from _faults.training import differences, read_diary
+
+        found = []
+        for expected in sorted(reference.folder.glob("final_*.pt")):
+            rank = expected.stem.partition("_")[2]
+            end = folder / f"{final}_{rank}.pt"
+            if not end.exists():
+                return ["no end"]
+            one, other = (torch.load(file, weights_only=True) for file in (end, expected))
+            found += [line.lstrip(".") for line in differences(one, other)]
+            wanted = {line[:2]: line[2:4] for line in read_diary(reference.folder / f"batches_{rank}.jsonl")}
+            if final != "final":
+                continue
+            diary = read_diary(folder / f"batches_{rank}.jsonl")
+            found += sorted({f"missing batch {key}" for key in wanted.keys() - {line[:2] for line in diary}})
+            for epoch, batch, ids, loss, _ in diary:
+                if (ids, loss) != wanted.get((epoch, batch)):
+                    found.append(f"{'loss' if ids == wanted[epoch, batch][0] else 'samples'} of batch {batch} of epoch {epoch}")
+        if rows and final == "final" and read_rows(folder) != read_rows(reference.folder):
+            found.append("metrics.csv")
+        return list(dict.fromkeys(found))
+
+    def verdict(self, folder: Path, reference: Reference, detail: str = "", **how: Any) -> Outcome:
+        """``exact`` or ``inexact``."""
+        found = self.differences(folder, reference, **how)
+        if found == ["no end"]:
+            return Outcome("lost", "no result")
+        return Outcome("inexact", summary(found)) if found else Outcome("exact", detail)
+
+
+class RefusedError(Exception):
+    """A run that nothing happens to did not even work."""
+
+
+def summary(found: list[str], most: int = 3) -> str:
+    """The first few differences."""
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+
+
+def last_line(log: str) -> str:
+    """The last line that says something."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return lines[-1] if lines else "(no output)"
+
+
+def read_rows(folder: Path) -> dict[tuple[str, ...], dict[str, str]]:
+    """The rows of all ``metrics.csv``, by step and names; what a later file says counts."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for file in sorted(folder.rglob("metrics.csv"), key=lambda file: file.stat().st_mtime):
+        for row in csv.DictReader(file.read_text().splitlines()):
+            given = {name: value for name, value in row.items() if name and value}
+            rows[(row.get("step") or "", *sorted(given))] = given
+    return rows
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints below ``folder``, the newest first."""
+    return sorted(folder.rglob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+
+
+def flip_bit(file: Path) -> None:
+    """One bit, in the largest tensor's bytes: the middle of the file."""
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+
+
+def cut_short(file: Path) -> None:
+    """The file's second half is lost."""
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@contextmanager
+def small_disk(megabytes: int, folder: Path) -> Iterator[bool]:
+    """A file system of that size at ``folder``; yields whether that was possible."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    mounted = shutil.which("mount") is not None and os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
+
+
+__all__ = ["Bench", "HungError", "Outcome", "Reference", "RefusedError", "Run", "replace"]

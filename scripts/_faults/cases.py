@@ -1,0 +1,516 @@
+"""The cases: what goes wrong, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from _faults import bench as tools
+from _faults.bench import Bench, HungError, Run
+from _faults.scoreboard import Outcome
+from _faults.training import EVERYTHING, Setup, read_diary
+
+Body = Callable[[Bench, str], Outcome]
+
+END = 60.0
+"""Seconds that a run may take to end."""
+
+SMALL = replace(EVERYTHING, batches=20, epochs=2, overflows=(1, 7, 25), validate_every=8, pace=0.01)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the scoreboard.
+
+    Attributes:
+        name: for ``--only``.
+        title: what happens.
+        body: does it.
+        compares: whether Lightning's Trainer can be put through it.
+    """
+
+    name: str
+    title: str
+    body: Body
+    compares: bool = True
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, title: str, *, compares: bool = True) -> Callable[[Body], Body]:
+    """Enter a function into ``CASES``."""
+
+    def enter(body: Body) -> Body:
+        CASES[name] = Case(name, title, body, compares)
+        return body
+
+    return enter
+
+
+def run_case(one: Case, bench: Bench, who: str) -> Outcome:
+    """The outcome; a run that hangs, or fails without anything having happened to it, is one too."""
+    try:
+        return one.body(bench, who)
+    except HungError as error:
+        return Outcome("hung", str(error))
+    except tools.RefusedError as error:
+        return Outcome("not possible", str(error)[:160], good=False)
+
+
+def of(who: str, setup: Setup) -> Setup:
+    """The set-up that this Trainer can do."""
+    return setup if who == "ours" else setup.for_lightning()
+
+
+def go_on(bench: Bench, who: str, folder: Path, setup: Setup, detail: str = "", **options: Any) -> Outcome:
+    """Start the same command again, and compare at its end."""
+    reference = bench.reference(who, setup=setup, **options)
+    before = len(read_diary(folder / "batches_0.jsonl"))
+    again = bench.train(who, folder, setup=setup, **options)
+    status = again.wait(END)
+    if status != 0:
+        return Outcome("lost", f"the next start fails: {tools.last_line(again.log)[:160]}")
+    if starts_over(folder, before):
+        return Outcome("lost", "starts over from the first batch")
+    return bench.verdict(folder, reference, detail)
+
+
+def starts_over(folder: Path, before: int) -> bool:
+    """Whether the last process began with the first batch, although checkpoints had been written long before."""
+    later = read_diary(folder / "batches_0.jsonl")[before:]
+    return before > 12 and bool(later) and later[0][:2] == (0, 0)
+
+
+def after_batches(run: Run, folder: Path, number: int, rank: int = 0) -> None:
+    """Wait until so many batches are in the diary."""
+    diary = folder / f"batches_{rank}.jsonl"
+    tools.wait_until(lambda: run.status is not None or len(read_diary(diary)) >= number, END)
+
+
+def killed_half_way(bench: Bench, who: str, setup: Setup, batches: int = 20) -> Path:
+    """The folder of a run that was killed after some checkpoints."""
+    folder = bench.new_folder("killed")
+    run = bench.train(who, folder, setup=setup)
+    after_batches(run, folder, batches)
+    run.kill()
+    return folder
+
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+
+@case("sigkill", "SIGKILL at {kills} random instants")
+def sigkill(bench: Bench, who: str) -> Outcome:
+    setup = of(who, replace(EVERYTHING, pace=0.005))
+    reference = bench.reference(who, setup=setup)
+    kills = lives = inside = 0
+    wrong: list[Outcome] = []
+    while kills < bench.kills:
+        folder, life, before = bench.new_folder("life"), 0, 0
+        lives += 1
+        while True:
+            run = bench.train(who, folder, setup=setup)
+            if run.ends_within(bench.random.uniform(0.05, reference.seconds if life < 5 else 2 * END)):
+                break
+            run.kill()
+            before = len(read_diary(folder / "batches_0.jsonl"))
+            inside += any(file.suffix != ".ckpt" for kind in ("checkpoints", "best") for file in (folder / kind).glob("*"))
+            life, kills = life + 1, kills + 1
+        outcome = bench.verdict(folder, reference)
+        if run.status != 0:
+            outcome = Outcome("lost", f"the next start fails: {tools.last_line(run.log)[:160]}")
+        elif starts_over(folder, before):
+            outcome = Outcome("lost", "starts over from the first batch")
+        if outcome.word != "exact":
+            wrong.append(outcome)
+    if not wrong:
+        return Outcome("exact", f"{kills} kills in {lives} runs" + (f", {inside} of them inside a save" if inside else ""))
+    lost = [outcome for outcome in wrong if outcome.word == "lost"]
+    said = f"{len(wrong)} of {lives} runs ({kills} kills), such as: {(lost or wrong)[0].detail}"
+    return Outcome("lost" if lost else "inexact", said)
+
+
+@case("kill-in-save", "SIGKILL inside of a save, the temporary folder on another file system")
+def kill_in_save(bench: Bench, who: str) -> Outcome:
+    setup = of(who, replace(SMALL, ballast=40, epochs=1, pace=0.0))
+    elsewhere = {"TMPDIR": other_file_system(bench.folder)}
+    reference = bench.reference(who, setup=setup)
+    wrong, delays = [], [0.01 + 0.02 * i for i in range(12)]
+    for i, delay in enumerate(delays):
+        folder = bench.new_folder("in save")
+        fault = {"kind": "signal in save", "at": 2 + i % 3, "delay": delay, "signals": ["SIGKILL"]}
+        bench.train(who, folder, setup=setup, fault=fault, environment=elsewhere).wait(END)
+        run = bench.train(who, folder, setup=setup, environment=elsewhere)
+        if run.wait(END) != 0:
+            wrong.append(Outcome("lost", f"the next start fails: {tools.last_line(run.log)[:160]}"))
+        elif (outcome := bench.verdict(folder, reference)).word != "exact":
+            wrong.append(outcome)
+    if not wrong:
+        return Outcome("exact", f"{len(delays)} kills, {delays[0] * 1000:.0f} to {delays[-1] * 1000:.0f} ms into a save")
+    lost = [outcome for outcome in wrong if outcome.word == "lost"]
+    said = f"{len(lost or wrong)} of {len(delays)} runs, such as: {(lost or wrong)[0].detail}"
+    return Outcome("lost" if lost else "inexact", said)
+
+
+def other_file_system(folder: Path) -> str:
+    """A folder that is on another file system than ``folder``."""
+    for other in ("/dev/shm", "/tmp", "/var/tmp", str(Path.home())):
+        if Path(other).is_dir() and Path(other).stat().st_dev != folder.stat().st_dev:
+            return other
+    raise tools.RefusedError("there is one file system only")
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@case("disk-full", "The disk is full when a checkpoint is written")
+def disk_full(bench: Bench, who: str) -> Outcome:
+    setup = of(who, replace(SMALL, ballast=8))
+    folder = bench.new_folder("disk")
+    with tools.small_disk(70, folder) as mounted:
+        if not mounted:
+            return file_limit(bench, who)
+        run = bench.train(who, folder, setup=replace(setup, ballast=8), trainer={"max_epochs": 1, "limit_train_batches": 9})
+        run.wait(END)
+        filler = folder / "filler"
+        with filler.open("wb") as file, tools.suppress(OSError):
+            while True:
+                file.write(b"0" * (1 << 20))
+                file.flush()
+        kept = tools.checkpoints(folder)
+        status = (run := bench.train(who, folder, setup=setup)).wait(END)
+        filler.unlink()
+        return after_a_full_disk(bench, who, folder, setup, run, status, kept)
+
+
+def file_limit(bench: Bench, who: str) -> Outcome:
+    """In the place of a full disk, where none can be made: no file may have more than a megabyte."""
+    setup = of(who, replace(SMALL, ballast=8))
+    folder = bench.new_folder("limit")
+    fault = {"kind": "file limit", "at": 3, "bytes": 1 << 20}
+    status = (run := bench.train(who, folder, setup=setup, fault=fault)).wait(END)
+    return after_a_full_disk(bench, who, folder, setup, run, status, tools.checkpoints(folder))
+
+
+def after_a_full_disk(
+    bench: Bench, who: str, folder: Path, setup: Setup, run: Run, status: int, kept: list[Path]
+) -> Outcome:
+    """Whether somebody was told, and whether what was there is there still."""
+    if status == 0:
+        return Outcome("silent", "the run ends well, without its checkpoints")
+    said = tools.last_line(run.log)
+    outcome = go_on(bench, who, folder, setup)
+    if outcome.word != "exact":
+        return outcome
+    names = str(folder) in said and any(word.isdigit() for word in said.replace(",", "").split())
+    return Outcome("exact", "an error with path and bytes; then exact", good=True) if names else Outcome(
+        "exact", f"but the error says: {said[:120]}", good=False
+    )
+
+
+@case("unwritable", "The folder cannot be written")
+def unwritable(bench: Bench, who: str) -> Outcome:
+    base = bench.new_folder("unwritable")
+    (base / "file").write_text("in the way")
+    folder = base / "file" / "run"
+    run = bench.train(who, base, setup=of(who, replace(SMALL, workers=0)), trainer={"default_root_dir": str(folder)}, into=str(folder))
+    status = run.wait(END)
+    batches = len(read_diary(base / "batches_0.jsonl"))
+    if status == 0:
+        return Outcome("silent", f"trains {batches} batches and keeps nothing")
+    if batches:
+        return Outcome("late", f"an error after {batches} batches", good=False)
+    said = tools.last_line(run.log)
+    return Outcome("refused", f"before the first batch{'' if str(base) in said else ', without naming it: ' + said[:100]}", good=str(base) in said)
+
+
+@case("truncated", "The newest checkpoint is cut short")
+def truncated(bench: Bench, who: str) -> Outcome:
+    return damaged(bench, who, tools.cut_short)
+
+
+@case("bit-flip", "One bit of the newest checkpoint is flipped")
+def bit_flip(bench: Bench, who: str) -> Outcome:
+    return damaged(bench, who, tools.flip_bit)
+
+
+def damaged(bench: Bench, who: str, damage: Callable[[Path], None]) -> Outcome:
+    """Kill a run, damage what it wrote last, start it again."""
+    setup = of(who, replace(SMALL, ballast=1))
+    folder = killed_half_way(bench, who, setup)
+    newest = tools.checkpoints(folder)[0]
+    moment = newest.stat().st_mtime_ns
+    files = [file for file in tools.checkpoints(folder) if file.name == "last.ckpt" or file.stat().st_mtime_ns == moment]
+    for file in dict.fromkeys([newest, *files]):
+        damage(file)
+    outcome = go_on(bench, who, folder, setup, "from the one before")
+    if who == "ours" and outcome.word == "exact":
+        log = bench.runs[-1].log
+        if not any(file.name in log for file in files):
+            return Outcome("exact", "but the damaged file is not named", good=False)
+    return outcome
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+
+def interrupted(name: str, expected: tuple[int, ...]) -> Body:
+    """One process gets a signal in a batch inside an accumulation window."""
+
+    def body(bench: Bench, who: str) -> Outcome:
+        setup, folder = of(who, replace(SMALL, pace=0.0)), bench.new_folder(name)
+        run = bench.train(who, folder, setup=setup, fault={"kind": "signal", "at": 15, "signals": [name]})
+        status = run.wait(END)
+        outcome = go_on(bench, who, folder, setup)
+        if outcome.word != "exact":
+            return replace_detail(outcome, f"ends with {status}; {outcome.detail}")
+        return as_told(bench, folder, status, expected)
+
+    return body
+
+
+def as_told(bench: Bench, folder: Path, status: int, expected: tuple[int, ...]) -> Outcome:
+    """Exact, if the exit status was right and no batch was trained twice."""
+    diary = [line[:2] for line in read_diary(folder / "batches_0.jsonl")]
+    again = len(diary) - len(set(diary))
+    if status not in expected:
+        return Outcome("exact", f"but it ended with {status}, expected {' or '.join(map(str, expected))}", good=False)
+    if again:
+        return Outcome("exact", f"exit status {status}; but {again} batches were trained again", good=False)
+    return Outcome("exact", f"exit status {status}, no batch trained twice")
+
+
+def replace_detail(outcome: Outcome, detail: str) -> Outcome:
+    """The same, said otherwise."""
+    return Outcome(outcome.word, detail, outcome.good)
+
+
+case("sigterm", "SIGTERM")(interrupted("SIGTERM", (143, -15)))
+case("sigusr1", "SIGUSR1")(interrupted("SIGUSR1", (138, -10)))
+case("ctrl-c", "Ctrl-C")(interrupted("SIGINT", (130, -2, 1)))
+
+
+@case("second-signal", "A second SIGTERM, and a Ctrl-C, during the save that the first one asked for")
+def second_signal(bench: Bench, who: str) -> Outcome:
+    setup, folder = of(who, replace(SMALL, ballast=40, pace=0.02)), bench.new_folder("second")
+    run = bench.train(who, folder, setup=setup)
+    after_batches(run, folder, 15)
+    run.send("SIGTERM")
+    for name in ("SIGTERM", "SIGTERM", "SIGINT", "SIGTERM"):
+        if run.ends_within(0.02):
+            break
+        run.send(name)
+    status = run.wait(END)
+    outcome = go_on(bench, who, folder, setup)
+    if outcome.word != "exact":
+        return replace_detail(outcome, f"ends with {status}; {outcome.detail}")
+    return as_told(bench, folder, status, (143, -15))
+
+
+TWO = Setup(
+    batches=16, epochs=2, workers=2, augment=True, dropout=0.2, accumulate=3, schedule="step", metrics=True,
+    validate_every=6, pace=0.01,
+)  # fmt: skip
+
+
+def ranks_go_on(bench: Bench, who: str, folder: Path, setup: Setup) -> Outcome:
+    """The same command again on two processes."""
+    reference = bench.reference(who, setup=setup, ranks=2)
+    before = len(read_diary(folder / "batches_0.jsonl"))
+    for run in (runs := bench.ranks(who, folder, setup=setup)):
+        if run.wait(END) != 0:
+            return Outcome("lost", f"the next start fails: {tools.last_line(runs[0].log)[:160]}")
+    if starts_over(folder, before):
+        return Outcome("lost", "starts over from the first batch")
+    return bench.verdict(folder, reference)
+
+
+@case("sigterm-one-rank", "SIGTERM to one rank of two")
+def sigterm_one_rank(bench: Bench, who: str) -> Outcome:
+    setup, folder = of(who, TWO), bench.new_folder("ranks")
+    fault = {"kind": "signal", "at": 10, "signals": ["SIGTERM"], "rank": 1}
+    statuses = [run.wait(END) for run in bench.ranks(who, folder, setup=setup, fault=fault)]
+    outcome = ranks_go_on(bench, who, folder, setup)
+    if outcome.word != "exact":
+        return replace_detail(outcome, f"ranks end with {statuses}; {outcome.detail}")
+    return as_told(bench, folder, statuses[1], (143, -15))
+
+
+@case("kill-ranks", "SIGKILL of both ranks of two")
+def kill_ranks(bench: Bench, who: str) -> Outcome:
+    setup, folder = of(who, TWO), bench.new_folder("ranks")
+    runs = bench.ranks(who, folder, setup=setup)
+    after_batches(runs[0], folder, 22)
+    for run in runs:
+        run.kill()
+    return ranks_go_on(bench, who, folder, setup)
+
+
+@case("rank-raises", "One rank of two raises")
+def rank_raises(bench: Bench, who: str) -> Outcome:
+    setup, folder = of(who, TWO), bench.new_folder("ranks")
+    runs = bench.ranks(who, folder, setup=setup, fault={"kind": "raise", "at": 10, "rank": 1})
+    after_batches(runs[1], folder, 10, rank=1)
+    for run in runs:
+        if not run.ends_within(60):
+            for one in runs:
+                one.kill()
+            return Outcome("hung", "the other rank is still there after 60 s")
+    if 0 in [run.status for run in runs]:
+        return Outcome("silent", f"ranks end with {[run.status for run in runs]}")
+    if "the fault suite raises this" not in runs[1].log:
+        return Outcome("down", "without the original traceback", good=False)
+    return Outcome("stopped", "all ranks within 60 s, with the traceback", good=True)
+
+
+# --- workers, numbers, memory -----------------------------------------------------------------------------------------
+
+
+@case("worker-killed", "A dataloader worker is killed")
+def worker_killed(bench: Bench, who: str) -> Outcome:
+    return broken_worker(bench, who, ["SIGKILL"])
+
+
+@case("worker-hung", "A dataloader worker hangs")
+def worker_hung(bench: Bench, who: str) -> Outcome:
+    return broken_worker(bench, who, [])
+
+
+def broken_worker(bench: Bench, who: str, signals: list[str]) -> Outcome:
+    """A worker goes in the middle of the first epoch; then the same command again."""
+    setup, folder = of(who, SMALL), bench.new_folder("worker")
+    more = {"dataloader_timeout": 5} if who == "ours" and not signals else {}
+    run = bench.train(who, folder, setup=setup, fault={"kind": "worker", "at": 30, "signals": signals}, trainer=more)
+    if not run.ends_within(30):
+        run.kill()
+        return Outcome("hung", "waits for ever")
+    status, said = run.status, tools.last_line(run.log)
+    outcome = go_on(bench, who, folder, setup)
+    if status == 0 or outcome.word != "exact":
+        return replace_detail(outcome, f"ends with {status}; {outcome.detail}")
+    return Outcome("exact", f"after an error: {said[:110]}")
+
+
+@case("nan", "A batch is NaN, in float32")
+def nan(bench: Bench, who: str) -> Outcome:
+    setup, folder = replace(SMALL, precision="32-true", overflows=()), bench.new_folder("nan")
+    run = bench.train(who, folder, setup=setup, fault={"kind": "nan", "at": 14})
+    status, said = run.wait(END), tools.last_line(run.log)
+    if status == 0:
+        return Outcome("silent", "trains on; all weights are NaN")
+    if "14" not in said:
+        return Outcome("stopped", f"without the batch's index: {said[:110]}", good=False)
+    outcome = go_on(bench, who, folder, setup)
+    return Outcome("stopped", said[:110], good=True) if outcome.word == "exact" else outcome
+
+
+@case("memory", "Out of memory")
+def memory(bench: Bench, who: str) -> Outcome:
+    setup, folder = of(who, SMALL), bench.new_folder("memory")
+    run = bench.train(who, folder, setup=setup, fault={"kind": "memory", "at": 14})
+    status, said = run.wait(END), run.log
+    outcome = go_on(bench, who, folder, setup)
+    if status == 0 or outcome.word != "exact":
+        return outcome
+    tells = [word for word in ("batch size", "batch_size") if word in said]
+    return Outcome("exact", f"after an error{' that names the batch size' if tells else ': ' + tools.last_line(said)[:90]}", good=bool(tells) if who == "ours" else None)
+
+
+# --- two runs ---------------------------------------------------------------------------------------------------------
+
+
+@case("two-runs", "A second run is started in the same folder")
+def two_runs(bench: Bench, who: str) -> Outcome:
+    setup, folder = of(who, SMALL), bench.new_folder("two")
+    reference = bench.reference(who, setup=setup)
+    first = bench.train(who, folder, setup=setup)
+    after_batches(first, folder, 12)
+    second = bench.train(who, folder, setup=setup, final="second")
+    status, said = second.wait(END), tools.last_line(second.log)
+    if first.wait(END) != 0:
+        return Outcome("lost", f"the first one fails: {tools.last_line(first.log)[:120]}")
+    outcome = bench.verdict(folder, reference)
+    if status == 0:
+        return Outcome("both ran", f"into the same files; the first is {outcome}", good=False)
+    if outcome.word != "exact":
+        return outcome
+    return Outcome("refused", said[:110], good=True)
+
+
+# --- exact at every batch ---------------------------------------------------------------------------------------------
+
+EACH = Setup(batches=9, epochs=2, augment=True, dropout=0.2, metrics=True)
+SETUPS: dict[str, tuple[str, Setup]] = {
+    "shuffle": ("shuffled, augmented data, dropout", EACH),
+    "workers": ("the same with 2 workers", replace(EACH, workers=2)),
+    "accumulation": ("inside accumulation windows", replace(EACH, accumulate=4)),
+    "fp16": ("fp16 with skipped steps", replace(EACH, precision="16-mixed", overflows=(0, 3, 4, 10), accumulate=2)),
+    "two-optimizers": ("two optimizers", replace(EACH, optimizers=2, accumulate=2, schedule="epoch")),
+    "manual": ("two optimizers, by hand", replace(EACH, optimizers=2, manual=True, schedule="step")),
+    "schedule": ("a schedule by steps", replace(EACH, schedule="step", accumulate=2)),
+    "plateau": ("a schedule that watches the validation", replace(EACH, schedule="plateau", validate_every=4)),
+    "ema": ("an average of the weights (EMA)", replace(EACH, average="ema", accumulate=2, validate_every=4)),
+    "metrics": ("metrics of the epoch, and validations inside of it", replace(EACH, validate_every=4)),
+    "stateful": ("a StatefulDataLoader", replace(EACH, loader="stateful")),
+    "stateful-workers": ("a StatefulDataLoader with 2 workers", replace(EACH, loader="stateful", workers=2)),
+    "iterable": ("data without a length or a state", replace(EACH, loader="iterable")),
+    "everything": ("all of it, with 2 workers", replace(EVERYTHING, batches=11, epochs=2, overflows=(1, 3, 14), validate_every=4)),
+}
+
+
+def at_each(name: str, setup: Setup, *, every: int = 1) -> Body:
+    """A run that writes a checkpoint after every batch, validation and epoch; then one run from each of them."""
+
+    def body(bench: Bench, who: str) -> Outcome:
+        mine = of(who, setup)
+        reference = bench.reference(who, setup=mine, saves="each")
+        files = sorted((reference.folder / "each").glob("*.ckpt"))
+        wrong: dict[str, Outcome] = {}
+        for chunk in in_pairs(files[::every]):
+            started = []
+            for file in chunk:
+                folder = bench.new_folder(f"each {name}")
+                started.append((file, folder, bench.train(who, folder, setup=mine, saves="none", start=str(file), final="resumed")))
+            for file, folder, run in started:
+                if run.wait(END) != 0:
+                    wrong[file.stem] = Outcome("lost", tools.last_line(run.log)[:160])
+                else:
+                    outcome = continued(bench, folder, reference)
+                    if outcome.word != "exact":
+                        wrong[file.stem] = outcome
+        number = len(files[::every])
+        if not wrong:
+            return Outcome("exact", f"from each of {number} checkpoints")
+        first = next(iter(wrong))
+        lost = any(outcome.word == "lost" for outcome in wrong.values())
+        return Outcome("lost" if lost else "inexact", f"{len(wrong)} of {number}, such as {first}: {wrong[first].detail}")
+
+    return body
+
+
+def in_pairs(files: list[Path]) -> Iterator[list[Path]]:
+    """Two at a time."""
+    for i in range(0, len(files), 2):
+        yield files[i : i + 2]
+
+
+def continued(bench: Bench, folder: Path, reference: tools.Reference) -> Outcome:
+    """Compare a run that began in the middle: the state at its end, and each batch it trained."""
+    found = bench.differences(folder, reference, final="resumed")
+    diary = read_diary(folder / "batches_0.jsonl")
+    wanted = [line[:4] for line in read_diary(reference.folder / "batches_0.jsonl")]
+    if diary and [line[:4] for line in diary] != wanted[len(wanted) - len(diary) :]:
+        first = next(i for i, line in enumerate(diary) if line[:4] != wanted[len(wanted) - len(diary) + i])
+        same = diary[first][2] == wanted[len(wanted) - len(diary) + first][2]
+        found.append("a loss" if same else "the samples")
+    theirs = tools.read_rows(reference.folder)
+    if any(theirs.get(key) != row for key, row in tools.read_rows(folder).items()):
+        found.append("metrics.csv")
+    return Outcome("inexact", "other " + tools.summary(found)) if found else Outcome("exact")
+
+
+for _name, (_title, _setup) in SETUPS.items():
+    case(f"each-{_name}", f"Resumed at every batch: {_title}")(at_each(_name, _setup))
