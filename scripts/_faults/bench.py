@@ -242,10 +242,11 @@ class Bench:
             if final != "final":
                 continue
             diary = read_diary(folder / f"batches_{rank}.jsonl")
-            found += sorted({f"missing batch {key}" for key in wanted.keys() - {line[:2] for line in diary}})
+            if wanted.keys() - {line[:2] for line in diary}:
+                found.append("batches never trained")
             for epoch, batch, ids, loss, _ in diary:
                 if (ids, loss) != wanted.get((epoch, batch)):
-                    found.append(f"{'loss' if ids == wanted[epoch, batch][0] else 'samples'} of batch {batch} of epoch {epoch}")
+                    found.append("losses" if ids == wanted[epoch, batch][0] else "samples")
         if rows and final == "final" and read_rows(folder) != read_rows(reference.folder):
             found.append("metrics.csv")
         return list(dict.fromkeys(found))
@@ -255,16 +256,21 @@ class Bench:
         found = self.differences(folder, reference, **how)
         if found == ["no end"]:
             return Outcome("lost", "no result")
-        return Outcome("inexact", summary(found)) if found else Outcome("exact", detail)
+        return Outcome("inexact", "other " + summary(found)) if found else Outcome("exact", detail)
 
 
 class RefusedError(Exception):
     """A run that nothing happens to did not even work."""
 
 
-def summary(found: list[str], most: int = 3) -> str:
-    """The first few differences."""
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+def summary(found: list[str]) -> str:
+    """What differs, in words that a table has room for."""
+    kinds: dict[str, int] = {}
+    for line in found:
+        kind = " ".join(word for word in line.partition(".")[0].split() if not word.strip("(),").isdigit())
+        kinds[kind] = kinds.get(kind, 0) + 1
+    order = ("weights", "averages", "optimizers", "scaler", "schedules")
+    return ", ".join(sorted(kinds, key=lambda kind: order.index(kind) if kind in order else len(order)))
 
 
 def last_line(log: str) -> str:

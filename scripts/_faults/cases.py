@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from _faults import bench as tools
+from _faults import project, strangers
 from _faults.bench import Bench, HungError, Run
 from _faults.scoreboard import Outcome
 from _faults.training import EVERYTHING, Setup, read_diary
@@ -442,22 +443,22 @@ def two_runs(bench: Bench, who: str) -> Outcome:
 
 # --- exact at every batch ---------------------------------------------------------------------------------------------
 
-EACH = Setup(batches=9, epochs=2, augment=True, dropout=0.2, metrics=True)
+EACH = Setup(batches=7, epochs=2, augment=True, dropout=0.2, metrics=True)
 SETUPS: dict[str, tuple[str, Setup]] = {
     "shuffle": ("shuffled, augmented data, dropout", EACH),
     "workers": ("the same with 2 workers", replace(EACH, workers=2)),
     "accumulation": ("inside accumulation windows", replace(EACH, accumulate=4)),
-    "fp16": ("fp16 with skipped steps", replace(EACH, precision="16-mixed", overflows=(0, 3, 4, 10), accumulate=2)),
+    "fp16": ("fp16 with skipped steps", replace(EACH, precision="16-mixed", overflows=(0, 3, 4, 9), accumulate=2)),
     "two-optimizers": ("two optimizers", replace(EACH, optimizers=2, accumulate=2, schedule="epoch")),
     "manual": ("two optimizers, by hand", replace(EACH, optimizers=2, manual=True, schedule="step")),
     "schedule": ("a schedule by steps", replace(EACH, schedule="step", accumulate=2)),
-    "plateau": ("a schedule that watches the validation", replace(EACH, schedule="plateau", validate_every=4)),
-    "ema": ("an average of the weights (EMA)", replace(EACH, average="ema", accumulate=2, validate_every=4)),
-    "metrics": ("metrics of the epoch, and validations inside of it", replace(EACH, validate_every=4)),
+    "plateau": ("a schedule that watches the validation", replace(EACH, schedule="plateau", validate_every=3)),
+    "ema": ("an average of the weights (EMA)", replace(EACH, average="ema", accumulate=2, validate_every=3)),
+    "metrics": ("metrics of the epoch, and validations inside of it", replace(EACH, validate_every=3)),
     "stateful": ("a StatefulDataLoader", replace(EACH, loader="stateful")),
     "stateful-workers": ("a StatefulDataLoader with 2 workers", replace(EACH, loader="stateful", workers=2)),
     "iterable": ("data without a length or a state", replace(EACH, loader="iterable")),
-    "everything": ("all of it, with 2 workers", replace(EVERYTHING, batches=11, epochs=2, overflows=(1, 3, 14), validate_every=4)),
+    "everything": ("all of it, with 2 workers", replace(EVERYTHING, batches=8, epochs=2, overflows=(1, 3, 11), validate_every=3)),
 }
 
 
@@ -505,7 +506,7 @@ def continued(bench: Bench, folder: Path, reference: tools.Reference) -> Outcome
     if diary and [line[:4] for line in diary] != wanted[len(wanted) - len(diary) :]:
         first = next(i for i, line in enumerate(diary) if line[:4] != wanted[len(wanted) - len(diary) + i])
         same = diary[first][2] == wanted[len(wanted) - len(diary) + first][2]
-        found.append("a loss" if same else "the samples")
+        found.append("losses" if same else "samples")
     theirs = tools.read_rows(reference.folder)
     if any(theirs.get(key) != row for key, row in tools.read_rows(folder).items()):
         found.append("metrics.csv")
@@ -514,3 +515,116 @@ def continued(bench: Bench, folder: Path, reference: tools.Reference) -> Outcome
 
 for _name, (_title, _setup) in SETUPS.items():
     case(f"each-{_name}", f"Resumed at every batch: {_title}")(at_each(_name, _setup))
+
+
+# --- the command line ---------------------------------------------------------------------------------------------------
+
+
+def cli_interrupted(name: str, expected: int) -> Body:
+    """``python -m trainer fit ... resume=auto`` gets a signal from outside; then the same command again."""
+
+    def body(bench: Bench, who: str) -> Outcome:
+        words = ("fit", "+recipe=faulty", "resume=auto")
+        whole, cut = (project.write(bench.new_folder("project")) for _ in range(2))
+        if (run := bench.command(whole, *words)).wait(END) != 0:
+            return Outcome("not possible", tools.last_line(run.log), good=False)
+        run = bench.command(cut, *words)
+        after_batches(run, cut, 16)
+        run.send(name)
+        status = run.wait(END)
+        if (run := bench.command(cut, *words)).wait(END) != 0:
+            return Outcome("lost", f"ends with {status}; the next start fails: {tools.last_line(run.log)[:160]}")
+        if starts_over(cut, 16):
+            return Outcome("lost", f"ends with {status}; starts over from the first batch")
+        found = last_states_differ(whole, cut)
+        if found:
+            return Outcome("inexact", tools.summary(found))
+        if name == "SIGKILL":
+            return Outcome("exact")
+        return as_told(bench, cut, status, (expected,))
+
+    return body
+
+
+def last_states_differ(whole: Path, cut: Path) -> list[str]:
+    """Where the last checkpoints and the rows of two projects differ."""
+    import torch
+
+    from _faults.training import differences
+
+    found = []
+    states = []
+    for folder in (whole, cut):
+        files = sorted(folder.glob("outputs/**/last.ckpt"))
+        if len(files) != 1:
+            return [f"{len(files)} run folders"]
+        checkpoint = torch.load(files[0], weights_only=True)
+        states.append({key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision")})
+    found = differences(*states)
+    wanted = {line[:2]: line[2:4] for line in read_diary(whole / "batches_0.jsonl")}
+    if any(wanted.get(line[:2]) != line[2:4] for line in read_diary(cut / "batches_0.jsonl")):
+        found.append("samples or losses")
+    if tools.read_rows(whole) != tools.read_rows(cut):
+        found.append("metrics.csv")
+    return found
+
+
+case("cli-sigkill", "`python -m trainer fit resume=auto`: SIGKILL", compares=False)(cli_interrupted("SIGKILL", -9))
+case("cli-sigterm", "`python -m trainer fit resume=auto`: SIGTERM", compares=False)(cli_interrupted("SIGTERM", 143))
+case("cli-sigusr1", "`python -m trainer fit resume=auto`: SIGUSR1", compares=False)(cli_interrupted("SIGUSR1", 138))
+case("cli-ctrl-c", "`python -m trainer fit resume=auto`: Ctrl-C", compares=False)(cli_interrupted("SIGINT", 130))
+
+
+# --- strangers ----------------------------------------------------------------------------------------------------------
+
+
+@case("pickle", "A stranger's pickle in whatever is read")
+def malicious_pickle(bench: Bench, who: str) -> Outcome:
+    setup = of(who, replace(SMALL, workers=0))
+    source = killed_half_way(bench, who, setup)
+    good = next(file for file in tools.checkpoints(source) if file.name == "last.ckpt")
+    ran, went_on = [], []
+    for name, spoil in strangers.CHECKPOINTS.items():
+        folder = bench.new_folder("stranger")
+        bad, owned = folder / "bad.ckpt", folder / "owned"
+        spoil(good, bad, owned)
+        run = bench.train(who, folder, setup=setup, start=str(bad), saves="none")
+        if run.wait(END) == 0:
+            went_on.append(name)
+        if owned.exists():
+            ran.append(name)
+    folder = strangers.copy_of(source, bench.new_folder("stranger in the run"))
+    for file in tools.checkpoints(folder):
+        moment = file.stat().st_mtime_ns
+        strangers.poisoned_archive(file, file.with_suffix(".bad"), folder / "owned")
+        file.with_suffix(".bad").replace(file)
+        tools.os.utime(file, ns=(moment, moment))
+    bench.train(who, folder, setup=setup).wait(END)
+    if (folder / "owned").exists():
+        ran.append("every checkpoint of the run")
+    number = len(strangers.CHECKPOINTS) + 1
+    if ran:
+        return Outcome("code ran", f"in {len(ran)} of {number} places: {', '.join(ran)}")
+    if went_on:
+        return Outcome("nothing ran", f"but it was read: {', '.join(went_on)}", good=False)
+    return Outcome("nothing ran", f"in {number} places, from bare pickles to random states", good=True)
+
+
+@case("target", "A stranger's `_target_` in a config", compares=False)
+def malicious_target(bench: Bench, who: str) -> Outcome:
+    ran, accepted = [], []
+    for target in strangers.TARGETS:
+        folder = project.write(bench.new_folder("target"))
+        owned = folder / "owned"
+        words = strangers.overrides(target, folder, owned)
+        run = bench.command(folder, "fit", "+recipe=faulty", *words)
+        if run.wait(END) != 2:
+            accepted.append(f"{target} ({tools.last_line(run.log)[:60]})")
+        if owned.exists():
+            ran.append(target)
+    number = len(strangers.TARGETS)
+    if ran:
+        return Outcome("code ran", f"{len(ran)} of {number}: {', '.join(ran)}")
+    if accepted:
+        return Outcome("nothing ran", f"but not refused: {', '.join(accepted)}", good=False)
+    return Outcome("refused", f"all {number}", good=True)

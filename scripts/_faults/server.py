@@ -17,11 +17,14 @@ from typing import Any, NoReturn
 
 def serve() -> None:
     """Until the standard input ends."""
+    import hydra.core.global_hydra  # noqa: F401
     import tensorboard  # noqa: F401
     import torchdata.stateful_dataloader  # noqa: F401
     import torchmetrics.classification  # noqa: F401
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
+    import trainer.cli.build
+    import trainer.cli.validate
     import trainer.trainer  # noqa: F401
     from _faults import program  # noqa: F401
 

@@ -1,0 +1,171 @@
+"""Random set-ups, interrupted at random points, often more than once: to the bit the run that was never interrupted.
+
+The same set-ups each time. ``EXACT_RESUME_EXAMPLES=1000`` tries other ones, and more of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
+
+import tests.faults  # noqa: F401  # where _faults is found
+from _faults import training
+from _faults.training import Setup
+from trainer import Trainer
+
+EXAMPLES = int(os.environ.get("EXACT_RESUME_EXAMPLES", "0"))
+
+
+@st.composite
+def setups(draw: Any) -> Setup:
+    """Any set-up that is one."""
+    batches, epochs = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    precision = draw(st.sampled_from(["32-true", "16-mixed", "bf16-mixed"]))
+    overflows: Any = st.lists(st.integers(0, batches * epochs - 1), max_size=4, unique=True).map(sorted).map(tuple)
+    manual, metrics = draw(st.booleans()), draw(st.booleans())
+    validate_every = draw(st.sampled_from([0, *range(1, batches + 3)]))
+    loader = draw(st.sampled_from(["map", "map", "stateful", "iterable"]))
+    watches = not manual and (metrics or 0 < validate_every <= batches and loader != "iterable")
+    return Setup(
+        batches=batches,
+        epochs=epochs,
+        batch_size=2,
+        loader=loader,
+        shuffle=draw(st.booleans()),
+        augment=draw(st.booleans()),
+        dropout=draw(st.sampled_from([0.0, 0.3])),
+        accumulate=1 if manual else draw(st.integers(1, 4)),
+        precision=precision,
+        overflows=draw(overflows) if precision == "16-mixed" else (),
+        optimizers=draw(st.integers(1, 2)),
+        manual=manual,
+        schedule=draw(st.sampled_from(["", "step", "epoch", *(["plateau"] if watches else [])])),
+        average=draw(st.sampled_from(["", "ema", "mean"])),
+        metrics=metrics,
+        validate_every=validate_every,
+    )
+
+
+class Rows(Logger):
+    """What the loggers get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, str]]] = []
+
+    name = version = None
+
+    def log_hyperparams(self, *_: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append((step, {name: float(value).hex() for name, value in metrics.items()}))
+
+
+class Saver(Checkpoint):
+    """Writes a checkpoint after each batch, validation and epoch; ``places`` says after which, in their order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.places = folder, list[str]()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "batch")
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "epoch")
+
+    def save(self, trainer: Any, what: str) -> None:
+        self.places.append(f"{what} {trainer.progress.batches}")
+        trainer.save_checkpoint(self.folder / f"{self.places[-1]}.ckpt")
+
+
+@dataclass
+class Finished:
+    """What a run left."""
+
+    state: dict[str, Any]
+    rows: list[Any]
+    places: list[str]
+    batches: list[Any] = field(default_factory=list)
+
+
+def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Finished:
+    folder.mkdir()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    batches: list[Any] = []
+    module = training.Classifier(setup, lambda *line: batches.append(line))
+    saver, rows = Saver(folder), Rows()
+    trainer = Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*training.Averaging.callbacks(setup), saver],
+        **training.arguments_of(setup),
+    )
+    trainer.loggers = [rows]  # so late that nobody draws curves
+    trainer.fit(module, training.training_data(setup), training.validation_data(setup), ckpt_path=start)
+    return Finished(training.state_of(trainer, module), rows.rows, saver.places, batches)
+
+
+def check(setup: Setup, interruptions: list[int]) -> None:
+    """Train; then again from a checkpoint of the first run, then from one of the second, and so on."""
+    with TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = last = train(setup, Path(name) / "whole", 0, None)
+        folder = Path(name) / "whole"
+        for i, interruption in enumerate(interruptions, 1):
+            if not last.places:
+                break
+            place = last.places[interruption % len(last.places)]
+            note(f"interrupted after {place}")
+            start, folder = folder / f"{place}.ckpt", Path(name) / f"resumed {i}"
+            last = train(setup, folder, i, start)  # another seed: all of it is in the checkpoint
+            assert last.batches == whole.batches[len(whole.batches) - len(last.batches) :]
+            assert int(place.split()[1]) + len(last.batches) == len(whole.batches)
+            assert training.differences(last.state, whole.state) == []
+            assert last.rows == whole.rows[len(whole.rows) - len(last.rows) :]
+            assert last.places == whole.places[whole.places.index(place) + 1 :]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=EXAMPLES or 40,
+    derandomize=not EXAMPLES,
+    deadline=None,
+    database=None,
+    phases=(Phase.generate, Phase.shrink) if EXAMPLES else (Phase.generate,),  # shrinking takes minutes
+    suppress_health_check=list(HealthCheck),
+)
+@given(setups(), st.lists(st.integers(0, 30), min_size=1, max_size=3))
+def test_an_interrupted_run_is_the_one_that_was_not(setup: Setup, interruptions: list[int]) -> None:
+    check(setup, interruptions)
