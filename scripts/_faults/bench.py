@@ -173,8 +173,8 @@ class Bench:
         where = self.new_folder("run")
         with (where / "log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "_faults.program", json.dumps(given)], env=self.environment | (environment or {}),
-                cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                [sys.executable, "-m", "_faults.program", json.dumps(given)], cwd=folder,
+                env=self.environment | (environment or {}), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self.runs.append(Run(where, process))
         return self.runs[-1]
@@ -311,7 +311,11 @@ def small_disk(megabytes: int, folder: Path) -> Iterator[bool]:
     """A file system of that size at ``folder``; yields whether that was possible."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    mounted = shutil.which("mount") is not None and os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+    mounted = (
+        shutil.which("mount") is not None
+        and os.geteuid() == 0
+        and subprocess.run(command, capture_output=True).returncode == 0
+    )
     try:
         yield mounted
     finally:

@@ -100,7 +100,7 @@ def killed_half_way(bench: Bench, who: str, setup: Setup, batches: int = 20) -> 
     return folder
 
 
-# --- killed ---------------------------------------------------------------------------------------------------------
+# --- killed -----------------------------------------------------------------------------------------------------------
 
 
 @case("sigkill", "SIGKILL at {kills} random instants")
@@ -118,7 +118,9 @@ def sigkill(bench: Bench, who: str) -> Outcome:
                 break
             run.kill()
             before = len(read_diary(folder / "batches_0.jsonl"))
-            inside += any(file.suffix != ".ckpt" for kind in ("checkpoints", "best") for file in (folder / kind).glob("*"))
+            inside += any(
+                file.suffix != ".ckpt" for kind in ("checkpoints", "best") for file in (folder / kind).glob("*")
+            )
             life, kills = life + 1, kills + 1
         outcome = bench.verdict(folder, reference)
         if run.status != 0:
@@ -128,7 +130,9 @@ def sigkill(bench: Bench, who: str) -> Outcome:
         if outcome.word != "exact":
             wrong.append(outcome)
     if not wrong:
-        return Outcome("exact", f"{kills} kills in {lives} runs" + (f", {inside} of them inside a save" if inside else ""))
+        return Outcome(
+            "exact", f"{kills} kills in {lives} runs" + (f", {inside} of them inside a save" if inside else "")
+        )
     lost = [outcome for outcome in wrong if outcome.word == "lost"]
     said = f"{len(wrong)} of {lives} runs ({kills} kills), such as: {(lost or wrong)[0].detail}"
     return Outcome("lost" if lost else "inexact", said)
@@ -150,7 +154,9 @@ def kill_in_save(bench: Bench, who: str) -> Outcome:
         elif (outcome := bench.verdict(folder, reference)).word != "exact":
             wrong.append(outcome)
     if not wrong:
-        return Outcome("exact", f"{len(delays)} kills, {delays[0] * 1000:.0f} to {delays[-1] * 1000:.0f} ms into a save")
+        return Outcome(
+            "exact", f"{len(delays)} kills, {delays[0] * 1000:.0f} to {delays[-1] * 1000:.0f} ms into a save"
+        )
     lost = [outcome for outcome in wrong if outcome.word == "lost"]
     said = f"{len(lost or wrong)} of {len(delays)} runs, such as: {(lost or wrong)[0].detail}"
     return Outcome("lost" if lost else "inexact", said)
@@ -164,17 +170,17 @@ def other_file_system(folder: Path) -> str:
     raise tools.RefusedError("there is one file system only")
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 @case("disk-full", "The disk is full when a checkpoint is written")
 def disk_full(bench: Bench, who: str) -> Outcome:
-    setup = of(who, replace(SMALL, ballast=8))
+    setup = of(who, replace(SMALL, ballast=4))
     folder = bench.new_folder("disk")
-    with tools.small_disk(70, folder) as mounted:
+    with tools.small_disk(100, folder) as mounted:
         if not mounted:
             return file_limit(bench, who)
-        run = bench.train(who, folder, setup=replace(setup, ballast=8), trainer={"max_epochs": 1, "limit_train_batches": 9})
+        run = bench.train(who, folder, setup=setup, trainer={"max_epochs": 1, "limit_train_batches": 9})
         run.wait(END)
         filler = folder / "filler"
         with filler.open("wb") as file, tools.suppress(OSError):
@@ -207,8 +213,10 @@ def after_a_full_disk(
     if outcome.word != "exact":
         return outcome
     names = str(folder) in said and any(word.isdigit() for word in said.replace(",", "").split())
-    return Outcome("exact", "an error with path and bytes; then exact", good=True) if names else Outcome(
-        "exact", f"but the error says: {said[:120]}", good=False
+    return (
+        Outcome("exact", "an error with path and bytes; then exact", good=True)
+        if names
+        else Outcome("exact", f"but the error says: {said[:120]}", good=False)
     )
 
 
@@ -217,7 +225,9 @@ def unwritable(bench: Bench, who: str) -> Outcome:
     base = bench.new_folder("unwritable")
     (base / "file").write_text("in the way")
     folder = base / "file" / "run"
-    run = bench.train(who, base, setup=of(who, replace(SMALL, workers=0)), trainer={"default_root_dir": str(folder)}, into=str(folder))
+    run = bench.train(
+        who, base, setup=of(who, replace(SMALL, workers=0)), trainer={"default_root_dir": str(folder)}, into=str(folder)
+    )
     status = run.wait(END)
     batches = len(read_diary(base / "batches_0.jsonl"))
     if status == 0:
@@ -225,7 +235,11 @@ def unwritable(bench: Bench, who: str) -> Outcome:
     if batches:
         return Outcome("late", f"an error after {batches} batches", good=False)
     said = tools.last_line(run.log)
-    return Outcome("refused", f"before the first batch{'' if str(base) in said else ', without naming it: ' + said[:100]}", good=str(base) in said)
+    return Outcome(
+        "refused",
+        f"before the first batch{'' if str(base) in said else ', without naming it: ' + said[:100]}",
+        good=str(base) in said,
+    )
 
 
 @case("truncated", "The newest checkpoint is cut short")
@@ -244,7 +258,9 @@ def damaged(bench: Bench, who: str, damage: Callable[[Path], None]) -> Outcome:
     folder = killed_half_way(bench, who, setup)
     newest = tools.checkpoints(folder)[0]
     moment = newest.stat().st_mtime_ns
-    files = [file for file in tools.checkpoints(folder) if file.name == "last.ckpt" or file.stat().st_mtime_ns == moment]
+    files = [
+        file for file in tools.checkpoints(folder) if file.name == "last.ckpt" or file.stat().st_mtime_ns == moment
+    ]
     for file in dict.fromkeys([newest, *files]):
         damage(file)
     outcome = go_on(bench, who, folder, setup, "from the one before")
@@ -255,7 +271,7 @@ def damaged(bench: Bench, who: str, damage: Callable[[Path], None]) -> Outcome:
     return outcome
 
 
-# --- signals --------------------------------------------------------------------------------------------------------
+# --- signals ----------------------------------------------------------------------------------------------------------
 
 
 def interrupted(name: str, expected: tuple[int, ...]) -> Body:
@@ -384,7 +400,7 @@ def broken_worker(bench: Bench, who: str, signals: list[str]) -> Outcome:
     """A worker goes in the middle of the first epoch; then the same command again."""
     setup, folder = of(who, SMALL), bench.new_folder("worker")
     more = {"dataloader_timeout": 5} if who == "ours" and not signals else {}
-    run = bench.train(who, folder, setup=setup, fault={"kind": "worker", "at": 30, "signals": signals}, trainer=more)
+    run = bench.train(who, folder, setup=setup, fault={"kind": "worker", "at": 36, "signals": signals}, trainer=more)
     if not run.ends_within(30):
         run.kill()
         return Outcome("hung", "waits for ever")
@@ -417,7 +433,11 @@ def memory(bench: Bench, who: str) -> Outcome:
     if status == 0 or outcome.word != "exact":
         return outcome
     tells = [word for word in ("batch size", "batch_size") if word in said]
-    return Outcome("exact", f"after an error{' that names the batch size' if tells else ': ' + tools.last_line(said)[:90]}", good=bool(tells) if who == "ours" else None)
+    return Outcome(
+        "exact",
+        f"after an error{' that names the batch size' if tells else ': ' + tools.last_line(said)[:90]}",
+        good=bool(tells) if who == "ours" else None,
+    )
 
 
 # --- two runs ---------------------------------------------------------------------------------------------------------
@@ -458,7 +478,10 @@ SETUPS: dict[str, tuple[str, Setup]] = {
     "stateful": ("a StatefulDataLoader", replace(EACH, loader="stateful")),
     "stateful-workers": ("a StatefulDataLoader with 2 workers", replace(EACH, loader="stateful", workers=2)),
     "iterable": ("data without a length or a state", replace(EACH, loader="iterable")),
-    "everything": ("all of it, with 2 workers", replace(EVERYTHING, batches=8, epochs=2, overflows=(1, 3, 11), validate_every=3)),
+    "everything": (
+        "all of it, with 2 workers",
+        replace(EVERYTHING, batches=8, epochs=2, overflows=(1, 3, 11), validate_every=3),
+    ),
 }
 
 
@@ -474,7 +497,9 @@ def at_each(name: str, setup: Setup, *, every: int = 1) -> Body:
             started = []
             for file in chunk:
                 folder = bench.new_folder(f"each {name}")
-                started.append((file, folder, bench.train(who, folder, setup=mine, saves="none", start=str(file), final="resumed")))
+                started.append(
+                    (file, folder, bench.train(who, folder, setup=mine, saves="none", start=str(file), final="resumed"))
+                )
             for file, folder, run in started:
                 if run.wait(END) != 0:
                     wrong[file.stem] = Outcome("lost", tools.last_line(run.log)[:160])
@@ -487,7 +512,9 @@ def at_each(name: str, setup: Setup, *, every: int = 1) -> Body:
             return Outcome("exact", f"from each of {number} checkpoints")
         first = next(iter(wrong))
         lost = any(outcome.word == "lost" for outcome in wrong.values())
-        return Outcome("lost" if lost else "inexact", f"{len(wrong)} of {number}, such as {first}: {wrong[first].detail}")
+        return Outcome(
+            "lost" if lost else "inexact", f"{len(wrong)} of {number}, such as {first}: {wrong[first].detail}"
+        )
 
     return body
 
@@ -517,7 +544,7 @@ for _name, (_title, _setup) in SETUPS.items():
     case(f"each-{_name}", f"Resumed at every batch: {_title}")(at_each(_name, _setup))
 
 
-# --- the command line ---------------------------------------------------------------------------------------------------
+# --- the command line -------------------------------------------------------------------------------------------------
 
 
 def cli_interrupted(name: str, expected: int) -> Body:
@@ -559,7 +586,9 @@ def last_states_differ(whole: Path, cut: Path) -> list[str]:
         if len(files) != 1:
             return [f"{len(files)} run folders"]
         checkpoint = torch.load(files[0], weights_only=True)
-        states.append({key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision")})
+        states.append(
+            {key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision")}
+        )
     found = differences(*states)
     wanted = {line[:2]: line[2:4] for line in read_diary(whole / "batches_0.jsonl")}
     if any(wanted.get(line[:2]) != line[2:4] for line in read_diary(cut / "batches_0.jsonl")):
@@ -575,7 +604,7 @@ case("cli-sigusr1", "`python -m trainer fit resume=auto`: SIGUSR1", compares=Fal
 case("cli-ctrl-c", "`python -m trainer fit resume=auto`: Ctrl-C", compares=False)(cli_interrupted("SIGINT", 130))
 
 
-# --- strangers ----------------------------------------------------------------------------------------------------------
+# --- strangers --------------------------------------------------------------------------------------------------------
 
 
 @case("pickle", "A stranger's pickle in whatever is read")

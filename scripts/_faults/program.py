@@ -51,10 +51,15 @@ def main(options: dict[str, Any]) -> None:
     seed_everything(7, workers=True, verbose=False)
     fault = Fault(options.get("fault") or {}, setup, rank)
     module = Classifier(setup, Diary(folder, rank, setup.pace))
-    callbacks = [*training.Averaging.callbacks(setup), *savers(Path(options.get("into", folder)), setup, options.get("saves", "steps")), fault]
+    callbacks = [
+        *training.Averaging.callbacks(setup),
+        *savers(Path(options.get("into", folder)), setup, options.get("saves", "steps")),
+        fault,
+    ]
     arguments: dict[str, Any] = training.arguments_of(setup) | {
         "accelerator": "cpu", "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", "default_root_dir": folder,
-        "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, **options.get("trainer", {}),
+        "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1,
+        **options.get("trainer", {}),
     }  # fmt: skip
     start = options.get("start", "auto")
     if who == "ours":
@@ -66,8 +71,11 @@ def main(options: dict[str, Any]) -> None:
         arguments["resume"], start = ("auto", None) if start == "auto" else (None, start)
     else:
         from lightning.pytorch import Trainer  # type: ignore[assignment]
+
         start = "last" if start == "auto" else start  # from last.ckpt; where there is none, anew
-    plain = who == "lightning" or options.get("saves", "steps") != "steps"  # otherwise with all that is there by default
+    plain = (
+        who == "lightning" or options.get("saves", "steps") != "steps"
+    )  # otherwise with all that is there by default
     trainer = Trainer(**{"logger": not plain, **arguments}, callbacks=callbacks)
     if plain:
         trainer.loggers = [CSVLogger(folder)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MODULE = '''
+MODULE = """
 from dataclasses import replace
 
 from lightning.pytorch import LightningDataModule
@@ -25,7 +25,7 @@ class Data(LightningDataModule):
 
     def val_dataloader(self):
         return validation_data(SETUP)
-'''
+"""
 
 RECIPE = """
 # @package _global_

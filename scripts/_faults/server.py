@@ -63,7 +63,7 @@ def run(request: dict[str, Any], folder: Path) -> NoReturn:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
     os.environ.update(request.get("environment", {}))
     os.chdir(request.get("cwd", folder))
     if request["what"] == "program":

@@ -221,7 +221,9 @@ class Classifier(LightningModule):
                 schedules.append(lr.ExponentialLR(optimizer, 0.7))
             elif setup.schedule == "plateau":
                 plateau = lr.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-                schedules.append({"scheduler": plateau, "monitor": "val_loss" if setup.validate_every else "loss_epoch"})
+                schedules.append(
+                    {"scheduler": plateau, "monitor": "val_loss" if setup.validate_every else "loss_epoch"}
+                )
         return optimizers, schedules
 
 
@@ -309,6 +311,8 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         if len(one) != len(other):
             return [where]
-        return [line for i, (a, b) in enumerate(zip(one, other, strict=True)) for line in differences(a, b, f"{where}.{i}")]
+        return [
+            line for i, (a, b) in enumerate(zip(one, other, strict=True)) for line in differences(a, b, f"{where}.{i}")
+        ]
     same = one == other or (one != one and other != other)
     return [] if same else [where]

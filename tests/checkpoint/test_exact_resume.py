@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _faults import training
+from _faults.training import Setup
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 
-import tests.faults  # noqa: F401  # where _faults is found
-from _faults import training
-from _faults.training import Setup
 from trainer import Trainer
 
 EXAMPLES = int(os.environ.get("EXACT_RESUME_EXAMPLES", "0"))
@@ -38,7 +37,7 @@ def setups(draw: Any) -> Setup:
     manual, metrics = draw(st.booleans()), draw(st.booleans())
     validate_every = draw(st.sampled_from([0, *range(1, batches + 3)]))
     loader = draw(st.sampled_from(["map", "map", "stateful", "iterable"]))
-    watches = not manual and (metrics or 0 < validate_every <= batches and loader != "iterable")
+    watches = not manual and (metrics or (0 < validate_every <= batches and loader != "iterable"))
     return Setup(
         batches=batches,
         epochs=epochs,
@@ -112,7 +111,7 @@ def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Finished
     np.random.seed(seed)
     torch.manual_seed(seed)
     batches: list[Any] = []
-    module = training.Classifier(setup, lambda *line: batches.append(line))
+    module = training.Classifier(setup, lambda *line: batches.append((*line[:3], line[3].hex())))
     saver, rows = Saver(folder), Rows()
     trainer = Trainer(
         accelerator="cpu",

@@ -1,0 +1,140 @@
+"""A part of ``scripts/fault_suite``, through the same code; and whether that code would see a difference."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from _faults import bench as tools
+from _faults.bench import Bench
+from _faults.cases import CASES, EACH, EVERYTHING, SMALL, at_each, run_case
+from _faults.scoreboard import Outcome, Row, markdown
+from _faults.training import Setup, differences
+
+ROOT = Path(__file__).parents[2]
+
+FAST = (
+    "sigkill", "disk-full", "unwritable", "truncated", "bit-flip", "sigterm", "second-signal", "worker-killed", "nan",
+    "two-runs", "cli-sigterm",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    bench = Bench(tmp_path_factory.mktemp("faults"), kills=3)
+    yield bench
+    bench.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAST)
+def test_what_is_promised(bench: Bench, name: str) -> None:
+    outcome = run_case(CASES[name], bench, "ours")
+    assert outcome.good, str(outcome)
+
+
+@pytest.mark.slow
+def test_exact_from_the_middle(bench: Bench) -> None:
+    setup = replace(EVERYTHING, batches=8, epochs=2, overflows=(1, 3, 11), validate_every=3)
+    outcome = at_each("everything", setup, every=7)(bench, "ours")
+    assert outcome.word == "exact", str(outcome)
+
+
+@pytest.mark.slow
+def test_another_training_is_seen(bench: Bench) -> None:
+    setup, folder = replace(EACH, batches=3, epochs=1), bench.new_folder("other")
+    reference = bench.reference("ours", setup=setup)
+    assert bench.train("ours", folder, setup=replace(setup, dropout=0.3), start=None).wait(60) == 0
+    found = bench.differences(folder, reference)
+    assert {"losses", "metrics.csv", "metrics.loss", "weights.last.bias"} <= set(found)
+    assert "samples" not in found
+    assert bench.verdict(folder, reference).word == "inexact"
+    assert bench.verdict(reference.folder, reference).word == "exact"
+    assert bench.verdict(bench.new_folder("empty"), reference) == Outcome("lost", "no result")
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_is_an_outcome(bench: Bench) -> None:
+    run = bench.train("ours", bench.new_folder("slow"), setup=Setup(batches=3, pace=60.0))
+    with pytest.raises(tools.HungError):
+        run.wait(2)
+    assert run.status == -9
+
+
+@pytest.mark.slow
+def test_the_script(tmp_path: Path) -> None:
+    page, table = tmp_path / "page.md", tmp_path / "rows.json"
+    page.write_text("<!-- fault_suite: start -->\nold\n<!-- fault_suite: end -->\n")
+    command = [sys.executable, str(ROOT / "scripts" / "fault_suite"), "--only", "unwritable", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--markdown", str(page), "--json", str(table)],
+        capture_output=True, text=True, timeout=200, env={**tools.os.environ, "AMP_BENCH": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 of ours are as promised." in done.stdout
+    assert "| The folder cannot be written | **refused**: before the first batch |" in page.read_text()
+    (row,) = json.loads(table.read_text())
+    assert (row["name"], row["outcomes"]["ours"]["word"]) == ("unwritable", "refused")
+
+
+# --- the harness ------------------------------------------------------------------------------------------------------
+
+
+def test_differences_are_those_of_bits() -> None:
+    one = {"a": torch.tensor([1.0, torch.nan]), "b": [1, {"c": "x"}], "d": float("nan")}
+    assert differences(one, {**one, "a": one["a"].clone()}) == []
+    assert differences(one, {**one, "a": torch.tensor([1.0000001, torch.nan])}) == [".a"]
+    assert differences(torch.tensor(0.0), torch.tensor(-0.0)) == [""]
+    assert differences(torch.tensor(0), torch.tensor(0.0)) == [""]
+    assert differences(one, {**one, "b": [1, {"c": "y"}]}) == [".b.1.c"]
+    assert differences(one, {"a": one["a"], "b": [1]}) == [".b", ".d"]
+
+
+def test_files_are_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(100))
+    tools.flip_bit(file)
+    assert sum(byte.bit_count() for byte in file.read_bytes()) == 1
+    tools.cut_short(file)
+    assert file.stat().st_size == 50
+
+
+def test_rows_of_a_run_in_two_files(tmp_path: Path) -> None:
+    for version, text in (("a", "step,loss\n0,1.0\n1,2.0\n"), ("b", "step,loss,x\n1,3.0,\n2,,4.0\n")):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "metrics.csv").write_text(text)
+        tools.os.utime(tmp_path / version / "metrics.csv", (ord(version), ord(version)))
+    assert tools.read_rows(tmp_path) == {
+        ("0", "loss", "step"): {"step": "0", "loss": "1.0"},
+        ("1", "loss", "step"): {"step": "1", "loss": "3.0"},
+        ("2", "step", "x"): {"step": "2", "x": "4.0"},
+    }
+
+
+def test_a_table() -> None:
+    rows = [
+        Row("a", "A", {"ours": Outcome("exact", "here"), "lightning": Outcome("lost", "a | b\nc")}),
+        Row("b", "B", {"ours": Outcome("refused", good=True)}),
+    ]
+    assert markdown(rows, ["ours", "lightning"]).splitlines() == [
+        "| what happens | ours | lightning |",
+        "|---|---|---|",
+        "| A | **exact**: here | lost: a \\| b c |",
+        "| B | **refused** | - |",
+    ]
+
+
+def test_what_differs_is_said_in_short() -> None:
+    assert tools.summary(["metrics.csv", "weights.a", "weights.b", "samples"]) == "weights, metrics, samples"
+
+
+def test_small_is_everything_but_shorter() -> None:
+    assert (
+        replace(SMALL, batches=40, epochs=3, overflows=EVERYTHING.overflows, validate_every=15, pace=0.0) == EVERYTHING
+    )
