@@ -174,7 +174,8 @@ class Bench:
         with (where / "log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "_faults.program", json.dumps(given)], cwd=folder,
-                env=self.environment | (environment or {}), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=self.environment | (environment or {}), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )  # fmt: skip
         self.runs.append(Run(where, process))
         return self.runs[-1]

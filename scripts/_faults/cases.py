@@ -345,6 +345,20 @@ def ranks_go_on(bench: Bench, who: str, folder: Path, setup: Setup) -> Outcome:
     return bench.verdict(folder, reference)
 
 
+@case("sigterm-group", "SIGTERM to the process and its dataloader workers (Slurm)")
+def sigterm_group(bench: Bench, who: str) -> Outcome:
+    setup, folder = of(who, SMALL), bench.new_folder("group")
+    run = bench.train(who, folder, setup=setup)
+    after_batches(run, folder, 15)
+    with tools.suppress(ProcessLookupError):
+        tools.os.killpg(run.pid, tools.signal.SIGTERM)
+    status = run.wait(END)
+    outcome = go_on(bench, who, folder, setup)
+    if outcome.word != "exact":
+        return replace_detail(outcome, f"ends with {status}; {outcome.detail}")
+    return as_told(bench, folder, status, (143, -15))
+
+
 @case("sigterm-one-rank", "SIGTERM to one rank of two")
 def sigterm_one_rank(bench: Bench, who: str) -> Outcome:
     setup, folder = of(who, TWO), bench.new_folder("ranks")
@@ -411,17 +425,51 @@ def broken_worker(bench: Bench, who: str, signals: list[str]) -> Outcome:
     return Outcome("exact", f"after an error: {said[:110]}")
 
 
-@case("nan", "A batch is NaN, in float32")
+NAN = replace(SMALL, precision="32-true", overflows=())
+
+
+@case("nan", "A batch is NaN, in float32: what becomes of the checkpoints")
 def nan(bench: Bench, who: str) -> Outcome:
-    setup, folder = replace(SMALL, precision="32-true", overflows=()), bench.new_folder("nan")
-    run = bench.train(who, folder, setup=setup, fault={"kind": "nan", "at": 14})
+    folder = bench.new_folder("nan")
+    run = bench.train(who, folder, setup=NAN, fault={"kind": "nan", "at": 14})
     status, said = run.wait(END), tools.last_line(run.log)
     if status == 0:
-        return Outcome("silent", "trains on; all weights are NaN")
+        return Outcome("silent", "trains on; all weights, and all checkpoints but the first ones, are NaN")
+    outcome = go_on(bench, who, folder, NAN)
+    if outcome.word != "exact":
+        return outcome
+    return Outcome("stopped", f"before a checkpoint is spoilt: {said[:110]}; then exact", good=True)
+
+
+@case("nan-stop", "The same with the policy to stop", compares=False)
+def nan_stop(bench: Bench, who: str) -> Outcome:
+    folder, guard = bench.new_folder("nan"), {"NonFiniteGuard": {"policy": "stop"}}
+    run = bench.train(who, folder, setup=NAN, fault={"kind": "nan", "at": 14}, callbacks=guard)
+    status = run.wait(END)
+    said = "\n".join(run.log.splitlines()[-12:])
+    if status == 0:
+        return Outcome("silent")
     if "14" not in said:
-        return Outcome("stopped", f"without the batch's index: {said[:110]}", good=False)
-    outcome = go_on(bench, who, folder, setup)
-    return Outcome("stopped", said[:110], good=True) if outcome.word == "exact" else outcome
+        return Outcome("stopped", f"without the batch's index: {tools.last_line(said)[:110]}", good=False)
+    outcome = go_on(bench, who, folder, NAN, callbacks=guard)
+    return Outcome("stopped", "the error names the batch; then exact", good=True) if outcome.good else outcome
+
+
+@case("nan-skip", "The same with the policy to skip", compares=False)
+def nan_skip(bench: Bench, who: str) -> Outcome:
+    folder, guard = bench.new_folder("nan"), {"NonFiniteGuard": {"policy": "skip"}}
+    run = bench.train(who, folder, setup=NAN, fault={"kind": "nan", "at": 14}, callbacks=guard)
+    if run.wait(END) != 0:
+        return Outcome("stopped", tools.last_line(run.log)[:110], good=False)
+    import torch
+
+    weights = torch.load(folder / "final_0.pt", weights_only=True)["weights"].values()
+    spoilt = [value for value in weights if not value.isfinite().all()]
+    return (
+        Outcome("inexact", "weights or buffers are NaN")
+        if spoilt
+        else Outcome("skipped", "all weights are finite", True)
+    )
 
 
 @case("memory", "Out of memory")
@@ -485,36 +533,32 @@ SETUPS: dict[str, tuple[str, Setup]] = {
 }
 
 
-def at_each(name: str, setup: Setup, *, every: int = 1) -> Body:
+def at_each(name: str, setup: Setup, *, every: int = 1, ranks: int = 1) -> Body:
     """A run that writes a checkpoint after every batch, validation and epoch; then one run from each of them."""
 
     def body(bench: Bench, who: str) -> Outcome:
         mine = of(who, setup)
-        reference = bench.reference(who, setup=mine, saves="each")
-        files = sorted((reference.folder / "each").glob("*.ckpt"))
+        reference = bench.reference(who, setup=mine, saves="each", ranks=ranks)
+        files = sorted((reference.folder / "each").glob("*.ckpt"))[::every]
         wrong: dict[str, Outcome] = {}
-        for chunk in in_pairs(files[::every]):
+        for pair in in_pairs(files):
             started = []
-            for file in chunk:
+            for file in pair:
                 folder = bench.new_folder(f"each {name}")
-                started.append(
-                    (file, folder, bench.train(who, folder, setup=mine, saves="none", start=str(file), final="resumed"))
-                )
-            for file, folder, run in started:
-                if run.wait(END) != 0:
-                    wrong[file.stem] = Outcome("lost", tools.last_line(run.log)[:160])
-                else:
-                    outcome = continued(bench, folder, reference)
-                    if outcome.word != "exact":
-                        wrong[file.stem] = outcome
-        number = len(files[::every])
+                how: dict[str, Any] = {"setup": mine, "saves": "none", "start": str(file), "final": "resumed"}
+                runs = [bench.train(who, folder, **how)] if ranks == 1 else bench.ranks(who, folder, ranks, **how)
+                started.append((file, folder, runs))
+            for file, folder, runs in started:
+                if any([run.wait(END) != 0 for run in runs]):  # noqa: C419  # all of them
+                    wrong[file.stem] = Outcome("lost", tools.last_line(runs[0].log)[:160])
+                elif (outcome := continued(bench, folder, reference)).word != "exact":
+                    wrong[file.stem] = outcome
         if not wrong:
-            return Outcome("exact", f"from each of {number} checkpoints")
+            return Outcome("exact", f"from each of {len(files)} checkpoints")
         first = next(iter(wrong))
         lost = any(outcome.word == "lost" for outcome in wrong.values())
-        return Outcome(
-            "lost" if lost else "inexact", f"{len(wrong)} of {number}, such as {first}: {wrong[first].detail}"
-        )
+        said = f"{len(wrong)} of {len(files)}, such as {first}: {wrong[first].detail}"
+        return Outcome("lost" if lost else "inexact", said)
 
     return body
 
@@ -528,12 +572,13 @@ def in_pairs(files: list[Path]) -> Iterator[list[Path]]:
 def continued(bench: Bench, folder: Path, reference: tools.Reference) -> Outcome:
     """Compare a run that began in the middle: the state at its end, and each batch it trained."""
     found = bench.differences(folder, reference, final="resumed")
-    diary = read_diary(folder / "batches_0.jsonl")
-    wanted = [line[:4] for line in read_diary(reference.folder / "batches_0.jsonl")]
-    if diary and [line[:4] for line in diary] != wanted[len(wanted) - len(diary) :]:
-        first = next(i for i, line in enumerate(diary) if line[:4] != wanted[len(wanted) - len(diary) + i])
-        same = diary[first][2] == wanted[len(wanted) - len(diary) + first][2]
-        found.append("losses" if same else "samples")
+    for file in sorted(folder.glob("batches_*.jsonl")):
+        wanted = [line[:4] for line in read_diary(reference.folder / file.name)]
+        seen = [line[:4] for line in read_diary(file)]
+        for mine, other in zip(seen, wanted[len(wanted) - len(seen) :], strict=True):
+            if mine != other:
+                found.append("losses" if mine[2] == other[2] else "samples")
+                break
     theirs = tools.read_rows(reference.folder)
     if any(theirs.get(key) != row for key, row in tools.read_rows(folder).items()):
         found.append("metrics.csv")
@@ -542,6 +587,9 @@ def continued(bench: Bench, folder: Path, reference: tools.Reference) -> Outcome
 
 for _name, (_title, _setup) in SETUPS.items():
     case(f"each-{_name}", f"Resumed at every batch: {_title}")(at_each(_name, _setup))
+case("each-ranks", "Resumed at every third batch: two processes (DDP)")(
+    at_each("ranks", replace(TWO, batches=8, validate_every=3, pace=0.0), every=3, ranks=2)
+)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
