@@ -249,7 +249,7 @@ class Bench:
                 if (ids, loss) != wanted.get((epoch, batch)):
                     found.append("losses" if ids == wanted[epoch, batch][0] else "samples")
         if rows and final == "final" and read_rows(folder) != read_rows(reference.folder):
-            found.append("metrics.csv")
+            found.append("rows of metrics.csv")
         return list(dict.fromkeys(found))
 
     def verdict(self, folder: Path, reference: Reference, detail: str = "", **how: Any) -> Outcome:
@@ -266,12 +266,9 @@ class RefusedError(Exception):
 
 def summary(found: list[str]) -> str:
     """What differs, in words that a table has room for."""
-    kinds: dict[str, int] = {}
-    for line in found:
-        kind = " ".join(word for word in line.partition(".")[0].split() if not word.strip("(),").isdigit())
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = {line if " " in line else line.partition(".")[0] for line in found}
     order = ("weights", "averages", "optimizers", "scaler", "schedules")
-    return ", ".join(sorted(kinds, key=lambda kind: order.index(kind) if kind in order else len(order)))
+    return ", ".join(sorted(kinds, key=lambda kind: (order.index(kind) if kind in order else len(order), kind)))
 
 
 def last_line(log: str) -> str:

@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 
 from trainer import Trainer
+from trainer.callbacks import OverflowReport
 
 EXAMPLES = int(os.environ.get("EXACT_RESUME_EXAMPLES", "0"))
 
@@ -120,7 +121,7 @@ def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Finished
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*training.Averaging.callbacks(setup), saver],
+        callbacks=[*training.Averaging.callbacks(setup), OverflowReport(after=None), saver],  # it would step again
         **training.arguments_of(setup),
     )
     trainer.loggers = [rows]  # so late that nobody draws curves

@@ -52,7 +52,7 @@ def test_another_training_is_seen(bench: Bench) -> None:
     reference = bench.reference("ours", setup=setup)
     assert bench.train("ours", folder, setup=replace(setup, dropout=0.3), start=None).wait(60) == 0
     found = bench.differences(folder, reference)
-    assert {"losses", "metrics.csv", "metrics.loss", "weights.last.bias"} <= set(found)
+    assert {"losses", "rows of metrics.csv", "metrics.loss", "weights.last.bias"} <= set(found)
     assert "samples" not in found
     assert bench.verdict(folder, reference).word == "inexact"
     assert bench.verdict(reference.folder, reference).word == "exact"
@@ -131,7 +131,7 @@ def test_a_table() -> None:
 
 
 def test_what_differs_is_said_in_short() -> None:
-    assert tools.summary(["metrics.csv", "weights.a", "weights.b", "samples"]) == "weights, metrics, samples"
+    assert tools.summary(["rows of metrics.csv", "weights.a", "weights.b", "samples"]) == "weights, rows of metrics.csv, samples"
 
 
 def test_small_is_everything_but_shorter() -> None:
