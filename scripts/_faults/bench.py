@@ -152,7 +152,7 @@ class Bench:
                 run.kill()
         if self._server is not None:
             self._server.kill()
-            self._server.wait()
+            self._server.communicate()
 
     # --- runs ---------------------------------------------------------------------------------------------------
 

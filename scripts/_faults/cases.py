@@ -140,10 +140,10 @@ def sigkill(bench: Bench, who: str) -> Outcome:
 
 @case("kill-in-save", "SIGKILL inside of a save, the temporary folder on another file system")
 def kill_in_save(bench: Bench, who: str) -> Outcome:
-    setup = of(who, replace(SMALL, ballast=40, epochs=1, pace=0.0))
+    setup = of(who, replace(SMALL, ballast=16, epochs=1, pace=0.0))
     elsewhere = {"TMPDIR": other_file_system(bench.folder)}
     reference = bench.reference(who, setup=setup)
-    wrong, delays = [], [0.01 + 0.02 * i for i in range(12)]
+    wrong, delays = [], [0.002 * 1.6**i for i in range(12)]  # up to 0.35 s
     for i, delay in enumerate(delays):
         folder = bench.new_folder("in save")
         fault = {"kind": "signal in save", "at": 2 + i % 3, "delay": delay, "signals": ["SIGKILL"]}

@@ -131,7 +131,8 @@ def test_a_table() -> None:
 
 
 def test_what_differs_is_said_in_short() -> None:
-    assert tools.summary(["rows of metrics.csv", "weights.a", "weights.b", "samples"]) == "weights, rows of metrics.csv, samples"
+    found = ["rows of metrics.csv", "weights.a", "weights.b", "samples"]
+    assert tools.summary(found) == "weights, rows of metrics.csv, samples"
 
 
 def test_small_is_everything_but_shorter() -> None:
