@@ -229,6 +229,17 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(ranks: list[dict[str, Any]])
     assert ranks[0]["resumed"]["global_step"] == 10
 
 
+@pytest.mark.parametrize("batch_idx", [1, 2, 4])
+def test_a_run_resumed_inside_an_epoch_is_to_the_bit_the_whole_one(ranks: list[dict[str, Any]], batch_idx: int) -> None:
+    for rank in ranks:
+        whole, resumed = rank["whole"], rank[f"resumed after {batch_idx}"]
+        assert {"net.1.running_mean", "net.3.weight"} <= whole["weights"].keys()
+        for name, value in whole["weights"].items():
+            assert torch.equal(value, resumed["weights"][name]), name
+        assert whole["metrics"] == resumed["metrics"]
+    assert not torch.equal(*(rank["whole"]["weights"]["net.1.running_mean"] for rank in ranks))
+
+
 def test_a_run_of_one_process_is_resumed_on_two(
     alone: tuple[Path, dict[str, Any]], ranks: list[dict[str, Any]]
 ) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torchmetrics import MeanMetric
 
 from trainer import Trainer
 from trainer.precision import MixedPrecision
@@ -92,6 +93,39 @@ class Regression(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class Changing(Regression):
+    """What differs between processes, and is no part of the first one's state: buffers, random numbers, metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 2))
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.mean.compute(), sync_dist=True)
+        self.mean.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+
+class SavesEachBatch(Checkpoint):
+    """Writes a checkpoint after each batch of the first epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.folder / f"batch_{batch_idx}.ckpt")
+
+
 class Weighted(Regression):
     """The mean over as many of a batch's samples as the rank and the batch say; the weight is their number."""
 
@@ -151,7 +185,14 @@ class Fails(Regression):
         return self.loss(batch)
 
 
-def fit(module: LightningModule, *, world_size: int = WORLD_SIZE, batches: int = 5, **arguments: Any) -> dict[str, Any]:
+def fit(
+    module: LightningModule,
+    *,
+    world_size: int = WORLD_SIZE,
+    batches: int = 5,
+    ckpt_path: Path | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
     """Train on ``world_size`` processes, the same global batches whatever their number. Returns what was seen."""
     seen = Seen()
     callbacks = [seen, *arguments.pop("callbacks", [])]
@@ -172,7 +213,8 @@ def fit(module: LightningModule, *, world_size: int = WORLD_SIZE, batches: int =
     own = arguments.get("use_distributed_sampler", False)
     train = DataLoader(samples(), batch_size=BATCH // world_size, sampler=None if own else Shard(world_size))
     has_validation = arguments.get("limit_val_batches", 1) != 0
-    trainer.fit(module, train, DataLoader(samples(8), batch_size=4) if has_validation else None)
+    val = DataLoader(samples(8), batch_size=4) if has_validation else None
+    trainer.fit(module, train, val, ckpt_path=ckpt_path)
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "outcomes": seen.outcomes,
@@ -231,7 +273,14 @@ def scenarios(folder: Path) -> dict[str, Any]:
     found["resumed"] = fit(Regression(), max_epochs=1, limit_val_batches=0)
     found["resumed"]["trainer"].save_checkpoint(folder / "one_epoch.ckpt")
     found["resumed"] = resume(folder / "one_epoch.ckpt")
-    found["from one process"] = resume(folder / ALONE, precision=precision_of("16-mixed"))
+    torch.manual_seed(trainer.global_rank)
+    arguments = {**both, "use_distributed_sampler": True, "val_check_interval": 2}
+    found["whole"] = fit(Changing(), callbacks=[SavesEachBatch(folder)], enable_checkpointing=True, **arguments)
+    for batch_idx in (1, 2, 4):  # between two windows, before a validation; inside a window; at the epoch's end
+        path = folder / f"batch_{batch_idx}.ckpt"
+        found[f"resumed after {batch_idx}"] = fit(Changing(), ckpt_path=path, **arguments)
+    warnings.filterwarnings("ignore", "The checkpoint was written by a run of 1 processes")
+    found["from one process"] = resume(folder / ALONE, precision=precision_of("16-mixed"), exact_resume=False)
     return found
 
 
@@ -246,11 +295,13 @@ def one_epoch_alone(folder: Path) -> dict[str, Any]:
     return resume(folder / ALONE, world_size=1, precision=precision_of("16-mixed"))
 
 
-def resume(path: Path, world_size: int = WORLD_SIZE, precision: Any = "32-true") -> dict[str, Any]:
+def resume(
+    path: Path, world_size: int = WORLD_SIZE, precision: Any = "32-true", exact_resume: bool = True
+) -> dict[str, Any]:
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto", max_epochs=2, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_train_batches=5,
-        limit_val_batches=0, use_distributed_sampler=False, precision=precision,
+        limit_val_batches=0, use_distributed_sampler=False, precision=precision, exact_resume=exact_resume,
     )  # fmt: skip
     module = Regression()
     train = DataLoader(samples(), batch_size=BATCH // world_size, sampler=Shard(world_size))

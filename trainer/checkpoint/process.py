@@ -86,7 +86,13 @@ class ProcessState:
         if progress.is_trained and window.is_open:
             state["window"] = window.state_dict()
         state["gradients"] = self._gradients()
-        return _on_host(state) if engine.world_size > 1 else state
+        if engine.world_size == 1:
+            return state
+        if (
+            engine.global_rank
+        ):  # whose buffers are not those in the checkpoint: DDP sends the first's along only to train
+            state["buffers"] = dict(run.lightning_module.named_buffers())
+        return _on_host(state)
 
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
         """Put back what :meth:`dump` returned. Everything is set up, and everybody's ``on_train_start`` is over.
@@ -114,6 +120,9 @@ class ProcessState:
             loop.window.load_state_dict(state["window"], device)
         elif loop.progress.batches_this_epoch:
             loop.window.batches = state["window"]["batches"]  # the epoch that is under way set it
+        buffers = dict(run.lightning_module.named_buffers())
+        for name in state.get("buffers", {}).keys() & buffers.keys():
+            buffers[name].copy_(state["buffers"][name])
         parameters = dict(run.lightning_module.named_parameters())
         for name in state["gradients"].keys() & parameters.keys():
             parameters[name].grad = state["gradients"][name].to(parameters[name].device)
