@@ -52,7 +52,7 @@ def text(written: str) -> str:
 
 
 def containers(value: Any) -> Any:
-    """``value`` with the texts in it redacted, at any depth of plain containers; itself where there is nothing to do."""
+    """``value`` with the texts in its plain containers redacted; itself where there is nothing to do."""
     if isinstance(value, str):
         redacted = text(value)
         return value if redacted == value else redacted

@@ -33,11 +33,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer import arguments, assembly, failures
+from trainer import arguments, assembly, failures, redaction
 from trainer.accumulation import AccumulationWindow, count_windows
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint import state as checkpoints
+from trainer.checkpoint.plain import readable
 from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
 from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry, resuming
@@ -410,7 +411,9 @@ class Trainer(TrainerBase):
             for logger in self.loggers:
                 logger.save()
         with self.profiler.profile("save_checkpoint"):
-            self.engine.save(self._dump(bool(weights_only)), filepath, storage_options)
+            checkpoint = self._dump(bool(weights_only))
+            checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
+            self.engine.save(checkpoint, filepath, storage_options)
 
     def reload_dataloaders(self, train: bool = True, val: bool = False) -> None:
         """Have dataloaders made anew, by the same methods: for a curriculum, or after a change of the datamodule.
@@ -632,7 +635,7 @@ class Trainer(TrainerBase):
             self.progress.start_anew()
         if self._checkpoint:
             done = "Restored all states" if fitting else "Loaded model weights"
-            rank_zero_info(f"{done} from the checkpoint at {self.ckpt_path}")
+            rank_zero_info(f"{done} from the checkpoint at {redaction.text(str(self.ckpt_path))}")
         self._checkpoint = {}  # free the memory
         self._signal_connector.register_signal_handlers()
         self.engine.barrier("run-stage")
@@ -643,7 +646,7 @@ class Trainer(TrainerBase):
     def _restore_module_and_callbacks(self, weights_only: bool | None) -> None:
         self._checkpoint = {}
         if self.ckpt_path is not None:
-            rank_zero_info(f"Restoring states from the checkpoint path at {self.ckpt_path}")
+            rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self.ckpt_path))}")
             self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
             checkpoints.restore_module_and_callbacks(self, self._checkpoint)
 

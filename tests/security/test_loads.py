@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import tarfile
@@ -197,9 +196,6 @@ def test_what_the_tuner_saves_and_reads_back(tmp_path, evil, proof, monkeypatch,
     assert not proof.exists()
 
 
-@pytest.mark.skipif(
-    not importlib.util.find_spec("trainer.compat.checkpoint_io"), reason="Lightning's own loads anything"
-)
 def test_what_a_launcher_hands_over(tmp_path, evil, proof):
     """Processes that were spawned leave the weights in a file, which the launcher reads without saying how."""
     checkpoint_io = make_trainer(tmp_path).strategy.checkpoint_io

@@ -36,8 +36,8 @@ def readable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) -> dict[st
         listed = ", ".join(f"{place} is a {_name(value)}" for place, value in offences[:5])
         more = f", and {len(offences) - 5} more" if len(offences) > 5 else ""
         message = (
-            f"This checkpoint can be read with weights_only=False alone, which runs whatever code a file asks for: {listed}"
-            f"{more}. Put plain containers, numbers, texts and tensors there, or name the class to"
+            "This checkpoint can be read with weights_only=False alone, which runs whatever code a file asks for:"
+            f" {listed}{more}. Put plain containers, numbers, texts and tensors there, or name the class to"
             " torch.serialization.add_safe_globals."
         )
         if strict:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer import redaction
 from trainer.checkpoint.process import ProcessState
 from trainer.engine import Engine
 from trainer.errors import (
@@ -124,9 +125,10 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
         UnsafeCheckpointError: it holds more than tensors and plain containers.
         CheckpointError: a damaged one, or one that is not a checkpoint.
     """
+    shown = redaction.text(str(path))
     if weights_only is False:
         warnings.warn(
-            f"Loading {path} with weights_only=False: the file may run any code it likes. Do this with files of your"
+            f"Loading {shown} with weights_only=False: the file may run any code it likes. Do this with files of your"
             " own making only.",
             stacklevel=2,
         )
@@ -134,20 +136,22 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
         checkpoint = engine.load(path, weights_only is not False)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(
-            f"Checkpoint file not found: {path}. Expected the path or URL of a file that exists."
+            f"Checkpoint file not found: {shown}. Expected the path or URL of a file that exists."
         ) from error
     except UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
         what = f"it asks for {found[1]}." if found else str(error).splitlines()[0]
         raise UnsafeCheckpointError(
-            f"{path} holds more than tensors and plain containers, or is damaged: {what}"
+            f"{shown} holds more than tensors and plain containers, or is damaged: {what}"
             " If you made the file yourself and trust it, name its classes to torch.serialization.add_safe_globals, or"
             " pass weights_only=False, which lets it run any code."
         ) from error
     except Exception as error:  # a damaged file breaks its readers in any way
-        raise CheckpointError(f"{path} cannot be read as a checkpoint; it may be cut short: {error}") from error
+        raise CheckpointError(
+            f"{shown} cannot be read as a checkpoint; it may be cut short: {redaction.text(str(error))}"
+        ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise CheckpointError(f"{path} is not a checkpoint: it has no 'state_dict'.")
+        raise CheckpointError(f"{shown} is not a checkpoint: it has no 'state_dict'.")
     return checkpoint
 
 

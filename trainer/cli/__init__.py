@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 
+from trainer import redaction
 from trainer.cli.arguments import RUNS, Arguments, UsageError, read
 from trainer.cli.folders import search_here
 from trainer.errors import ConfigurationError
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
         return _dispatch(arguments)
     except ConfigurationError as error:
-        print(f"trainer: {error}", file=sys.stderr)
+        print(f"trainer: {redaction.text(str(error))}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print("trainer: interrupted.", file=sys.stderr)
@@ -129,7 +130,8 @@ def _call_hydra(arguments: Arguments) -> int:
         own = _from_run(error)
         if own is None and isinstance(error, HydraException):
             raise UsageError(str(error)) from error
-        traceback.print_exception(error.with_traceback(own or error.__traceback__))
+        trace = traceback.format_exception(error.with_traceback(own or error.__traceback__))
+        print(redaction.text("".join(trace)), end="", file=sys.stderr)
         return FAILED
     return OK
 

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from trainer import redaction
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
 from trainer.cli.schema import TYPES, TrainerSettings, expected
@@ -49,6 +50,7 @@ class UserConfigs(SearchPathPlugin):
 
 def register() -> None:
     """Tell Hydra of the user's configs and of the types of the ``trainer`` node. Harmless when repeated."""
+    redaction.register()
     version.setbase(VERSION_BASE)
     setup_globals()
     Plugins.instance().register(UserConfigs)

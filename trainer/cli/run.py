@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from trainer import redaction
 from trainer.cli.build import build
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
@@ -48,14 +49,18 @@ def run(config: DictConfig) -> dict[str, float]:
         "recipe": hydra.runtime.choices.get("recipe"),
         "precision": hydra.runtime.choices.get("precision"),
         "seed": config.seed,
-        "overrides": OmegaConf.to_container(hydra.overrides.task, resolve=False),
+        "overrides": redaction.containers(OmegaConf.to_container(hydra.overrides.task, resolve=False)),
         "run_dir": str(folder),
         "status": "failed",
     }
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(redaction.Filter())
     trainer = None
     started = time.monotonic()
     try:
         settings = resolve(config)
+        if is_first():
+            _redact_dumps(folder, hydra.output_subdir)
         module, data, trainer = assemble(settings, folder)
         started = time.monotonic()  # importing and building is not what a run is compared by
         _execute(settings, folder, module, data, trainer)
@@ -66,7 +71,7 @@ def run(config: DictConfig) -> dict[str, float]:
             raise KeyboardInterrupt from None
         raise
     except Exception as error:
-        result["error"] = f"{type(error).__name__}: {error}"
+        result["error"] = redaction.text(f"{type(error).__name__}: {error}")
         raise
     finally:
         result["seconds"] = round(time.monotonic() - started, 3)
@@ -118,6 +123,14 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     if is_first() and (said := getattr(arguments["precision"], "said", "")):
         print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
     return module, data, trainer
+
+
+def _redact_dumps(folder: Path, subfolder: str | None) -> None:
+    """Take secrets out of what Hydra has written; ``${oc.env:...}`` it leaves as it is, but passwords as well."""
+    for file in (folder / subfolder).glob("*.yaml") if subfolder else ():
+        written = file.read_text(encoding="utf-8")
+        if (redacted := redaction.text(written)) != written:
+            file.write_text(redacted, encoding="utf-8")
 
 
 def _report_into(folder: Path, arguments: dict[str, Any]) -> None:

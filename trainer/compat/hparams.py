@@ -39,10 +39,10 @@ def as_lightning(loops: dict[str, Any], *owners: Any) -> dict[str, Any]:
 def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
     """What ``save_hyperparameters`` of a module or datamodule kept, under the keys of a checkpoint.
 
-    As plain containers, which ``torch.load(weights_only=True)`` reads: an OmegaConf config is resolved, but for values of
-    the environment, and comes back as a dict with access by attribute at its top; a path is a text, an enum its value,
-    a numpy array a list, a dataclass or Namespace a dict, a timedelta its seconds. What is none of these is left out,
-    with a warning.
+    As plain containers, which ``torch.load(weights_only=True)`` reads: an OmegaConf config is resolved, but for values
+    of the environment, and comes back as a dict with access by attribute at its top; a path is a text, an enum its
+    value, a numpy array a list, a dataclass or Namespace a dict, a timedelta its seconds. What is none of these is left
+    out, with a warning, unless its class was given to ``torch.serialization.add_safe_globals``.
     """
     kept: dict[str, Any] = {}
     for owner in owners:
@@ -74,7 +74,7 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
         return plain(value.value, place, left_out) if _is_simple(value.value) else value.name
     for kind in _LEAVES:
         if isinstance(value, kind):
-            return kind(value)
+            return kind(value)  # type: ignore[arg-type]  # of a class of its own
     if isinstance(value, Container):
         value = _resolved(value)
     elif isinstance(value, Namespace):
@@ -96,6 +96,8 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
         return value.total_seconds()
     if isinstance(value, date):  # and datetime
         return value.isoformat()
+    if any(type(value) is entry for entry in torch.serialization.get_safe_globals()):
+        return value
     left_out.append(f"{place} ({type(value).__module__}.{type(value).__qualname__})".replace("(builtins.", "("))
     return None
 
@@ -131,7 +133,7 @@ def _resolved(config: Container) -> Any:
 @contextmanager
 def _environment_unread() -> Iterator[None]:
     reader = redaction.environment_value  # which is at least as good as OmegaConf's own
-    OmegaConf.register_new_resolver("oc.env", lambda *arguments: _unread(*arguments), replace=True)
+    OmegaConf.register_new_resolver("oc.env", _unread, replace=True)
     try:
         yield
     finally:
@@ -152,8 +154,8 @@ def _tell(owner: Any, left_out: list[str]) -> None:
         _said[owner].update(new)
         name = type(owner).__name__
         rank_zero_warn(
-            f"Checkpoints do not hold these hyper-parameters of {name}, which have no plain form and could not be loaded"
-            f" safely: {', '.join(new)}. Pass them to {name}.load_from_checkpoint, or leave them out:"
+            f"Checkpoints do not hold these hyper-parameters of {name}, which have no plain form and could not be"
+            f" loaded safely: {', '.join(new)}. Pass them to {name}.load_from_checkpoint, or leave them out:"
             " self.save_hyperparameters(ignore=[...])."
         )
 

@@ -1,0 +1,119 @@
+"""What cannot be loaded again is said when it is saved, not when it is needed."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer
+from trainer.checkpoint.plain import readable
+from trainer.errors import CheckpointError
+
+Pair = namedtuple("Pair", "a b")
+
+
+def read_back(checkpoint: dict[str, Any]) -> Any:
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def test_what_is_plain_is_left_as_it_is():
+    checkpoint = {
+        "state_dict": OrderedDict(w=torch.zeros(2)), "n": [1, (2.0, None), {"a": "b", 3: True}], "set": {1, "a"},
+        "dtype": torch.float16, "device": torch.device("cpu"), "size": torch.Size([1]), "counter": Counter("aab"),
+        "bytes": b"x", "array": bytearray(b"x"), "parameter": torch.nn.Parameter(torch.zeros(1)), "complex": 1j,
+    }  # fmt: skip
+    assert readable(checkpoint, strict=True, warn=True) is checkpoint
+    read_back(checkpoint)
+
+
+def test_numpys_scalars_become_numbers_and_nothing_else_is_copied():
+    weights = OrderedDict(w=torch.zeros(2))
+    given = {"state_dict": weights, "s": [{"best": np.float64(0.1)}, (np.int64(3), np.bool_(True))], np.str_("k"): 1}
+    made = readable(given, strict=True, warn=True)
+    assert made == {"state_dict": weights, "s": [{"best": 0.1}, (3, True)], "k": 1}
+    assert [type(made["s"][0]["best"]), type(made["s"][1][0]), type(made["s"][1][1])] == [float, int, bool]
+    assert {type(key) for key in made} == {str}
+    assert made["state_dict"] is weights
+    assert type(given["s"][0]["best"]) is np.float64
+    assert read_back(made)["s"] == made["s"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Path("a"), r"checkpoint\['x'\]\[0\]\['y'\] is a pathlib.*Path"),
+        (np.zeros(2), "is a numpy.ndarray"),
+        (defaultdict(int), "is a collections.defaultdict"),
+        (Pair(1, 2), r"is a .*Pair"),
+        (frozenset([1]), "is a frozenset"),
+        ({Path("a")}, r"checkpoint\['x'\]\[0\]\['y'\]\{\} is a pathlib"),
+        ({Path("a"): 1}, r"a key of checkpoint\['x'\]\[0\]\['y'\] is a pathlib"),
+        (lambda: 0, "is a function"),
+        (torch.nn.ReLU(), "ReLU"),
+    ],
+)
+def test_what_cannot_be_read_back_is_named(value, said):
+    checkpoint = {"x": [{"y": value}]}
+    with pytest.warns(UserWarning, match=rf"(?s)weights_only=False alone.*{said}.*add_safe_globals"):
+        assert readable(checkpoint, strict=False, warn=True) is checkpoint
+    with pytest.raises(CheckpointError, match=r"resume='auto'"):
+        readable(checkpoint, strict=True, warn=False)
+    readable(checkpoint, strict=False, warn=False)
+
+
+class Own:
+    pass
+
+
+def test_what_the_user_has_declared_safe_is_fine():
+    with torch.serialization.safe_globals([Own]):
+        readable({"own": Own()}, strict=True, warn=True)
+
+
+class Adds(Callback):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = {"best": self.value}
+
+
+class Watches(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("score", 1.0, on_epoch=True, batch_size=4)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        schedule = self.lr_schedulers()
+        schedule.best = np.float64(schedule.best)  # what a metric of numpy's leaves there
+
+
+def test_a_fit_saves_what_it_can_load(tmp_path):
+    module = Watches(schedule=ReduceLROnPlateau, monitor="score")
+    trainer, _ = fit_and_watch(tmp_path, module, make_batches(3), callbacks=[Adds(np.float64(0.25))])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert saved["own"] == {"best": 0.25}
+    assert type(saved["lr_schedulers"][0]["best"]) is float
+    next(c for c in trainer.callbacks if isinstance(c, Adds)).value = Path("a")
+    with pytest.warns(UserWarning, match=r"checkpoint\['own'\]\['best'\] is a pathlib"):
+        trainer.save_checkpoint(tmp_path / "b.ckpt")
+    trainer.resume = "auto"
+    with pytest.raises(CheckpointError, match=r"checkpoint\['own'\]\['best'\]"):
+        trainer.save_checkpoint(tmp_path / "c.ckpt")
+    assert not (tmp_path / "c.ckpt").exists()
+    again = Watches(schedule=ReduceLROnPlateau, monitor="score")
+    make_trainer(tmp_path, max_epochs=2).fit(again, loader_of(make_batches(3)), ckpt_path=tmp_path / "a.ckpt")
+    assert again.lr_schedulers().best == 1.0
