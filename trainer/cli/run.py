@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from trainer.cli.build import build
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.processes import is_first
-from trainer.cli.results import write_result
+from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import locate
+from trainer.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +54,14 @@ def run(config: DictConfig) -> dict[str, float]:
         "run_dir": str(folder),
         "status": "failed",
     }
+    former, is_done = read_result(folder), False
     trainer = None
     started = time.monotonic()
     try:
         settings = resolve(config)
         module, data, trainer = assemble(settings, folder)
         started = time.monotonic()  # importing and building is not what a run is compared by
-        _execute(settings, folder, module, data, trainer)
+        is_done = _execute(settings, folder, module, data, trainer)
         result["status"] = "completed"
     except (KeyboardInterrupt, SystemExit) as error:
         result["status"] = "interrupted"
@@ -73,6 +76,9 @@ def run(config: DictConfig) -> dict[str, float]:
         result |= _facts(trainer)
         if trainer is not None:
             result["precision"] = trainer.precision  # the one that `auto` has become
+        if is_done and former.get("status") == "completed":
+            result = former
+            log.info("Nothing is left to do: the run in %s is complete.", folder)
         if is_first():
             write_result(folder, result)
     return dict(result["metrics"])
@@ -99,6 +105,8 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     arguments = dict(settings["trainer"])
     trainer_class = locate(arguments.pop("_target_"), "trainer", allowed)
     arguments = build(arguments, "trainer", allowed)
+    if arguments.get("resume") is None and arguments.get("exact_resume") is True:
+        del arguments["resume"], arguments["exact_resume"]  # a Trainer of somebody else's need not know them
     arguments["default_root_dir"] = arguments["default_root_dir"] or str(folder)
     arguments["precision"] = build(settings["precision"], "precision", allowed)
     arguments["callbacks"] = _build_all(settings["callbacks"], "callbacks", allowed)
@@ -142,7 +150,8 @@ def _build_all(nodes: dict[str, Any] | None, key: str, allowed: list[str]) -> li
     ]
 
 
-def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, trainer: Any) -> None:
+def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, trainer: Any) -> bool:
+    """Do it. Returns whether nothing was left to do, of a training that had come to its end before."""
     command, checkpoint = settings["command"], settings["ckpt_path"]
     if command != "fit" and checkpoint is None and is_first():
         log.warning(
@@ -155,8 +164,21 @@ def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, tra
         predictions = trainer.predict(module, datamodule=data, ckpt_path=checkpoint)
         name = "predictions.pt" if trainer.world_size == 1 else f"predictions_{trainer.global_rank}.pt"
         torch.save(predictions, folder / name)
-        return
+        return False
+    started = time.time()
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint)
+    return command == "fit" and _is_still_at(trainer, since=started)
+
+
+def _is_still_at(trainer: Any, since: float) -> bool:
+    """Whether a training ends with the step of the checkpoint that it went on from, which is an older one."""
+    from trainer.checkpoint.files import read_manifest
+
+    with suppress(TypeError, OSError, CheckpointError):
+        manifest = read_manifest(trainer.ckpt_path)
+        if manifest is not None:
+            return manifest.saved_at < since and manifest.facts.get("step") == trainer.global_step
+    return False
 
 
 def _facts(trainer: Any) -> dict[str, Any]:
