@@ -112,5 +112,5 @@ def test_a_run_goes_on_and_then_has_nothing_left_to_do(capsys, monkeypatch):
     assert "going on from" in (folder / "fit.log").read_text()
     assert main(words) == 0
     assert result(folder) == told
-    assert "Nothing is left to do" in (folder / "fit.log").read_text()
+    assert "Nothing was left to do" in (folder / "fit.log").read_text()
     assert [path.name for path in Path("outputs/line").iterdir()] == [folder.name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from trainer.cli.folders import merge_recipes
 from trainer.cli.processes import is_first
 from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import locate
-from trainer.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +52,14 @@ def run(config: DictConfig) -> dict[str, float]:
         "run_dir": str(folder),
         "status": "failed",
     }
-    former, is_done = read_result(folder), False
+    former = read_result(folder)
     trainer = None
     started = time.monotonic()
     try:
         settings = resolve(config)
         module, data, trainer = assemble(settings, folder)
         started = time.monotonic()  # importing and building is not what a run is compared by
-        is_done = _execute(settings, folder, module, data, trainer)
+        _execute(settings, folder, module, data, trainer)
         result["status"] = "completed"
     except (KeyboardInterrupt, SystemExit) as error:
         result["status"] = "interrupted"
@@ -76,9 +74,9 @@ def run(config: DictConfig) -> dict[str, float]:
         result |= _facts(trainer)
         if trainer is not None:
             result["precision"] = trainer.precision  # the one that `auto` has become
-        if is_done and former.get("status") == "completed":
-            result = former
-            log.info("Nothing is left to do: the run in %s is complete.", folder)
+        if _has_added_nothing(trainer, result, former):
+            result = former  # it tells more: how long it took, for example
+            log.info("Nothing was left to do: the run in %s is complete.", folder)
         if is_first():
             write_result(folder, result)
     return dict(result["metrics"])
@@ -150,8 +148,7 @@ def _build_all(nodes: dict[str, Any] | None, key: str, allowed: list[str]) -> li
     ]
 
 
-def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, trainer: Any) -> bool:
-    """Do it. Returns whether nothing was left to do, of a training that had come to its end before."""
+def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, trainer: Any) -> None:
     command, checkpoint = settings["command"], settings["ckpt_path"]
     if command != "fit" and checkpoint is None and is_first():
         log.warning(
@@ -164,21 +161,18 @@ def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, tra
         predictions = trainer.predict(module, datamodule=data, ckpt_path=checkpoint)
         name = "predictions.pt" if trainer.world_size == 1 else f"predictions_{trainer.global_rank}.pt"
         torch.save(predictions, folder / name)
-        return False
-    started = time.time()
+        return
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint)
-    return command == "fit" and _is_still_at(trainer, since=started)
 
 
-def _is_still_at(trainer: Any, since: float) -> bool:
-    """Whether a training ends with the step of the checkpoint that it went on from, which is an older one."""
-    from trainer.checkpoint.files import read_manifest
-
-    with suppress(TypeError, OSError, CheckpointError):
-        manifest = read_manifest(trainer.ckpt_path)
-        if manifest is not None:
-            return manifest.saved_at < since and manifest.facts.get("step") == trainer.global_step
-    return False
+def _has_added_nothing(trainer: Any, result: dict[str, Any], former: dict[str, Any]) -> bool:
+    """Whether a run that was complete has been resumed, and is where it was."""
+    goes_on = result["command"] == "fit" and getattr(trainer, "ckpt_path", None) is not None
+    return (
+        goes_on
+        and result["status"] == "completed"
+        and all(former.get(key) == result[key] for key in ("status", "epochs", "steps"))
+    )
 
 
 def _facts(trainer: Any) -> dict[str, Any]:
