@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -319,4 +322,181 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_data_is_loaded(tmp
 
 def test_a_fast_run_touches_nothing(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(tmp_path / "a"), fast_dev_run=True)
+    assert names(tmp_path) == []
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """Where a file may have room or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        monkeypatch.setattr(files.Sealing, "_put", self._put(files.Sealing._put))
+
+    def _put(self, original: Any) -> Any:
+        def put(stream: files.Sealing, data: Any) -> None:
+            if self.is_full and stream.size > 1000 and stream.error is None:
+                stream.error = OSError(errno.ENOSPC, "No space left on device")
+            original(stream, data)
+
+        return put
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+class FillsUp(Callback):
+    def __init__(self, disk: Disk, epochs: set[int]) -> None:
+        self.disk, self.epochs = disk, epochs
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        pending = trainer.strategy.checkpoint_io._pending
+        wait(pending, timeout=20)  # what is under way has room
+        self.disk.is_full = trainer.current_epoch in self.epochs
+
+
+@pytest.mark.filterwarnings("ignore:.*was to be removed as an old checkpoint, and is kept: the one that should")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_stops_the_run_and_the_old_file_is_there(tmp_path: Path, disk: Disk, asynchronous: bool) -> None:
+    io = CheckpointFiles(asynchronous=asynchronous)
+    saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
+    with pytest.raises(CheckpointWriteError, match=r"epoch=1.ckpt was not written: No space .* It takes .* bytes free"):
+        fit(tmp_path, saver, FillsUp(disk, {1}), plugins=io, max_epochs=3)
+    assert names(tmp_path / "c") == ["epoch=0.ckpt"]
+    assert files.newest_good([tmp_path / "c"]) is not None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_training_may_go_on_without(tmp_path: Path, disk: Disk, asynchronous: bool) -> None:
+    io = CheckpointFiles(when_full="continue", asynchronous=asynchronous)
+    saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
+    with pytest.warns(UserWarning, match=r"\.ckpt") as caught:
+        fitted = fit(tmp_path, saver, FillsUp(disk, {1, 2}), plugins=io, max_epochs=4)
+    said = [str(warning.message).replace(f"{tmp_path}/c/", "") for warning in caught]
+    lacking = (
+        "was to be removed as an old checkpoint, and is kept: the one that should have taken its place could not be"
+    )
+    assert [text[:50] for text in said if text.endswith("Training goes on without it.")] == [
+        "The checkpoint epoch=1.ckpt was not written: No sp",
+        "The checkpoint epoch=2.ckpt was not written: No sp",
+    ]
+    assert [text for text in said if lacking in text] == [f"epoch=0.ckpt {lacking} written."]
+    assert names(tmp_path / "c") == ["epoch=0.ckpt", "epoch=3.ckpt"]
+    assert saver.best_model_path == str(tmp_path / "c" / "epoch=3.ckpt")
+    assert fitted.global_step == 16
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """Writes that wait to be let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_write, self.writing, self.most = threading.Event(), 0, 0
+        write = files.write
+
+        def slow(*arguments: Any) -> Any:
+            self.writing += 1
+            self.most = max(self.most, self.writing)
+            assert self.may_write.wait(20)
+            try:
+                return write(*arguments)
+            finally:
+                self.writing -= 1
+
+        monkeypatch.setattr(files, "write", slow)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    return Slow(monkeypatch)
+
+
+def test_what_is_saved_is_the_state_of_that_moment(tmp_path: Path, slow: Slow) -> None:
+    io = CheckpointFiles(asynchronous=True)
+    state = {"state_dict": {"a": torch.zeros(3)}, "list": [1], "optimizer_states": []}
+    io.save_checkpoint(state, tmp_path / "x.ckpt")
+    state["state_dict"]["a"] += 1
+    state["list"].append(2)
+    assert names(tmp_path) == []
+    slow.may_write.set()
+    loaded = io.load_checkpoint(tmp_path / "x.ckpt")  # waits
+    assert (loaded["state_dict"]["a"].tolist(), loaded["list"]) == ([0, 0, 0], [1])
+
+
+def test_never_two_at_once_and_in_order(tmp_path: Path, slow: Slow) -> None:
+    io = CheckpointFiles(asynchronous=True)
+    io.belong([tmp_path], [])
+    slow.may_write.set()
+    for number in range(5):
+        io.save_checkpoint({**FULL, "epoch": number}, tmp_path / f"{number}.ckpt")
+        if number:
+            io.remove_checkpoint(tmp_path / f"{number - 1}.ckpt")
+    io.teardown()
+    assert slow.most == 1
+    assert names(tmp_path) == ["4.ckpt"]
+    assert io._writer is None
+    io.save_checkpoint(FULL, tmp_path / "again.ckpt")
+    io.teardown()
+    assert names(tmp_path) == ["4.ckpt", "again.ckpt"]
+
+
+def test_its_files_are_those_of_a_save_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Both(CheckpointFiles):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "sync" / Path(path).name)
+            super().save_checkpoint(checkpoint, path)
+
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    saver = ModelCheckpoint(tmp_path / "async", save_top_k=-1, every_n_train_steps=1, save_last=True)
+    module = Regression(optimizer=torch.optim.AdamW)
+    fit(tmp_path, saver, plugins=Both(asynchronous=True), module=module)
+    assert len(names(tmp_path / "sync")) == 9
+    assert names(tmp_path / "sync") == names(tmp_path / "async")
+    for name in names(tmp_path / "sync"):
+        assert (tmp_path / "sync" / name).read_bytes() == (tmp_path / "async" / name).read_bytes()
+
+
+WAITS = {
+    "the next save": lambda io, folder: io.save_checkpoint(FULL, folder / "y.ckpt"),
+    "loading": lambda io, folder: io.load_checkpoint(folder / "x.ckpt"),
+    "the end": lambda io, folder: io.teardown(),
+}
+
+
+@pytest.mark.parametrize("where", WAITS)
+@pytest.mark.parametrize("removes", [False, True])
+def test_what_goes_wrong_is_raised(tmp_path: Path, disk: Disk, where: str, removes: bool) -> None:
+    io = CheckpointFiles(asynchronous=True)
+    disk.is_full = True
+    io.save_checkpoint(FULL, tmp_path / "x.ckpt")
+    if removes:
+        io.remove_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointWriteError, match=r"x.ckpt was not written"):
+        WAITS[where](io, tmp_path)
+    disk.is_full = False
+    io.save_checkpoint(FULL, tmp_path / "y.ckpt")
+    io.teardown()
+    assert names(tmp_path) == ["y.ckpt"]
+
+
+def test_another_error_is_not_hidden_by_it(tmp_path: Path, disk: Disk) -> None:
+    class Fails(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 3:
+                raise RuntimeError("enough")
+            return super().training_step(batch, batch_idx)
+
+    disk.is_full = True
+    saver = ModelCheckpoint(tmp_path / "c", every_n_train_steps=3)
+    with (
+        pytest.raises(RuntimeError, match="enough"),
+        pytest.warns(UserWarning, match=r"step=3.ckpt was not written"),
+    ):
+        fit(tmp_path, saver, plugins=CheckpointFiles(asynchronous=True), module=Fails())
     assert names(tmp_path) == []

@@ -48,7 +48,9 @@ _TRAIN = """\
     python -m trainer fit +recipe=resnet50 +debug=fast_dev_run
   Four runs and one table of them:
     python -m trainer fit -m +recipe=resnet50 precision=32,16-mixed optimizer.lr=0.1,0.01
-  Go on where a run stopped:
+  Whatever happens to it, the same command again goes on where it stopped:
+    python -m trainer fit +recipe=resnet50 resume=auto
+  Go on from a checkpoint:
     python -m trainer fit +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt"""
 
 _COMPARE = """\
@@ -92,6 +94,8 @@ _SETTINGS = """\
 Settings with a value (--cfg job prints all of them):
   trainer.max_epochs=3  trainer.devices=2  data.batch_size=64  optimizer.lr=0.1  seed=7
   ckpt_path=FILE        the checkpoint to resume from, or whose weights to use
+  resume=auto           go on where the same command stopped; it has a folder of its own, outputs/NAME/auto-HASH
+  exact_resume=false    go on also where the result may differ: with other data, or another number of processes
   +model.dropout=0.1    a + adds a setting that the config does not have yet
   +name=my-run          everything goes to outputs/my-run/DATE_TIME
   hydra.run.dir=FOLDER  everything goes there"""

@@ -17,7 +17,7 @@ from trainer.cli.build import build
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.processes import is_first
-from trainer.cli.results import write_result
+from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import locate
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ def run(config: DictConfig) -> dict[str, float]:
     }
     for handler in logging.getLogger().handlers:
         handler.addFilter(redaction.Filter())
+    former = read_result(folder)
     trainer = None
     started = time.monotonic()
     try:
@@ -78,6 +79,9 @@ def run(config: DictConfig) -> dict[str, float]:
         result |= _facts(trainer)
         if trainer is not None:
             result["precision"] = trainer.precision  # the one that `auto` has become
+        if _has_added_nothing(trainer, result, former):
+            result = former  # it tells more: how long it took, for example
+            log.info("Nothing was left to do: the run in %s is complete.", folder)
         if is_first():
             write_result(folder, result)
     return dict(result["metrics"])
@@ -104,6 +108,8 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     arguments = dict(settings["trainer"])
     trainer_class = locate(arguments.pop("_target_"), "trainer", allowed)
     arguments = build(arguments, "trainer", allowed)
+    if arguments.get("resume") is None and arguments.get("exact_resume") is True:
+        del arguments["resume"], arguments["exact_resume"]  # a Trainer of somebody else's need not know them
     arguments["default_root_dir"] = arguments["default_root_dir"] or str(folder)
     arguments["precision"] = build(settings["precision"], "precision", allowed)
     arguments["callbacks"] = _build_all(settings["callbacks"], "callbacks", allowed)
@@ -170,6 +176,16 @@ def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, tra
         torch.save(predictions, folder / name)
         return
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint)
+
+
+def _has_added_nothing(trainer: Any, result: dict[str, Any], former: dict[str, Any]) -> bool:
+    """Whether a run that was complete has been resumed, and is where it was."""
+    goes_on = result["command"] == "fit" and getattr(trainer, "ckpt_path", None) is not None
+    return (
+        goes_on
+        and result["status"] == "completed"
+        and all(former.get(key) == result[key] for key in ("status", "epochs", "steps"))
+    )
 
 
 def _facts(trainer: Any) -> dict[str, Any]:

@@ -103,6 +103,7 @@ _WORDS: dict[str, tuple[str | bool | None, ...]] = {
     "strategy": STRATEGIES,
     "gradient_clip_algorithm": ("norm", "value", None),
     "deterministic": (True, False, "warn", None),
+    "resume": ("auto", None),
     "profiler": ("simple", "advanced", "pytorch", "xla", None),
 }
 

@@ -64,7 +64,8 @@ def run_job(own: Callable[[list[str]], list[str]] = list) -> dict[str, float]:
         if flag in flags
         for word in (flag, flags[flag])
     ]
-    (folder / RESULT).unlink(missing_ok=True)
+    if not any(word.lstrip("+") in ("resume=auto", "trainer.resume=auto") for word in overrides):
+        (folder / RESULT).unlink(missing_ok=True)  # a job that goes on, or has nothing left to do, wants to know
     print(f"\nJob {hydra.job.num}: {' '.join(shown(overrides))}", flush=True)
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer", *own(overrides), *ours, *placement, *places],

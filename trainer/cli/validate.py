@@ -278,6 +278,9 @@ def _check_whole(config: DictConfig, overrides: Sequence[Override], *, runs: boo
     job = copy.deepcopy(config)
     with open_dict(job):
         del job["hydra"]
+    resume = job.get("resume")
+    if resume not in (None, "auto"):
+        raise UsageError(f"resume is {describe(resume)}, expected auto or null.{did_you_mean(str(resume), ['auto'])}")
     plain = resolve(job) if runs else _unresolved(job)  # what is only shown need not be complete
     settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
     if problem := mistake({**TrainerSettings().__dict__, **settings}):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -11,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.processes import agree, is_first, under_torchrun
+
+_OF_RESUMING = ("resume", "exact_resume", "trainer.resume", "trainer.exact_resume")
 
 
 def sweeps(arguments: Arguments, config: DictConfig) -> bool:
@@ -22,10 +29,12 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     """Make the folder that ``config`` names and write it into ``arguments``; ranks but the first only read it
     there.
 
-    A folder with the time in its name gets a number when another run was given the same second.
+    A folder with the time in its name gets a number when another run was given the same second. With ``resume=auto`` it
+    has a name made of the command in the place of the time: so the same command finds it again.
 
     Raises:
-        UsageError: a folder that cannot be made, or a sweep under torchrun, where every rank would start all jobs.
+        UsageError: ``resume=auto`` for a command that does not train, a folder that cannot be made, or a sweep under
+            torchrun, where every rank would start all jobs.
     """
     sweeping = sweeps(arguments, config)
     if sweeping and under_torchrun():
@@ -35,16 +44,42 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
             f" `python -m trainer {words} ... trainer=ddp trainer.devices=2`."
         )
     key = "hydra.sweep.dir" if sweeping else "hydra.run.dir"
+    chosen = any(override.startswith(f"{key}=") for override in arguments.overrides)
+    resumes = OmegaConf.select(config, "trainer.resume") == "auto"
+    if resumes and arguments.command not in ("fit", "compare"):
+        raise UsageError(
+            f"resume=auto goes on with a training, and {arguments.command} is none. Got it with {arguments.command},"
+            " expected fit or compare. For the weights of a run, write ckpt_path=RUN/checkpoints/last.ckpt."
+        )
+    if resumes and not chosen:
+        config = _named_after(arguments, config, key)
     HydraConfig.instance().set_config(config)  # for folders named with ${hydra:...}
     folder = str(OmegaConf.select(config, key))
     if is_first():
-        chosen = any(override.startswith(f"{key}=") for override in arguments.overrides)
-        folder = str(_make(Path(folder), exist_ok=chosen))
+        folder = str(_make(Path(folder), exist_ok=chosen or resumes))
+        if resumes and not chosen:
+            print(f"resume=auto: the folder of this command is {folder}", flush=True)
     else:
         arguments.overrides += ["hydra.output_subdir=null", "hydra/job_logging=none"]
     folder = agree(folder)
     arguments.overrides.append(f"{key}={quoted(folder)}")
     return Path(folder)
+
+
+def _named_after(arguments: Arguments, config: DictConfig, key: str) -> DictConfig:
+    """``config`` with a folder that is named after the command where it was named after the time.
+
+    Settings that say how to resume are left out, and so is the order of the others.
+    """
+    said = {*arguments.overrides, f"command={arguments.command}", *map("".join, arguments.flags.items())}
+    counted = sorted(word for word in said if word.lstrip("+").partition("=")[0] not in _OF_RESUMING)
+    name = f"auto-{hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:8]}"
+    section = key.rpartition(".")[0]
+    written: Any = OmegaConf.to_container(OmegaConf.select(config, section), resolve=False)
+    config = copy.deepcopy(config)
+    OmegaConf.set_readonly(config.hydra, False)
+    OmegaConf.update(config, key, re.sub(r"\$\{now:[^}]*\}", name, str(written["dir"])))
+    return config
 
 
 def quoted(text: str) -> str:

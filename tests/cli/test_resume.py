@@ -1,0 +1,116 @@
+"""``resume=auto`` on the command line: the same command goes on in the same folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import main
+from trainer.cli.arguments import UsageError, read
+from trainer.cli.validate import validate
+from trainer.cli.workdir import claim
+
+pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
+
+FIT = ["fit", "+recipe=line", "resume=auto"]
+SHORT = ["callbacks.learning_rate_monitor=null", "callbacks.model_checkpoint.every_n_epochs=1"]
+
+
+@pytest.fixture(autouse=True)
+def alone(project, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+
+
+def folder_of(*words: str) -> str:
+    arguments = read(words)
+    return str(claim(arguments, validate(arguments)))
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_the_same_command_has_the_same_folder(capsys):
+    folder = folder_of(*FIT, "optimizer.lr=0.1", "seed=3")
+    assert Path(folder).parent == Path("outputs/line")
+    assert Path(folder).name.startswith("auto-")
+    assert f"resume=auto: the folder of this command is {folder}\n" in capsys.readouterr().out
+    same = ["fit", "seed=3", "recipe=line", "optimizer.lr=0.1", "exact_resume=false", "trainer.resume=auto"]
+    assert folder_of(*same) == folder
+    for other in (["seed=4", "optimizer.lr=0.1"], ["seed=3"], ["seed=3", "optimizer.lr=0.1", "trainer.max_epochs=3"]):
+        assert folder_of(*FIT, *other) != folder
+    assert Path(folder_of(*FIT, "+name=mine")).parent == Path("outputs/mine")
+    assert folder_of(*FIT, "hydra.run.dir=here") == "here"
+
+
+def test_without_it_every_run_has_its_own():
+    assert folder_of("fit", "+recipe=line") != folder_of("fit", "+recipe=line")
+
+
+def test_a_sweep_has_one_too():
+    sweep = [*FIT, "-m", "seed=1,2"]
+    folder = folder_of(*sweep)
+    assert Path(folder).parent == Path("multirun/line")
+    assert folder_of(*sweep) == folder
+    assert folder_of(*FIT, "-m", "seed=1,3") != folder
+
+
+def test_other_ranks_find_it_by_themselves(monkeypatch):
+    folder = folder_of(*FIT)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert folder_of(*FIT) == folder
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["fit", "resume=aut"], "resume is aut, expected auto or null. Did you mean 'auto'?"),
+        (["fit", "resume=true"], "resume is true, expected auto or null."),
+        (["fit", "trainer.resume=atuo"], "trainer.resume is atuo, expected auto or null. Did you mean 'auto'?"),
+        (["fit", "resum=auto"], "There is no setting 'resum'. Did you mean 'resume'?"),
+        (["fit", "exact_resume=flase"], "exact_resume is flase, expected true or false"),
+        (["test", "resume=auto"], "Got it with test, expected fit or compare."),
+    ],
+)
+def test_mistakes(words, complaint):
+    arguments = read([*words, "+recipe=line"])
+    with pytest.raises(UsageError) as caught:
+        claim(arguments, validate(arguments))
+    assert complaint in str(caught.value)
+
+
+def test_a_run_goes_on_and_then_has_nothing_left_to_do(capsys, monkeypatch):
+    from trainer import Trainer
+
+    words = [*FIT, *SHORT, "trainer.max_epochs=3"]
+    assert main(["fit", "+recipe=line", *SHORT, "trainer.max_epochs=3", "hydra.run.dir=whole"]) == 0
+
+    def stop(self, *_, original=Trainer.save_checkpoint, saves=[]) -> None:  # noqa: B006
+        saves.append(original(self, *_))
+        if len(saves) == 3:  # of the first epoch's two, and the second's two
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "save_checkpoint", stop)
+        assert main(words) == 130
+    (folder,) = Path("outputs/line").iterdir()
+    assert result(folder)["status"] == "interrupted"
+    assert main(words) == 0
+    told, whole = result(folder), result(Path("whole"))
+    assert (told["status"], told["epochs"], told["steps"]) == ("completed", 3, 12)
+    assert told["metrics"] == whole["metrics"]
+    for name in ("csv/metrics.csv", "checkpoints"):
+        ours, theirs = folder / name, Path("whole") / name
+        if ours.is_file():
+            assert ours.read_text() == theirs.read_text()
+    assert "going on from" in (folder / "fit.log").read_text()
+    assert main(words) == 0
+    assert result(folder) == told
+    assert "Nothing was left to do" in (folder / "fit.log").read_text()
+    assert [path.name for path in Path("outputs/line").iterdir()] == [folder.name]
