@@ -566,8 +566,8 @@ def test_a_checkpoint_from_inside_a_batch() -> None:
         return [batch for _, _, batch, _ in resumed(shuffled(dataset), file.getvalue(), 1)]
 
     assert resumed_inside(FIXED) == [batch for _, _, batch, _ in by_hand(lambda: shuffled(FIXED), 1)[2:]]
-    with pytest.raises(ResumeError, match="written inside a batch"):
-        resumed_inside(Noisy())
+    with pytest.warns(UserWarning, match="written inside a batch"):  # an exception may have done it, where it could
+        assert len(resumed_inside(Noisy())) == 2
 
 
 def test_workers_that_need_not_keep_the_order_lose_and_repeat_nothing() -> None:
