@@ -144,7 +144,8 @@ def test_the_state_says_how_many_batches_of_which_epoch_were_handed_out():
     assert batches.state_dict() == {}
     batches.start_epoch(0, 0)
     assert batches.state_dict() == {}
-    assert after(2).state_dict() == {"epoch": 3, "batches": 2, "position": {"drawn": 2}}
+    assert after(2).state_dict() == {"epoch": 3, "batches": 2, "is_over": False, "position": {"drawn": 2}}
+    assert after(5).state_dict()["is_over"]
     assert TrainingBatches(None).state_dict() == {}
 
 
@@ -185,23 +186,38 @@ def test_what_dataloaders_were_is_nothing_to_those_that_come_after_them():
     assert renewed.calls == []
 
 
-@pytest.mark.parametrize("skip", [1, 2])
-def test_what_cannot_be_shown_to_be_exact_is_refused_or_drawn_attention_to(skip):
-    def resumed(**exact):
-        loaders = Counted(5)
-        loaders.reasons = ["the one", "the other"]
-        batches = TrainingBatches(loaders)
-        batches.load_state_dict(after(2).state_dict(), **exact)
-        batches.start_epoch(3, skip)
-        assert loaders.calls[-1] == ("take_up", {"drawn": 2}, None if skip == 2 else 1)
-        return list(batches)
+def test_a_pass_that_has_had_its_last_batch_is_over():
+    state, loaders = after(5).state_dict(), Counted(5)
+    batches = TrainingBatches(loaders)
+    batches.load_state_dict(state)
+    batches.start_epoch(3, skip=5)
+    assert list(batches) == []
+    assert batches.state_dict() == state
+    batches.start_epoch(4, skip=0)
+    assert loaders.calls[2:] == [("begin_after", {"drawn": 5})]
+    assert len(list(batches)) == 5
 
-    with pytest.raises(
-        ResumeError, match=rf"after batch {skip} of epoch 3 .*: the one; the other\..*exact_resume=False"
-    ):
-        resumed()
+
+def resumed_for_reasons(skip, **exact):
+    loaders = Counted(5)
+    loaders.reasons = ["the one", "the other"]
+    batches = TrainingBatches(loaders)
+    batches.load_state_dict(after(2).state_dict(), **exact)
+    batches.start_epoch(3, skip)
+    assert loaders.calls[-1] == ("take_up", {"drawn": 2}, None if skip == 2 else skip)
+    return [i for _, i, _ in batches]
+
+
+@pytest.mark.parametrize(("skip", "exact"), [(2, False), (1, True), (1, False)])
+def test_attention_is_drawn_to_what_is_not_exact(skip, exact):
+    """Also where a checkpoint was written inside a batch: whoever did that had no choice."""
     with pytest.warns(UserWarning, match="not those that would have followed: the one; the other"):
-        assert [i for _, i, _ in resumed(exact=False)] == list(range(skip, 5))
+        assert resumed_for_reasons(skip, exact=exact) == list(range(skip, 5))
+
+
+def test_what_cannot_be_shown_to_be_exact_is_refused():
+    with pytest.raises(ResumeError, match=r"after batch 2 of epoch 3 .*: the one; the other\..*exact_resume=False"):
+        resumed_for_reasons(2)
 
 
 def unmoved(batch, device):

@@ -121,9 +121,9 @@ class TrainingBatches:
         self._renew = renew
         self._watch = watch
         self._first = self._skip = 0
-        self._ended = False
         self._epoch = self._next_epoch = -1
         self._yielded = 0
+        self._is_over = self._ended = False
         self._loaded: dict[str, Any] = {}
         self._exact = True
 
@@ -137,7 +137,8 @@ class TrainingBatches:
         """
         if self._epoch < 0 or self.loaders is None:
             return self._loaded
-        return {"epoch": self._epoch, "batches": self._yielded, "position": self.loaders.position()}
+        position = self.loaders.position()
+        return {"epoch": self._epoch, "batches": self._yielded, "is_over": self._is_over, "position": position}
 
     def load_state_dict(self, state: dict[str, Any], *, exact: bool = True) -> None:
         """Have the next epoch begin, or go on, as it would have where ``state_dict`` returned ``state``.
@@ -171,8 +172,11 @@ class TrainingBatches:
                 ' each dataloader at a time: choose "max_size_cycle", "max_size" or "min_size".'
             )
         self.loaders.start_epoch(epoch)
-        self._next_epoch, self._first, self._skip = epoch, skip, 0
-        if state and skip and state["epoch"] == epoch:
+        self._next_epoch, self._first, self._skip, self._ended = epoch, skip, 0, False
+        is_its_epoch = bool(state) and state["epoch"] == epoch
+        if is_its_epoch and skip == state["batches"] and state["is_over"]:
+            self._ended = True
+        elif is_its_epoch and skip:
             self._take_up(state)
         elif skip:
             self._skip = self.loaders.skip(skip)
@@ -204,8 +208,7 @@ class TrainingBatches:
 
     def __iter__(self) -> Iterator[tuple[Batch, int, bool]]:
         assert self.loaders is not None
-        if self._ended:
-            self._ended = False
+        if self._ended:  # what was loaded speaks of the next epoch, too
             return iter(())
         length = self.loaders.num_batches()  # not what callbacks have made of `num_batches`
         start = self._first - self._skip
@@ -213,19 +216,19 @@ class TrainingBatches:
         source: Iterator[Batch] = islice(self.loaders.training_pass(), None if count is None else count - start)
         if self._watch is not None:
             source = iter(self._watch(source))
-        self._epoch, self._yielded, self._loaded = self._next_epoch, self._first, {}
+        self._epoch, self._yielded, self._is_over, self._loaded = self._next_epoch, self._first, False, {}
         return self._known(source, start, count) if self.has_length else self._unknown(source, start)
 
     def _known(self, source: Iterator[Batch], start: int, count: int | None) -> Iterator[tuple[Batch, int, bool]]:
         for i, batch in enumerate(source, start):
             if i >= self._first:
-                self._yielded = i + 1
-                yield batch, i, i + 1 == count
+                self._yielded, self._is_over = i + 1, i + 1 == count
+                yield batch, i, self._is_over
 
     def _unknown(self, source: Iterator[Batch], start: int) -> Iterator[tuple[Batch, int, bool]]:
         for i, (batch, is_last) in enumerate(_with_last(source), start):
             if i >= self._first:
-                self._yielded = i + 1
+                self._yielded, self._is_over = i + 1, is_last
                 yield batch, i, is_last
 
 

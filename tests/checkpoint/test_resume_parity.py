@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity import MAKERS, Classifier, assert_same_weights, data, lightning, ours
+from trainer.errors import ResumeError
 
 NOT_RESUMABLE = (
     "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable"
@@ -268,8 +269,14 @@ def test_who_resumes_inside_an_epoch_is_told_what_is_not_the_same(tmp_path: Path
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     first = ours(max_epochs=1, callbacks=[saver], enable_checkpointing=True)
     first.fit(Diary(), data(8), same_batches(2))
+    in_another_order = data(8, shuffle=True), same_batches(2)
+    with pytest.raises(ResumeError, match="the first trained batch of this epoch had the samples"):
+        ours(max_epochs=1).fit(Diary(), *in_another_order, ckpt_path=tmp_path / "step=2.ckpt")
+    checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    del checkpoint["loops"]["amp_trainer"]  # as Lightning writes it
+    torch.save(checkpoint, tmp_path / "lightning.ckpt")
     with pytest.warns(UserWarning, match=NOT_RESUMABLE):
-        ours(max_epochs=1).fit(Diary(), data(8, shuffle=True), same_batches(2), ckpt_path=tmp_path / "step=2.ckpt")
+        ours(max_epochs=1).fit(Diary(), *in_another_order, ckpt_path=tmp_path / "lightning.ckpt")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", NOT_RESUMABLE)
         ours(max_epochs=1).fit(Diary(), data(8), same_batches(2), ckpt_path=tmp_path / "step=2.ckpt")  # in order

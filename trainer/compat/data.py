@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
-from trainer.compat.workers import bounded
+from trainer.compat.workers import bound, bounded
 from trainer.errors import ConfigurationError
 from trainer.worker_signals import outlive_signals
 
@@ -176,7 +177,9 @@ class DataSource:
                 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
                 made = self._ready[stage] = self._make(stage)
             if made is not None:
-                self._trainer._session.enter_context(bounded(made.combined.flattened, self._trainer.dataloader_timeout))
+                patience = self._trainer.dataloader_timeout
+                self._trainer._session.enter_context(bounded(made.combined.flattened, patience))
+                made.on_open = partial(bound, seconds=patience)
             self._outdated.discard(stage)
             # a sanity check makes those of its epoch's validation, too; but not every epoch has one
             is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()

@@ -84,7 +84,7 @@ class Place(Protocol):
 
 def place_of(loader: Any) -> Place:
     """The kind of place that ``loader`` can have."""
-    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+    if _has_state(loader):
         return StatefulPlace(loader)
     is_plain = (
         isinstance(loader, DataLoader)
@@ -94,6 +94,10 @@ def place_of(loader: Any) -> Place:
     if is_plain and not isinstance(loader.dataset, IterableDataset):
         return SampledPlace(loader)
     return CountedPlace(loader)
+
+
+def _has_state(thing: Any) -> bool:
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class _Start:
@@ -165,6 +169,7 @@ class _Pass:
 
     def begin_after(self, state: State) -> None:
         """Take over from a pass that is over what the next one depends on."""
+        self._opened = None
         if state["kind"] == self.kind:
             own_generators.set_states(self._generators, state["own"])
 
@@ -257,28 +262,100 @@ class CountedPlace(_Loading):
 
 
 class StatefulPlace(_Loading):
-    """The place of a loader that has ``state_dict`` and ``load_state_dict``."""
+    """The place of a loader that has ``state_dict`` and ``load_state_dict``.
+
+    torchdata's ``StatefulDataLoader`` is one. The random states of its workers, which it does not keep, are kept here.
+    """
 
     kind = "stateful"
     drops = False
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._workers: dict[int, worker_random.States] = {}
+        self._starts: dict[int, worker_random.States] = {}
+        self._has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+        # a DataLoader begins each pass anew; but not, if it has no workers, its dataset
+        lasting: Any = loader.dataset if isinstance(loader, DataLoader) else loader
+        self._lasting: Any = None if self._has_workers or not _has_state(lasting) else lasting
+        # workers that stay go on with batches that nobody has asked for
+        self._knows_workers = self._has_workers and not loader.persistent_workers
 
     def take_up(self, state: State, consumed: int | None = None) -> list[str]:
         """Open the pass of which ``state_dict`` spoke: the loader does it."""
         if state["kind"] != self.kind:
             self.skip(state["consumed"] if consumed is None else consumed)
             return [_other_kind(self.loader)]
+        reasons = [] if consumed in (None, state["consumed"]) else [_INSIDE_A_BATCH]
+        if self._has_workers and not self._knows_workers and not _is_deterministic(self.loader):
+            reasons.append("what its persistent_workers had drawn is not known")
+        if self._knows_workers and "workers" in state:
+            replayed, is_from_start = _replayed_by_workers(state["state"])
+            self._starts = {} if is_from_start else worker_random.packed(state["workers"])
+            if replayed and not _is_deterministic(self.loader):
+                reasons.append(f"its snapshot_every_n_steps has workers prepare {replayed} batches again; 1 would not")
         _start_from(state["begun"], self._generators)
         self.loader.load_state_dict(state["state"])
+        iterator = self._begin()
         self._begun, self._consumed = state["begun"], state["consumed"]
-        self._go_on(self._counted(iter(self.loader)), state)
-        return [] if consumed in (None, state["consumed"]) else [_INSIDE_A_BATCH]
+        self._workers = worker_random.packed(state.get("workers", {}))
+        self._go_on(iterator, state)
+        return reasons
+
+    def begin_after(self, state: State) -> None:
+        """Take over from a pass that is over what the next one depends on."""
+        super().begin_after(state)
+        if state["kind"] == self.kind and self._lasting is not None and "after" in state:
+            self._lasting.load_state_dict(state["after"])
+
+    def state_dict(self) -> State:
+        """Where the pass is."""
+        state = super().state_dict()
+        if state and self._lasting is not None:
+            state["after"] = self._lasting.state_dict()
+        return state
 
     def loader_state(self) -> Any:
         """What the loader says of itself."""
         return self.loader.state_dict() if self._marked is None else self._marked["state"]
 
     def _here(self) -> State:
-        return {**super()._here(), "state": self.loader.state_dict()}
+        state = {**super()._here(), "state": self.loader.state_dict()}
+        return {**state, "workers": worker_random.plain(self._workers)} if self._knows_workers else state
+
+    def _begin(self) -> Iterator[Batch]:
+        if not self._knows_workers:
+            return super()._begin()
+        loader, starts = self.loader, self._starts
+        self._begun, self._consumed, self._starts = _Start(self._generators).state_dict(), 0, {}
+        own = loader.worker_init_fn, loader.collate_fn
+        in_worker = WorkerRandom(*own, starts)
+        loader.worker_init_fn, loader.collate_fn = in_worker.start, in_worker.collate
+        try:
+            iterator = iter(loader)
+        finally:
+            loader.worker_init_fn, loader.collate_fn = own
+        self._workers = {}
+        return self._carried(iterator)
+
+    def _carried(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
+        for carrier in iterator:
+            self._consumed += 1
+            if not isinstance(carrier, Carrier):  # somebody else has started the workers
+                yield carrier
+                continue
+            if carrier.changes:
+                self._workers.setdefault(carrier.worker, {}).update(carrier.changes)
+            yield carrier.batch
+
+
+def _replayed_by_workers(state: State) -> tuple[int, bool]:
+    """Of a StatefulDataLoader's state: how many batches its workers load again, and whether from the beginning."""
+    snapshot = state.get("_snapshot", {})
+    workers = snapshot.get("_worker_snapshots", {}).values()
+    fetchers = [one.get("fetcher_state") for one in workers if one.get("dataset_state") is None]
+    is_from_start = any(fetcher is not None and fetcher.get("dataset_iter_state") is None for fetcher in fetchers)
+    return state.get("_steps_since_snapshot", 0), is_from_start
 
 
 class SampledPlace(_Pass):
@@ -364,8 +441,11 @@ class SampledPlace(_Pass):
             "first": sampler.first,
             "last": sampler.said(consumed - 1) if loader.in_order else None,
             "set_up": _set_up_of(loader),
+            "prefetch_factor": loader.prefetch_factor,
         }
-        if not self._draws_here:
+        if self._draws_here:
+            state["is_over"] = sampler.is_over
+        else:
             state["workers"] = worker_random.plain(self._workers) if self._knows_workers else None
             if not loader.in_order:
                 state["drawn"], state["left_behind"] = self._out_of_order()
@@ -407,10 +487,13 @@ class SampledPlace(_Pass):
         if state["drawing"] is not None:
             _start_from(state["drawing"], self._generators)
         replayed = self._skip_in_sampler(iterator, state, consumed)
+        if state.get("is_over") and self._draws_here:
+            self._sampler.end()
         moved = own_generators.states_of(self._generators)
+        draws_on = not own_generators.is_same(self._sampler.own_after_first, moved)
         self._go_on(iterator, state)
-        if not self.reads_ahead and not own_generators.is_same(self._sampler.own_after_first, moved):
-            own_generators.set_states(self._generators, moved)  # the sampler draws from them as it goes
+        if draws_on and state["prefetch_factor"] != loader.prefetch_factor:
+            own_generators.set_states(self._generators, moved)  # the sampler is ahead by another number of batches
         return reasons + replayed
 
     def _skip_in_sampler(self, iterator: Any, state: State, consumed: int) -> list[str]:
@@ -418,7 +501,7 @@ class SampledPlace(_Pass):
         drawn = state["drawn"] if behind else consumed
         left, draws = sampler.skip(drawn, behind)
         reasons = []
-        if consumed and (sampler.drawn < drawn or sampler.first != state["first"]):
+        if consumed and state["first"] is not None and (sampler.drawn < drawn or sampler.first != state["first"]):
             reasons.append(_other_order("first", state["first"], sampler.first))
         elif consumed == state["consumed"] and (was := state["last"]) and (last := sampler.said(consumed - 1)) != was:
             reasons.append(_other_order("last", was, last))
@@ -433,13 +516,14 @@ class SampledPlace(_Pass):
 
     def begin_after(self, state: State) -> None:
         """Take over from a pass that is over what the next one depends on: generators, and workers that stay."""
+        self._opened = None
         if state["kind"] != self.kind:
             return
         stays = not self._draws_here and self.loader.persistent_workers and self.loader._iterator is None
         if stays and state.get("workers") is not None and not _changes(state["set_up"], self.loader):
             with rng.isolated():
                 self.take_up(state)
-            self._opened = None
+        self._opened = None
         own_generators.set_states(self._generators, state["own"])
 
     def skip(self, count: int) -> None:
@@ -492,6 +576,7 @@ class _WatchedSampler:
         start: the random states when it was first asked.
         own_after_first: those of ``generators`` after it had answered.
         first: its first answer.
+        is_over: whether it has been asked for more than there was.
         is_closed: give nothing.
         is_silent: do not ask the sampler at all.
     """
@@ -505,13 +590,13 @@ class _WatchedSampler:
         self.start: State | None = None
         self.own_after_first: list[Any] = []
         self.first: State | None = None
-        self.is_closed = self.is_silent = False
+        self.is_over = self.is_closed = self.is_silent = False
 
     def __len__(self) -> int:
         return len(self._asked)
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn, self.start, self.first = 0, None, None
+        self.drawn, self.start, self.first, self.is_over = 0, None, None, False
         self._recent.clear()
         self._indices = iter(()) if self.is_silent else iter(self._asked)
         return iter(()) if self.is_closed else self.rest()
@@ -526,6 +611,7 @@ class _WatchedSampler:
             self.drawn += 1
             self._recent.append(indices)
             yield indices
+        self.is_over = True
 
     def skip(self, count: int, except_of: Sequence[int]) -> tuple[list[Any], bool]:
         """Have it give ``count`` batches that nobody wants.
@@ -545,6 +631,10 @@ class _WatchedSampler:
             if number in except_of:
                 wanted.append(indices)
         return wanted, before is not None and not _is_same_random(before, rng.capture())
+
+    def end(self) -> None:
+        """Ask it for one more, though all have been given: a RandomSampler draws once more for that."""
+        deque(self.rest(), maxlen=0)
 
     def said(self, number: int) -> State | None:
         """The indices of batch ``number``, if it is among the last."""

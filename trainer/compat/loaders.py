@@ -175,7 +175,7 @@ class LoaderSet:
         """Have the next pass be what is left of that one."""
         states, places = position["loaders"], self.places()
         if len(states) != len(places):
-            self.skip(consumed or max(state["consumed"] for state in states))
+            self._skip(consumed or max(state["consumed"] for state in states))
             return [f"there were {len(states)} dataloaders and are {len(places)}"]
         reasons, is_one = [], len(places) == 1
         for place, state in zip(places, states, strict=True):
@@ -200,6 +200,10 @@ class LoaderSet:
                 " resumable by implementing the `state_dict` / `load_state_dict` interface.",
                 category=PossibleUserWarning,
             )
+        return self._skip(count)
+
+    def _skip(self, count: int) -> int:
+        places = self.places()
         if len(places) > 1 and any(not isinstance(place, SampledPlace) or len(place) < count for place in places):
             return count
         for place in places:

@@ -45,9 +45,14 @@ def _can_be_bounded(loader: Any) -> bool:
 
 def _impatient_iterator(loader: DataLoader[Any], seconds: float) -> Any:
     iterator = type(loader)._get_iterator(loader)
-    if hasattr(iterator, "_try_get_data"):
-        vars(iterator)["_try_get_data"] = _Patience(iterator, seconds)
+    bound(iterator, seconds)
     return iterator
+
+
+def bound(iterator: Any, seconds: float) -> None:
+    """The same for an iterator that there is."""
+    if seconds and hasattr(iterator, "_try_get_data") and not iterator._timeout:
+        vars(iterator)["_try_get_data"] = _Patience(iterator, seconds)
 
 
 class _Patience:
