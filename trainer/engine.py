@@ -86,6 +86,9 @@ class Engine(Protocol):
     def expect_backward(self, loss: Tensor) -> None:
         """A backward pass will come that is not that of the last forward."""
 
+    def abandon_forward(self) -> None:
+        """The forward that has raised will be run again: what it has exchanged with other processes is not repeated."""
+
     def sum(self, value: Weight) -> Weight:
         """The sum of ``value`` over the processes. On a GPU it stays there, and nothing waits for it."""
 

@@ -41,13 +41,13 @@ def explain(error: BaseException, trainer: Any) -> DataLoaderError | None:
     """
     text = str(error)
     if isinstance(error, Exception) and _RAISED.search(text):
-        _note(error, f"It was raised while {_where(trainer)} was loaded.")
+        add_note(error, f"It was raised while {_where(trainer)} was loaded.")
     elif isinstance(error, RuntimeError) and (found := DEAD_WORKER.search(text)):
         return _about_worker(trainer, [int(pid) for pid in found["pids"].split(",")], found["how"])
     elif isinstance(error, RuntimeError) and (found := _HUNG.search(text)):
         return _about_worker(trainer, [], f"have sent nothing for {found['seconds']} seconds")
     elif is_out_of_memory(error):
-        _note(error, _about_memory(trainer))
+        add_note(error, _about_memory(trainer))
         let_go(error)
     return None
 
@@ -123,6 +123,9 @@ def let_go(error: BaseException) -> None:
 
 def free_memory(device: torch.device) -> None:
     """Give back what nobody uses any more; for the moment after an error about memory."""
+    if device.type == "cpu":
+        gc.collect(1)  # what a step has left behind; all of it takes a second, and the system has room to swap
+        return
     gc.collect()
     if device.type in ("cuda", "mps", "xpu"):
         torch.get_device_module(device).empty_cache()
@@ -212,6 +215,7 @@ def _readable(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def _note(error: BaseException, text: str) -> None:
+def add_note(error: BaseException, text: str) -> None:
+    """Let a traceback show ``text`` below the error's message, once."""
     if text not in getattr(error, "__notes__", ()):
         error.add_note(text)

@@ -37,6 +37,7 @@ from trainer import arguments, assembly, failures, redaction
 from trainer.accumulation import AccumulationWindow, count_windows
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
 from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.plain import readable
 from trainer.checkpoint.process import ProcessState
@@ -69,6 +70,7 @@ from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
 from trainer.progress import FitProgress
 from trainer.side_doors import ClosureOptimization, ManualOptimization, draw_in_evaluation, draw_in_fit
+from trainer.splitting import SplitBatches
 
 Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """What ``plugins`` may hold. A precision is no plugin here: it is the argument ``precision``."""
@@ -713,6 +715,10 @@ class Trainer(TrainerBase):
         self.engine.adapter.side_door = side_door
         if side_door is not None:
             loop.train = side_door.train_batch
+        if (halving := self._first_callback(HalveOnOutOfMemory)) is not None:
+            halving.check(side_door, isinstance(loaders, DrawnLoaderSet))
+            parts = SplitBatches(loop, halving.limit, halving.measure, halving.split, halving.announce)
+            loop.train = parts.train_batch
         if module.automatic_optimization and (own := self.engine.backward_of(self.engine.optimizers)) is not None:
             loop.backward = Hook("backward", hooks.scope, module=own)
         if isinstance(loaders, DrawnLoaderSet):

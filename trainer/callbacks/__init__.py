@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
+    from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
     from trainer.callbacks.nonfinite_guard import NonFiniteGuard
     from trainer.callbacks.overflow_report import OverflowReport
     from trainer.callbacks.progress_bar import ProgressBar
@@ -30,6 +31,7 @@ __all__ = [
     "GradientAccumulation",
     "GradientCheck",
     "GradientClipping",
+    "HalveOnOutOfMemory",
     "NonFiniteGuard",
     "OverflowReport",
     "ProgressBar",
@@ -47,6 +49,7 @@ _HOMES = {
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientCheck": "trainer.callbacks.gradient_check",
     "GradientClipping": "trainer.callbacks.gradient_clipping",
+    "HalveOnOutOfMemory": "trainer.callbacks.halve_on_out_of_memory",
     "NonFiniteGuard": "trainer.callbacks.nonfinite_guard",
     "OverflowReport": "trainer.callbacks.overflow_report",
     "ProgressBar": "trainer.callbacks.progress_bar",

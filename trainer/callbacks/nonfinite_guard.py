@@ -186,10 +186,16 @@ class _Batch(NamedTuple):
 
 
 class _Window:
-    """The batches of one weight update, and the floating-point buffers from before it."""
+    """The batches of one weight update, and the floating-point buffers from before it.
 
-    def __init__(self, buffers: list[Tensor]) -> None:
+    Args:
+        buffers: of the module.
+        number: of its first batch, which may come in parts.
+    """
+
+    def __init__(self, buffers: list[Tensor], number: int) -> None:
         self.batches: list[_Batch] = []
+        self.number = number
         self._buffers = buffers
         self._saved = [torch.empty_like(buffer) for buffer in buffers]
         if buffers:
@@ -257,9 +263,9 @@ class _Watch:
         if steps != self._steps:
             self._steps = steps
             self._update += 1
-        kept = self._windows.get(self._update)
-        if kept is None or (window.is_first and self._automatic):
-            kept = self._windows[self._update] = _Window(self._buffers)
+        kept, number = self._windows.get(self._update), self._loop.progress.batches_started
+        if kept is None or (window.is_first and self._automatic and kept.number != number):
+            kept = self._windows[self._update] = _Window(self._buffers, number)
         if not self._keeps_batches:
             return self._training_step(batch, batch_idx)
         generators = {"torch": torch.get_rng_state()}

@@ -188,9 +188,17 @@ class LightningEngine:
         return reduced
 
     def expect_backward(self, loss: Tensor) -> None:
-        """Let a DDP that looks for unused parameters look at this loss: its forward has found them all unused."""
-        if isinstance(self.model, DistributedDataParallel) and self.model.find_unused_parameters:
+        """Let DDP expect this loss: its last forward was another one, or did not exchange gradients, or there was none.
+
+        One that looks for unused parameters has found them all unused in a forward without a loss.
+        """
+        if isinstance(self.model, DistributedDataParallel):
             prepare_for_backward(self.model, loss)
+
+    def abandon_forward(self) -> None:
+        """DDP sends buffers around as a forward begins: the other processes are not there for a second time."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_forward_param_sync = False
 
     def sum(self, value: Weight) -> Weight:
         """The sum over the processes; without the barrier of the strategy's ``reduce``, at which the host waits."""

@@ -1,0 +1,153 @@
+"""Going on where memory runs out: with parts of a batch, one after the other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from trainer.errors import ConfigurationError
+
+
+class HalveOnOutOfMemory(Callback):
+    """Splits a batch in halves when memory runs out in its forward or backward pass, and goes on with these.
+
+    The gradients of the batch that failed are undone, and its halves run one after the other, like batches of an
+    accumulation window. So the step is the one that the whole batch would have made, up to rounding: a half counts
+    by its number of samples (or by the ``"weight"`` that ``training_step`` returns beside its loss). The halves
+    are halved again where they need to be, down to a single sample. Later batches are split at once into parts of the
+    size that fitted; a warning says so. While nothing has been split, a step is the usual one, to the bit.
+
+    What is different from the whole batch, and cannot be otherwise:
+
+    - BatchNorm, and whatever else looks across samples (a contrastive loss), sees parts;
+    - the loss must be a mean over the samples of a batch, or come with a weight;
+    - ``training_step`` and the hooks around a backward pass run once for each part, with the same ``batch_idx``: what
+      ``self.log`` is given with ``on_step`` is the last part's, an epoch's mean is that over parts, by their sizes, and
+      a part that failed after it had logged has been logged;
+    - random numbers (dropout) are others.
+
+    On several processes each splits what does not fit in its own memory, and the others wait for it at the end of the
+    window. There, gradients are averaged after the last backward pass, not during it; a ``training_step`` must not
+    wait for other processes (``self.log(..., on_step=True, sync_dist=True)``, ``SyncBatchNorm``). With accumulation,
+    a second set of gradients is there during a backward pass.
+
+    Memory that runs out elsewhere, in moving a batch to the device or in the optimizer's step, ends the run.
+    For automatic optimization with optimizers that take one gradient a step.
+
+    Args:
+        split: takes the samples from ``start`` to ``stop`` out of a batch, ``split(batch, start, stop)``. Default: for
+            nested tuples, lists, mappings and dataclasses, in which all tensors that have a length have the same one:
+            that of the batch. Lists of as many other things are cut, too.
+        limit: samples in a part at most, from the start; None for none until memory runs out.
+
+    Attributes:
+        limit: as it is now. Kept in checkpoints, so that a run that is resumed computes the same.
+
+    Raises:
+        ConfigurationError: a limit below 1; when a fit starts, a module that optimizes by hand or draws its own
+            batches, or an optimizer that evaluates the loss itself.
+    """
+
+    def __init__(self, split: Callable[[Any, int, int], Any] | None = None, limit: int | None = None) -> None:
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+            raise ConfigurationError(f"Got limit={limit!r}, expected a number of samples, at least 1, or None.")
+        self.limit = limit
+        self.split = part_of if split is None else split
+        self._is_default = split is None
+
+    def check(self, side_door: object, draws_batches: bool) -> None:
+        """Refuse fits whose batches cannot be run in parts.
+
+        Raises:
+            ConfigurationError: the module takes its optimizer into its own hands, or draws its own batches.
+        """
+        if side_door is not None or draws_batches:
+            what = "draws its own batches (dataloader_iter)"
+            if side_door is not None:
+                what = "optimizes by hand, overrides `optimizer_step`, or whose optimizer evaluates the loss itself"
+            raise ConfigurationError(
+                f"Got HalveOnOutOfMemory and a module that {what}, expected automatic optimization with optimizers that"
+                " take one gradient a step: only there can a batch be split behind the module's back. Take a smaller"
+                " batch_size, and accumulate."
+            )
+
+    def measure(self, batch: Any) -> int:
+        """The number of samples in a batch.
+
+        Raises:
+            ValueError: it cannot be told from the lengths of the batch's tensors.
+        """
+        lengths = sorted({len(tensor) for tensor in _tensors_in(batch) if tensor.dim()})
+        if len(lengths) == 1 or (lengths and not self._is_default):
+            return lengths[0] if self._is_default else next(len(t) for t in _tensors_in(batch) if t.dim())
+        found = f"has tensors of the lengths {lengths}" if lengths else f"({type(batch).__name__}) has no tensors"
+        raise ValueError(
+            f"the batch {found}, expected the same for all of them: its number of samples. Pass"
+            " HalveOnOutOfMemory(split=...), a function that takes samples out of such a batch."
+        )
+
+    def announce(self, size: int, limit: int) -> None:
+        """Memory has run out, and did not with parts of ``limit`` samples."""
+        self.limit = limit
+        rank_zero_warn(
+            f"Memory ran out on a batch of {size} samples. It was run in parts of at most {limit}, and so will be the"
+            " next ones: with the same gradients, in more time. BatchNorm sees the parts. A smaller batch_size with"
+            " accumulate_grad_batches does the same without the attempt."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The limit, if there is one."""
+        return {} if self.limit is None else {"limit": self.limit}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the limit that the checkpoint's run had found."""
+        self.limit = state_dict["limit"]
+
+
+def part_of(batch: Any, start: int, stop: int) -> Any:
+    """The samples from ``start`` to ``stop`` of a batch whose tensors all have its length, or none."""
+    size = next((len(tensor) for tensor in _tensors_in(batch) if tensor.dim()), 0)
+    return _part(batch, size, start, stop)
+
+
+def _part(value: Any, size: int, start: int, stop: int) -> Any:
+    def part(item: Any) -> Any:
+        return _part(item, size, start, stop)
+
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.dim() and len(value) == size else value
+    if isinstance(value, MutableMapping):
+        made: Any = copy.copy(value)
+        made.update({key: part(item) for key, item in value.items()})
+        return made
+    if isinstance(value, (list, tuple)):
+        if len(value) == size and not any(tensor.dim() for tensor in _tensors_in(value)):
+            return value[start:stop]  # file names, say
+        items = [part(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(made, field.name, part(getattr(value, field.name)))
+        return made
+    return value
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, MutableMapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors_in(getattr(value, field.name))
