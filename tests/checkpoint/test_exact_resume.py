@@ -76,10 +76,13 @@ class Rows(Logger):
 
 
 class Saver(Checkpoint):
-    """Writes a checkpoint after each batch, validation and epoch; ``places`` says after which, in their order."""
+    """Writes a checkpoint after each batch, validation and epoch.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.places = folder, list[str]()
+    ``places`` says after which, in their order, with how many rows the loggers had got by then.
+    """
+
+    def __init__(self, folder: Path, rows: list[Any]) -> None:
+        self.folder, self.rows, self.places = folder, rows, dict[str, int]()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.save(trainer, "batch")
@@ -92,8 +95,9 @@ class Saver(Checkpoint):
         self.save(trainer, "epoch")
 
     def save(self, trainer: Any, what: str) -> None:
-        self.places.append(f"{what} {trainer.progress.batches}")
-        trainer.save_checkpoint(self.folder / f"{self.places[-1]}.ckpt")
+        place = f"{what} {trainer.progress.batches}"
+        self.places[place] = len(self.rows)
+        trainer.save_checkpoint(self.folder / f"{place}.ckpt")
 
 
 @dataclass
@@ -102,7 +106,7 @@ class Finished:
 
     state: dict[str, Any]
     rows: list[Any]
-    places: list[str]
+    places: dict[str, int]
     batches: list[Any] = field(default_factory=list)
 
 
@@ -113,7 +117,8 @@ def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Finished
     torch.manual_seed(seed)
     batches: list[Any] = []
     module = training.Classifier(setup, lambda *line: batches.append((*line[:3], line[3].hex())))
-    saver, rows = Saver(folder), Rows()
+    rows = Rows()
+    saver = Saver(folder, rows.rows)
     trainer = Trainer(
         accelerator="cpu",
         default_root_dir=folder,
@@ -138,15 +143,17 @@ def check(setup: Setup, interruptions: list[int]) -> None:
         for i, interruption in enumerate(interruptions, 1):
             if not last.places:
                 break
-            place = last.places[interruption % len(last.places)]
+            places = list(last.places)
+            place = places[interruption % len(places)]
+            rows = last.rows[last.places[place] :]  # what a killed run had not sent yet
             note(f"interrupted after {place}")
             start, folder = folder / f"{place}.ckpt", Path(name) / f"resumed {i}"
             last = train(setup, folder, i, start)  # another seed: all of it is in the checkpoint
             assert last.batches == whole.batches[len(whole.batches) - len(last.batches) :]
             assert int(place.split()[1]) + len(last.batches) == len(whole.batches)
             assert training.differences(last.state, whole.state) == []
-            assert last.rows == whole.rows[len(whole.rows) - len(last.rows) :]
-            assert last.places == whole.places[whole.places.index(place) + 1 :]
+            assert last.rows == rows
+            assert list(last.places) == places[places.index(place) + 1 :]
 
 
 @pytest.fixture(scope="module", autouse=True)
