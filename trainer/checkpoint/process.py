@@ -92,7 +92,8 @@ class ProcessState:
             engine.global_rank
         ):  # whose buffers are not those in the checkpoint: DDP sends the first's along only to train
             state["buffers"] = dict(run.lightning_module.named_buffers())
-        return _on_host(state)
+        on_host: dict[str, Any] = _on_host(state)
+        return on_host
 
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
         """Put back what :meth:`dump` returned. Everything is set up, and everybody's ``on_train_start`` is over.
