@@ -43,7 +43,7 @@ from trainer.checkpoint.plain import readable
 from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
 from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry, resuming
-from trainer.compat.averaging import attach_averaging, detach_averaging
+from trainer.compat.averaging import attach_averaging, detach_averaging, training_weights
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import select_path
 from trainer.compat.data import DataSource, move_training_batch
@@ -412,7 +412,7 @@ class Trainer(TrainerBase):
         if self.resume:  # so that the rows that are kept on a resume are there
             for logger in self.loggers:
                 logger.save()
-        with self.profiler.profile("save_checkpoint"):
+        with self.profiler.profile("save_checkpoint"), training_weights(self.callbacks, self._module):
             checkpoint = self._dump(bool(weights_only))
             checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
             self.engine.save(checkpoint, filepath, storage_options)

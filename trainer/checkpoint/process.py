@@ -48,12 +48,13 @@ class ProcessState:
     def __init__(self, run: Any, metric_objects: Callable[[nn.Module], MetricObjects]) -> None:
         self._run = run
         self._metric_objects = metric_objects
-        self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
+        self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]]] | None = None
 
     def begin_validation(self) -> None:
         """A validation inside a fit begins: a checkpoint that breaks it off has it begin again from here."""
         run = self._run
-        self._before_validation = rng.capture(run.engine.device), self._metric_objects(run.lightning_module).counts()
+        counts = self._metric_objects(run.lightning_module).counts()
+        self._before_validation = rng.capture(run.engine.device), counts, self._seen_batches()
 
     def dump(self) -> dict[str, Any]:
         """The state of this process, as it is between two batches."""
@@ -63,9 +64,9 @@ class ProcessState:
         is_over = progress.epochs_trained > progress.epoch  # what was logged is about to be forgotten
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
         unfinished = {name for one in loops for name in _names_in(one.metrics, metrics)}
-        random_state = rng.capture(engine.device)
+        random_state, seen_batches = rng.capture(engine.device), self._seen_batches()
         if progress.owes_validation and self._before_validation is not None:
-            random_state, counts = self._before_validation
+            random_state, counts, seen_batches = self._before_validation
             unfinished |= {name for name, count in metrics.counts().items() if count != counts.get(name)}
         outcome = loop.outcome
         state: dict[str, Any] = {
@@ -77,7 +78,7 @@ class ProcessState:
                 name: {k: v for k, v in getattr(run.published, name).items() if isinstance(v, (Tensor, int, float))}
                 for name in ("callback", "logged", "progress_bar")
             },
-            "seen_batches": {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()},
+            "seen_batches": seen_batches,
             "has_updated": loop.has_updated,
             "outcome": None if outcome is None else list(outcome),
             "should_stop": loop.limits.should_stop,
@@ -146,6 +147,9 @@ class ProcessState:
         wanted = {id(gradient) for gradient in gradients_of(waiting)}
         named = run.lightning_module.named_parameters()
         return {name: p.grad.detach() for name, p in named if p.grad is not None and id(p.grad) in wanted}
+
+    def _seen_batches(self) -> dict[str, dict[int, int]]:
+        return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:
         return ((loop.stage, loop) for loop in set(self._run.eval_loops.values()))

@@ -10,7 +10,8 @@ A subclass with an ``on_train_batch_end`` of its own is called after each batch,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from trainer.optimization import StepOutcome
 
-_HOOK, _QUESTION = "on_after_optimizer_step", "should_update"
+_HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_models"
 
 
 def follows_outcomes(callback: Any) -> bool:
@@ -33,6 +34,7 @@ def attach_averaging(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if not isinstance(callback, WeightAveraging):
             continue
+        vars(callback)[_SWAP] = _Swap(callback)
         if type(callback).on_train_batch_end is WeightAveraging.on_train_batch_end:
             vars(callback)[_HOOK] = partial(_average, callback)
         elif trainer.scaler.skips_steps:
@@ -43,8 +45,34 @@ def detach_averaging(callbacks: Iterable[Any]) -> None:
     """Undo :func:`attach_averaging`."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
-            vars(callback).pop(_HOOK, None)
-            vars(callback).pop(_QUESTION, None)
+            for name in (_HOOK, _QUESTION, _SWAP):
+                vars(callback).pop(name, None)
+
+
+@contextmanager
+def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Iterator[None]:
+    """A context for checkpoints: the module has the weights that it trains, though an evaluation sees the average."""
+    swaps = [vars(callback).get(_SWAP) for callback in callbacks if isinstance(callback, WeightAveraging)]
+    swapped = [swap for swap in swaps if swap is not None and swap.is_swapped]
+    for swap in swapped:
+        swap(module)
+    try:
+        yield
+    finally:
+        for swap in swapped:
+            swap(module)
+
+
+class _Swap:
+    """``WeightAveraging._swap_models`` of one callback, which remembers how things stand."""
+
+    def __init__(self, callback: WeightAveraging) -> None:
+        self.is_swapped = False
+        self._swap = partial(type(callback)._swap_models, callback)
+
+    def __call__(self, module: LightningModule) -> None:
+        self._swap(module)
+        self.is_swapped = not self.is_swapped
 
 
 def _average(

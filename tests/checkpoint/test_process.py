@@ -1,0 +1,266 @@
+"""Checkpoints written at every chance there is; a run resumed from each ends, to the bit, as the whole one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, EMAWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
+
+from tests.parity import RecordingLogger
+from tests.support import make_trainer, native_fp16
+from trainer import Trainer
+from trainer.callbacks import GradientAccumulation
+from trainer.errors import ResumeError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_mean which is not available"),
+    pytest.mark.filterwarnings("ignore:Resuming inside an epoch. a Drawn cannot skip batches"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:resume='auto', but there is no ModelCheckpoint"),
+]
+
+BATCHES = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+
+
+class Drawn:
+    """Batches that are noisy by every generator there is."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in BATCHES:
+            yield batch + 0.1 * (torch.randn(4) + random.random() + np.random.rand())
+
+    def __len__(self) -> int:
+        return len(BATCHES)
+
+
+class Remembering(LightningModule):
+    """Random, and full of things that a state dict does not hold."""
+
+    def __init__(self, overflows: tuple[int, ...] = (), plateau: str = "", manual: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+        self.mean, self.val_mean = MeanMetric(), MeanMetric()
+        self.errors = MetricCollection([MeanSquaredError(), MeanAbsoluteError()])
+        self.overflows, self.plateau = overflows, plateau
+        self.automatic_optimization = not manual
+        self.ended = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        out = self.net(batch)
+        loss = (out**2).mean()
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.errors.update(*out.detach().unbind(1))
+        self.log("largest", loss, on_step=True, on_epoch=True, reduce_fx="max", prog_bar=True)
+        if batch_idx == 0:
+            self.log("first", loss)
+        if self.trainer.progress.batches in self.overflows:
+            loss = loss * float("inf")
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ended += 1
+        self.log("ended", float(self.ended))
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.errors.compute())
+        self.errors.reset()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = (self.net(batch) ** 2).mean()
+        self.val_mean(loss)
+        self.log("val_mean", self.val_mean)
+        self.log("val_loss", loss, on_step=True, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        if not self.plateau:
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), "interval": "step"}]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        schedule = {"scheduler": plateau, "monitor": "val_mean", "interval": self.plateau, "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["ended"] = self.ended
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.ended = checkpoint["ended"]
+
+
+class SavesAlways(Checkpoint):
+    """After each batch, each validation and each epoch; and at each batch of a validation."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows: dict[Path, int] = {}
+
+    def save(self, trainer: Any, where: str) -> None:
+        if trainer.sanity_checking:
+            return
+        path = self.folder / f"{len(self.rows):02}_{where}.ckpt"
+        trainer.save_checkpoint(path)
+        self.rows[path] = len(trainer.logger.rows)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "batch")
+
+    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "inside_validation")
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "epoch")
+
+
+def run(folder: Path, how: dict[str, Any], ckpt_path: Path | None = None, saving: Any = ()) -> dict[str, Any]:
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(7 if ckpt_path is None else 8)
+    module, logger = Remembering(**how.get("module", {})), RecordingLogger()
+    arguments = {"max_epochs": 2, "enable_checkpointing": bool(saving), "logger": logger, "log_every_n_steps": 1,
+                 "num_sanity_val_steps": 1, **how.get("trainer", dict)()}  # fmt: skip
+    arguments["callbacks"] = [*arguments.get("callbacks", ()), *saving]
+    trainer = make_trainer(folder, **arguments)
+    trainer.fit(module, Drawn(), DataLoader(BATCHES[:2], batch_size=None, shuffle=True), ckpt_path=ckpt_path)
+    return {
+        "weights": module.state_dict(),
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "scaler": trainer.scaler.state_dict(),
+        "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "counters": (trainer.current_epoch, trainer.global_step, trainer.skipped_steps, module.ended),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "rows": logger.rows,
+        "draw": (torch.rand(1).item(), random.random(), np.random.rand()),
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other or (one != one and other != other))
+
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "windows": {"trainer": lambda: {"accumulate_grad_batches": 3, "val_check_interval": 2}},
+    "overflows": {
+        "trainer": lambda: {"precision": native_fp16(init_scale=1024.0, growth_interval=2)},
+        "module": {"overflows": (1, 2, 7)},
+    },
+    "plateau after steps": {"trainer": lambda: {"val_check_interval": 2}, "module": {"plateau": "step"}},
+    "plateau after epochs": {"trainer": lambda: {"max_epochs": 3}, "module": {"plateau": "epoch"}},
+    "by hand": {"trainer": dict, "module": {"manual": True}},
+    "average": {"trainer": lambda: {"callbacks": [EMAWeightAveraging(decay=0.5)]}},
+    "max_steps": {"trainer": lambda: {"max_epochs": -1, "max_steps": 7}},
+    "over the epoch's end": {"trainer": lambda: {"callbacks": [GradientAccumulation(3, straddles_epochs=True)]}},
+    "a window that grows": {"trainer": lambda: {"callbacks": [GradientAccumulation(schedule={0: 1, 1: 2})]}},
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_resumed_at_every_chance(name: str, tmp_path: Path) -> None:
+    how = SETUPS[name]
+    saving = SavesAlways(tmp_path)
+    whole = run(tmp_path, how, saving=[saving])
+    assert same(whole, run(tmp_path, how)), "saving changes nothing"
+    assert {path.stem[3:] for path in saving.rows} == {"batch", "inside_validation", "validation", "epoch"}
+    for path, rows in saving.rows.items():
+        resumed = run(tmp_path, how, path)
+        if "inside" in path.stem:  # the validation begins again, and with it its rows
+            rows = len(whole["rows"]) - len(resumed["rows"])
+        for what in whole:
+            expected = whole["rows"][rows:] if what == "rows" else whole[what]
+            assert same(expected, resumed[what]), (path.stem, what)
+
+
+def test_a_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path: Path) -> None:
+    """Callbacks that save come after the module's hook and the row for the loggers."""
+    saving = SavesAlways(tmp_path)
+    run(tmp_path, {"trainer": lambda: {"limit_val_batches": 0, "max_epochs": 1}}, saving=[saving])
+    ended = [torch.load(path, weights_only=True)["ended"] for path in saving.rows]
+    assert ended == [1, 2, 3, 4, 5, 5]
+    assert list(saving.rows.values()) == [1, 2, 3, 4, 5, 6]
+
+
+def test_gradients_are_kept_of_open_windows_alone(tmp_path: Path) -> None:
+    saving = SavesAlways(tmp_path)
+    how = {"trainer": lambda: {"accumulate_grad_batches": 2, "limit_val_batches": 0, "max_epochs": 1}}
+    run(tmp_path, how, saving=[saving])
+    kept = []
+    for path in saving.rows:
+        (state,) = torch.load(path, weights_only=True)["loops"]["amp_trainer"]["processes"]
+        kept.append(len(state["gradients"]))
+    assert kept == [6, 0, 6, 0, 0, 0]
+
+
+def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    saving = SavesAlways(tmp_path)
+    run(tmp_path, {}, saving=[saving])
+    path = next(iter(saving.rows))
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["loops"]["amp_trainer"]["processes"] *= 2
+    torch.save(checkpoint, tmp_path / "two.ckpt")
+    with pytest.raises(ResumeError, match=r"by a run of 2 processes, this one has 1: .*exact_resume=False"):
+        run(tmp_path, {}, tmp_path / "two.ckpt")
+    with pytest.warns(UserWarning, match="by a run of 2 processes, .* goes on, but not exactly"):
+        run(tmp_path, {"trainer": lambda: {"exact_resume": False}}, tmp_path / "two.ckpt")
+
+
+@pytest.mark.parametrize(("resume", "epochs"), [("auto", 1), (None, 3)])
+def test_a_run_that_had_decided_to_stop(tmp_path: Path, resume: Any, epochs: int) -> None:
+    """The same command goes on stopping. Who names a checkpoint means to go on training."""
+
+    def trainer_with(more: list[Any]) -> Trainer:
+        stop = EarlyStopping("largest", patience=0, stopping_threshold=1e9)
+        return make_trainer(
+            tmp_path, max_epochs=3, limit_val_batches=0, enable_checkpointing=bool(more), callbacks=[stop, *more],
+            logger=RecordingLogger(), resume=resume,
+        )  # fmt: skip
+
+    saving = SavesAlways(tmp_path)
+    trainer_with([saving]).fit(Remembering(), Drawn())
+    path = list(saving.rows)[-1]
+    trainer = trainer_with([])
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, EarlyStopping)]
+    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):
+        trainer.fit(Remembering(), Drawn(), ckpt_path=path)
+    assert trainer.current_epoch == epochs
+
+
+def test_a_metric_that_is_logged_in_another_way_says_so(tmp_path: Path) -> None:
+    """What a checkpoint brings does not keep a name from being logged as the module asks for now."""
+    saving = SavesAlways(tmp_path)
+    run(tmp_path, {}, saving=[saving])
+
+    class Other(Remembering):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.log("ended", 1.0, on_step=False, on_epoch=True)
+            self.log("ended", 1.0, on_step=True, on_epoch=True)
+
+    trainer = make_trainer(tmp_path, max_epochs=2, limit_val_batches=0)
+    with pytest.raises(Exception, match="twice in `on_train_batch_end` with different arguments"):
+        trainer.fit(Other(), Drawn(), ckpt_path=next(iter(saving.rows)))
