@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ _LOOKED_AT = 1000
 """Objects that are looked at, at most: a generator that somebody means to be found is not far away."""
 _LONG = 64
 """Containers with more items than this hold data."""
-_GLOBAL = (torch.default_generator, vars(np.random)["get_state"].__self__)
+_NO_HOME = (str, bytes, int, float, type, ModuleType, torch.Tensor, np.ndarray)
+_GLOBAL = (torch.default_generator, vars(np.random)["get_state"].__self__, vars(random)["getstate"].__self__)
 """Everybody's, which ``trainer.rng`` looks after."""
 
 
@@ -29,7 +31,7 @@ def find(*roots: Any, except_in: Any = None) -> list[Generator]:
     queue, seen = list(roots), {id(except_in), *map(id, _GLOBAL)}
     while queue and len(seen) < _LOOKED_AT:
         thing = queue.pop(0)
-        if id(thing) in seen or thing is None or isinstance(thing, (str, bytes, int, float, type, torch.Tensor)):
+        if id(thing) in seen or thing is None or isinstance(thing, _NO_HOME):
             continue
         seen.add(id(thing))
         if isinstance(thing, Generator):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,22 @@ def test_data_is_asked_for_when_lightning_asks(sanity: int, arguments: dict[str,
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
+
+
+@pytest.mark.parametrize(("every", "saved_after", "asked"), [(2, 0, [1, 2, 4]), (2, 1, [2, 4]), (3, 1, [2, 3])])
+def test_a_resumed_run_asks_for_data_when_the_other_would_have(
+    every: int, saved_after: int, asked: list[int], tmp_path: Path
+) -> None:
+    class Saves(Reloads):
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch == saved_after:
+                self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    arguments = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 5, "limit_val_batches": 0}
+    ours(**arguments).fit(Saves())
+    resumed = Reloads()
+    ours(**arguments).fit(resumed, ckpt_path=tmp_path / "saved.ckpt")
+    assert [epoch for what, epoch, *_ in resumed.seen if what == "train"] == asked
 
 
 def test_dataloaders_made_anew_on_request() -> None:

@@ -524,6 +524,20 @@ def test_what_would_not_be_exact_is_refused_inside_an_epoch_and_taken_between_tw
     assert resumed(make(), checkpoints[-1][1], 2)
 
 
+@pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+def test_what_has_no_sampler_is_refused_in_another_batch_size(loader: Any) -> None:
+    _, checkpoints = trained(lambda: loader(Bookmarked(8), 2), 1)
+    with pytest.raises(ResumeError, match="batch_size was 2 and is 3"):
+        resumed(loader(Bookmarked(8), 3), checkpoints[1][1], 1)
+
+
+def test_generators_that_are_not_there_any_more_are_missed() -> None:
+    _, checkpoints = trained(lambda: SAMPLED["own augmentation"](), 1)
+    with pytest.raises(ResumeError, match="had 4 random generators of its own and has 0"):
+        resumed(SAMPLED["shuffled"](), checkpoints[1][1], 1)
+
+
 def test_a_seed_that_changed_is_seen_in_the_samples() -> None:
     _, checkpoints = trained(lambda: DataLoader(Noisy(), 2, sampler=SubsetRandomSampler([1, 2, 3, 4, 5])), 1)
     with pytest.raises(ResumeError, match="the first trained batch"):

@@ -122,6 +122,10 @@ class _Start:
             return {"random": rng.capture(), "own": self._own}
 
 
+def _stated(start: _Start | State | None) -> State | None:
+    return start.state_dict() if isinstance(start, _Start) else start
+
+
 def _start_from(state: State, generators: list[own_generators.Generator]) -> None:
     rng.restore(state["random"])
     own_generators.set_states(generators, state["own"])
@@ -142,7 +146,7 @@ class _Pass:
         self.reads_ahead = False
         self._generators = generators
         self._draws_here = not getattr(loader, "num_workers", 0)
-        self._begun: State | None = None
+        self._begun: _Start | State | None = None
         self._opened: Iterator[Batch] | None = None
         self._marked: State | None = None
         self._ahead: _Start | None = None
@@ -227,11 +231,12 @@ class _Loading(_Pass):
         self._opened = iterator
 
     def _begin(self) -> Iterator[Batch]:
-        self._begun, self._consumed = _Start(self._generators).state_dict(), 0
+        self._begun, self._consumed = _Start(self._generators), 0
         return self._counted(iter(self.loader))
 
     def _here(self) -> State:
-        return {"kind": self.kind, "consumed": self._consumed, "begun": self._begun}
+        set_up = _set_up_of(self.loader) if isinstance(self.loader, DataLoader) else {}
+        return {"kind": self.kind, "consumed": self._consumed, "begun": _stated(self._begun), "set_up": set_up}
 
     def _counted(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
         for batch in iterator:
@@ -258,7 +263,7 @@ class CountedPlace(_Loading):
         iterator = self._begin()
         deque(islice(iterator, state["consumed"] if consumed is None else consumed), maxlen=0)
         self._go_on(iterator, state)
-        return []
+        return _changes(state["set_up"], self.loader)
 
 
 class StatefulPlace(_Loading):
@@ -286,7 +291,9 @@ class StatefulPlace(_Loading):
         if state["kind"] != self.kind:
             self.skip(state["consumed"] if consumed is None else consumed)
             return [_other_kind(self.loader)]
-        reasons = [] if consumed in (None, state["consumed"]) else [_INSIDE_A_BATCH]
+        reasons = _changes(state["set_up"], self.loader)
+        if consumed not in (None, state["consumed"]):
+            reasons.append(_INSIDE_A_BATCH)
         if self._has_workers and not self._knows_workers and not _is_deterministic(self.loader):
             reasons.append("what its persistent_workers had drawn is not known")
         if self._knows_workers and "workers" in state:
@@ -327,7 +334,7 @@ class StatefulPlace(_Loading):
         if not self._knows_workers:
             return super()._begin()
         loader, starts = self.loader, self._starts
-        self._begun, self._consumed, self._starts = _Start(self._generators).state_dict(), 0, {}
+        self._begun, self._consumed, self._starts = _Start(self._generators), 0, {}
         own = loader.worker_init_fn, loader.collate_fn
         in_worker = WorkerRandom(*own, starts)
         loader.worker_init_fn, loader.collate_fn = in_worker.start, in_worker.collate
@@ -382,7 +389,7 @@ class SampledPlace(_Pass):
         kept = (loader.prefetch_factor or 0) * loader.num_workers + 2
         self._sampler = _WatchedSampler(_index_sampler(loader), kept, self._generators)
         self.on_open: Callable[[Any], None] | None = None
-        self._created: State | None = None
+        self._created: _Start | State | None = None
         self._was_reset = False
         self._trained = 0
         self._workers: dict[int, worker_random.States] = {}
@@ -414,7 +421,7 @@ class SampledPlace(_Pass):
         Args:
             again: with workers that have been there before.
         """
-        self._begun = _Start(self._generators).state_dict()
+        self._begun = _Start(self._generators)
         self._was_reset, self._trained = again, 0
         self._left_behind, self._drawn_before = [], 0
         if not again:
@@ -435,9 +442,9 @@ class SampledPlace(_Pass):
         state = {
             "kind": self.kind,
             "consumed": consumed,
-            "begun": self._begun,
-            "created": self._created if self._was_reset else None,
-            "drawing": sampler.start,
+            "begun": _stated(self._begun),
+            "created": _stated(self._created) if self._was_reset else None,
+            "drawing": _stated(sampler.start),
             "first": sampler.first,
             "last": sampler.said(consumed - 1) if loader.in_order else None,
             "set_up": _set_up_of(loader),
@@ -466,6 +473,10 @@ class SampledPlace(_Pass):
             self.skip(state["consumed"] if consumed is None else consumed)
             return [_other_kind(self.loader)]
         reasons = _changes(state["set_up"], self.loader)
+        if len(state["own"]) != len(self._generators) and not reasons:
+            reasons.append(
+                f"the dataloader had {len(state['own'])} random generators of its own and has {len(self._generators)}"
+            )
         workers, created, loader = state.get("workers"), state["created"], self.loader
         consumed = state["consumed"] if consumed is None else consumed
         if consumed != state["consumed"] and not _is_deterministic(loader):
@@ -587,7 +598,7 @@ class _WatchedSampler:
         self._recent: deque[Any] = deque(maxlen=kept)
         self._indices: Iterator[Any] = iter(())
         self.drawn = 0
-        self.start: State | None = None
+        self.start: _Start | None = None
         self.own_after_first: list[Any] = []
         self.first: State | None = None
         self.is_over = self.is_closed = self.is_silent = False
@@ -604,7 +615,7 @@ class _WatchedSampler:
     def rest(self) -> Iterator[Any]:
         """What it has still to say."""
         if not self.drawn:
-            self.start = _Start(self._generators).state_dict()
+            self.start = _Start(self._generators)
         for indices in self._indices:
             if not self.drawn:
                 self.first = _proof(indices)
@@ -715,14 +726,23 @@ def _set_up_of(loader: DataLoader[Any]) -> State:
         "persistent_workers": bool(loader.persistent_workers and loader.num_workers),
         "batch_size": getattr(loader.batch_sampler, "batch_size", loader.batch_size),
         "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
-        "samples": len(dataset) if hasattr(dataset, "__len__") else None,
+        "samples": None if isinstance(dataset, IterableDataset) else _length_of(dataset),
         "world_size": getattr(sampler, "num_replicas", 1),
         "in_order": loader.in_order,
     }
 
 
-def _changes(was: State, loader: DataLoader[Any]) -> list[str]:
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _changes(was: State, loader: Any) -> list[str]:
     """What is set up in another way, so that other batches would follow."""
+    if not isinstance(loader, DataLoader):
+        return []
     now = _set_up_of(loader)
     names = {"samples": "the number of samples", "world_size": "the world size"}
     harmless = {"num_workers", "in_order"} if _is_deterministic(loader) else set()

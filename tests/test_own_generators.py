@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import io
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from trainer import own_generators
+
+KINDS = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "python": lambda: random.Random(2),
+    "legacy numpy": lambda: np.random.RandomState(3),
+    **{
+        name: lambda name=name: np.random.Generator(getattr(np.random, name)(4))
+        for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+    },
+}
+
+
+def draw(generator, count):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(count, generator=generator).tolist()
+    if isinstance(generator, random.Random):
+        return [generator.gauss(0, 1) for _ in range(count)]
+    return [float(generator.standard_normal()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 700])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_goes_on_from_a_state_that_a_checkpoint_held(kind, drawn):
+    generator, other = KINDS[kind](), KINDS[kind]()
+    draw(generator, drawn)
+    file = io.BytesIO()
+    torch.save(own_generators.states_of([generator]), file)
+    file.seek(0)
+    states = torch.load(file, weights_only=True)
+    assert own_generators.is_same(states, own_generators.states_of([generator]))
+    following = draw(generator, 3)
+    assert not own_generators.is_same(states, own_generators.states_of([generator]))
+    own_generators.set_states([other], states)
+    assert draw(other, 3) == following
+
+
+def test_they_are_found_by_attributes_and_in_short_containers_once_each():
+    first, second, third, hidden = (random.Random(i) for i in range(4))
+    inner = SimpleNamespace(rng=first, transforms=[SimpleNamespace(rng=second), {"rng": third}])
+    outer = SimpleNamespace(inner=inner, again=first, data=[hidden] * 65, name="x", tensor=torch.zeros(2))
+    inner.outer = outer
+    assert own_generators.find(outer, None) == [first, second, third]
+    assert own_generators.find(outer, except_in=inner) == [first]
+
+
+def test_those_of_everybody_are_not_among_them():
+    assert own_generators.find([torch.default_generator, np.random.mtrand._rand, random, np.random]) == []
+
+
+def test_nothing_is_set_where_there_are_more_or_fewer():
+    generator = random.Random(1)
+    state = generator.getstate()
+    own_generators.set_states([generator], own_generators.states_of([random.Random(2), random.Random(3)]))
+    assert generator.getstate() == state
