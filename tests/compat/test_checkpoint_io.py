@@ -359,7 +359,7 @@ class FillsUp(Callback):
         self.disk.is_full = trainer.current_epoch in self.epochs
 
 
-@pytest.mark.filterwarnings("ignore:.*was to be removed as an old checkpoint, and is kept: the one that should")
+@pytest.mark.filterwarnings("ignore:.*was to be removed as an old checkpoint")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_stops_the_run_and_the_old_file_is_there(tmp_path: Path, disk: Disk, asynchronous: bool) -> None:
     io = CheckpointFiles(asynchronous=asynchronous)
