@@ -209,10 +209,8 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def _is_last(self, path: Path) -> bool:
         """Whether ``path`` is good, and there is no other to go on from in the run's folders."""
-        if not self._is_good(path):
-            return False
         others = (other for other in [*self._good, *files.in_order(self._folders)] if other != path)
-        return not any(self._is_good(other) for other in others)
+        return not any(self._is_good(other) for other in others) and self._is_good(path)
 
     def _is_good(self, path: Path) -> bool:
         if not any(folder in path.parents for folder in self._folders):
