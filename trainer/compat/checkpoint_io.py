@@ -41,7 +41,8 @@ class CheckpointFiles(TorchCheckpointIO):
         asynchronous: write in the background. Saving copies the state to host memory and returns; the next save,
             loading and the end of the run wait until it is written, and raise what went wrong. Removing waits its turn.
         when_full: what a disk without room means: ``"stop"`` raises, ``"continue"`` warns and trains on. Either way the
-            older files are kept, and so are those that the one that is missing should have replaced.
+            older files are kept, and so are those that the one that is missing should have replaced. A ModelCheckpoint
+            does not know: its ``best_model_path`` may name a file that is missing, until the next one is written.
 
     Raises:
         ConfigurationError: an unknown ``when_full``.
