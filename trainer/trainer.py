@@ -885,10 +885,12 @@ class Trainer(TrainerBase):
                 self.published.take(metrics.current(on_step=True))
             metrics.end_batch()  # it may be large
         self.published.take_to_cpu()
-        self.engine.teardown()
-        self._session.close()
-        self.data.release()
-        self._signal_connector.teardown()
+        try:
+            self.engine.teardown()  # raises what a save in the background has met
+        finally:
+            self._session.close()
+            self.data.release()
+            self._signal_connector.teardown()
 
     @contextmanager
     def _running(self, fn: TrainerFn) -> Iterator[None]:

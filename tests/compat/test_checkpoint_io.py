@@ -359,7 +359,7 @@ class FillsUp(Callback):
         self.disk.is_full = trainer.current_epoch in self.epochs
 
 
-@pytest.mark.filterwarnings("ignore:.*was to be removed as an old checkpoint, and is kept: the one that should")
+@pytest.mark.filterwarnings("ignore:.*was to be removed as an old checkpoint")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_stops_the_run_and_the_old_file_is_there(tmp_path: Path, disk: Disk, asynchronous: bool) -> None:
     io = CheckpointFiles(asynchronous=asynchronous)
@@ -500,3 +500,16 @@ def test_another_error_is_not_hidden_by_it(tmp_path: Path, disk: Disk) -> None:
     ):
         fit(tmp_path, saver, plugins=CheckpointFiles(asynchronous=True), module=Fails())
     assert names(tmp_path) == []
+
+
+def test_all_ranks_raise_where_the_first_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process in the part of another rank, which writes nothing itself."""
+    fitted = fit(tmp_path, max_epochs=1, enable_checkpointing=False)
+    monkeypatch.setattr(fitted.engine, "any_rank", lambda decision: True)
+    with pytest.raises(CheckpointWriteError, match=r"x.ckpt was not written: rank 0 says why"):
+        fitted.save_checkpoint(tmp_path / "x.ckpt")
+    monkeypatch.undo()
+    monkeypatch.setattr(type(fitted), "is_global_zero", False)
+    monkeypatch.setattr(fitted.engine, "broadcast", lambda value: (None, FolderInUseError("it is in use")))
+    with pytest.raises(FolderInUseError, match="it is in use"):
+        fitted.fit(Regression(), loader_of(BATCHES))

@@ -189,3 +189,14 @@ def test_folders_elsewhere_are_refused(tmp_path: Path) -> None:
 def test_without_anything_that_saves_it_says_so(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="there is no ModelCheckpoint: nothing is saved to go on from"):
         make_trainer(tmp_path, resume="auto").fit(Regression(), loader_of(BATCHES))
+
+
+def test_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    script(tmp_path, kill=7)
+    script(tmp_path)
+    (folder,) = (tmp_path / "lightning_logs").iterdir()
+    assert len(list(folder.glob("events.out.tfevents.*"))) == 2
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Scalars("loss_step")] == list(range(12))

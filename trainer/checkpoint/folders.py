@@ -75,7 +75,7 @@ def held(folder: str | Path) -> Iterator[None]:
 def _lock(path: Path) -> int:
     """Lock the file, and write into it who does. Returns its handle."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
         try:
             if not _try_lock(handle):
                 raise FolderInUseError(

@@ -146,6 +146,8 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
             " If you made the file yourself and trust it, name its classes to torch.serialization.add_safe_globals, or"
             " pass weights_only=False, which lets it run any code."
         ) from error
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged file breaks its readers in any way
         raise CheckpointError(
             f"{shown} cannot be read as a checkpoint; it may be cut short: {redaction.text(str(error))}"

@@ -41,7 +41,8 @@ class CheckpointFiles(TorchCheckpointIO):
         asynchronous: write in the background. Saving copies the state to host memory and returns; the next save,
             loading and the end of the run wait until it is written, and raise what went wrong. Removing waits its turn.
         when_full: what a disk without room means: ``"stop"`` raises, ``"continue"`` warns and trains on. Either way the
-            older files are kept, and so are those that the one that is missing should have replaced.
+            older files are kept, and so are those that the one that is missing should have replaced. A ModelCheckpoint
+            does not know: its ``best_model_path`` may name a file that is missing, until the next one is written.
 
     Raises:
         ConfigurationError: an unknown ``when_full``.
@@ -209,10 +210,8 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def _is_last(self, path: Path) -> bool:
         """Whether ``path`` is good, and there is no other to go on from in the run's folders."""
-        if not self._is_good(path):
-            return False
         others = (other for other in [*self._good, *files.in_order(self._folders)] if other != path)
-        return not any(self._is_good(other) for other in others)
+        return not any(self._is_good(other) for other in others) and self._is_good(path)
 
     def _is_good(self, path: Path) -> bool:
         if not any(folder in path.parents for folder in self._folders):

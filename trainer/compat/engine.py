@@ -32,7 +32,7 @@ from trainer.compat.checkpoints import up_to_date
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
 from trainer.engine import Weight
-from trainer.errors import PrecisionError, UnsupportedError
+from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.optimization import ScheduleConfig
 from trainer.precision.base import Precision
 
@@ -249,9 +249,18 @@ class LightningEngine:
             self.strategy.load_optimizer_state_dict(checkpoint)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint from rank 0, and wait until it is written."""
-        self.strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        self.strategy.barrier("Trainer.save_checkpoint")
+        """Write a checkpoint from rank 0, and wait until it is written.
+
+        Raises:
+            CheckpointError: it cannot be written; on all ranks.
+        """
+        error: CheckpointError | None = None
+        try:
+            self.strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        except CheckpointError as problem:
+            error = problem
+        if self.any_rank(error is not None):  # the ranks wait for each other here
+            raise error or CheckpointWriteError(f"The checkpoint {path} was not written: rank 0 says why.")
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint."""

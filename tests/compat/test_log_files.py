@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from trainer.compat import log_files
+from trainer.default_logger import DefaultLogger
+
+MAKE = {
+    "default": lambda folder: DefaultLogger(str(folder)),
+    "csv": lambda folder: CSVLogger(folder),
+}
+
+
+def file_of(folder: Path) -> Path:
+    (file,) = folder.rglob("metrics.csv")
+    return file
+
+
+def lines(folder: Path) -> list[str]:
+    return file_of(folder).read_text().splitlines()
+
+
+def first_run(folder: Path, make: Any) -> None:
+    logger = make(folder)
+    for step in range(4):
+        logger.log_metrics({"loss": step / 3}, step)
+    logger.log_metrics({"val": 0.25, "epoch": 0}, 3)
+    logger.save()
+    logger.finalize("success")
+
+
+@pytest.fixture(params=MAKE)
+def make(request: pytest.FixtureRequest) -> Any:
+    return MAKE[request.param]
+
+
+def second_run(folder: Path, make: Any, step: int | None) -> Any:
+    logger = make(folder)
+    log_files.take_version(logger, 0)
+    log_files.go_on(logger, step)
+    return logger
+
+
+def test_rows_that_will_be_written_again_are_dropped(tmp_path: Path, make: Any) -> None:
+    first_run(tmp_path, make)
+    logger = second_run(tmp_path, make, 2)
+    assert lines(tmp_path) == ["epoch,loss,step,val", ",0.0,0,", f",{1 / 3},1,"]
+    logger.log_metrics({"loss": 7.0}, 2)
+    logger.save()
+    assert lines(tmp_path) == ["epoch,loss,step,val", ",0.0,0,", f",{1 / 3},1,", ",7.0,2,"]
+    logger.log_metrics({"new": 8.0}, 3)
+    logger.save()
+    assert lines(tmp_path) == ["epoch,loss,new,step,val", ",0.0,,0,", f",{1 / 3},,1,", ",7.0,,2,", ",,8.0,3,"]
+
+
+def test_a_row_that_is_there_is_not_written_twice(tmp_path: Path, make: Any) -> None:
+    """The last step's are made again where a checkpoint was written before its validation, say."""
+    first_run(tmp_path, make)
+    before = lines(tmp_path)
+    logger = second_run(tmp_path, make, 4)
+    logger.log_metrics({"val": 0.25, "epoch": 0}, 3)
+    logger.save()
+    assert lines(tmp_path) == before
+    logger.log_metrics({"val": 0.5, "epoch": 0}, 3)
+    logger.save()
+    assert lines(tmp_path) == [*before, "0,,3,0.5"]
+
+
+def test_half_a_line_is_dropped(tmp_path: Path, make: Any) -> None:
+    first_run(tmp_path, make)
+    before = lines(tmp_path)
+    with file_of(tmp_path).open("a") as file:
+        file.write("0,0.12")
+    second_run(tmp_path, make, None)
+    assert lines(tmp_path) == before
+
+
+def test_there_may_be_no_file_yet_or_an_empty_one(tmp_path: Path, make: Any) -> None:
+    for content in (None, "", "epoch,lo"):
+        if content is not None:
+            file_of(tmp_path).write_text(content)
+        logger = second_run(tmp_path, make, 3)
+        logger.log_metrics({"loss": 1.0}, 3)
+        logger.save()
+        assert lines(tmp_path) == ["loss,step", "1.0,3"]
+
+
+def test_the_newest_version_with_what_is_wanted(tmp_path: Path) -> None:
+    for name in (
+        "version_0/checkpoints/a.ckpt",
+        "version_10/checkpoints/b.ckpt",
+        "version_11/metrics.csv",
+        "version_x/",
+    ):
+        path = tmp_path / "lightning_logs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch() if not name.endswith("/") else path.mkdir()
+    csv, board = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
+    assert log_files.newest_version(csv, log_files.CHECKPOINTS) == 10
+    assert log_files.newest_version(csv) == 11
+    assert log_files.newest_version(board) is None
+    assert log_files.newest_version(CSVLogger(tmp_path / "none")) is None
+    assert log_files.is_numbered(csv)
+    assert not log_files.is_numbered(CSVLogger(tmp_path, version="mine"))
