@@ -5,6 +5,6 @@
 
 from recipes.data.cifar10 import CIFAR10
 from recipes.data.digits import Digits
-from recipes.data.image_folder import ImageFolder
+from recipes.data.image_folder import ImageFolder, UnreadableImageError
 
-__all__ = ["CIFAR10", "Digits", "ImageFolder"]
+__all__ = ["CIFAR10", "Digits", "ImageFolder", "UnreadableImageError"]

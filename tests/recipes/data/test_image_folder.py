@@ -1,12 +1,15 @@
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from PIL import Image
 
-from recipes.data import ImageFolder
+from recipes.data import ImageFolder, UnreadableImageError
 from recipes.data.image_folder import MEAN, STD
+from tests.support import make_trainer
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
@@ -106,3 +109,117 @@ def test_a_class_that_one_split_lacks_is_named(root: Path):
 def test_a_wrong_number_of_classes_is_refused(root: Path):
     with pytest.raises(ValueError, match=r"num_classes is 10, but .*train has 3 classes. Set data.num_classes=3"):
         folder(root, num_classes=10).setup("fit")
+
+
+# --- files that are no images ---------------------------------------------------------------------------------
+
+
+def cut_short(path: Path) -> None:
+    Image.effect_noise((40, 30), 50).convert("RGB").save(path, quality=95)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def a_text(path: Path) -> None:
+    path.write_text("<html>404 Not Found</html>")
+
+
+def a_broken_png(path: Path) -> None:
+    Image.effect_noise((40, 30), 50).convert("RGB").save(path, format="png")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("spoil", [cut_short, empty, a_text, a_broken_png])
+def test_a_file_that_is_no_image_is_named(root: Path, spoil: Callable[[Path], None]):
+    spoil(bad := root / "val" / "green" / "bad.jpg")
+    module = folder(root)
+    module.setup("validate")
+    with pytest.raises(UnreadableImageError) as caught:
+        list(module.val_dataloader())
+    assert str(bad) in str(caught.value)
+    assert "data.on_error=skip" in str(caught.value)
+    assert isinstance(caught.value.__cause__, Exception)
+
+
+@pytest.mark.parametrize("spoil", [cut_short, empty, a_text, a_broken_png])
+def test_it_can_be_left_out(root: Path, spoil: Callable[[Path], None]):
+    spoil(root / "val" / "green" / "bad.jpg")
+    module = folder(root, on_error="skip")
+    module.setup("validate")
+    assert [labels.tolist() for _, labels in module.val_dataloader()] == [[0, 0, 1, 1], [2, 2]]
+
+
+def test_nothing_but_such_files_is_no_batch(root: Path):
+    for i in range(2):
+        a_text(root / "val" / "blue" / f"{i}.png")
+    module = folder(root, on_error="skip", batch_size=2)
+    module.setup("validate")
+    with pytest.raises(UnreadableImageError, match="None of the 2 files of a batch"):
+        list(module.val_dataloader())
+
+
+def test_what_the_system_cannot_read_is_an_error_always(root: Path):
+    module = folder(root, on_error="skip")
+    module.setup("validate")
+    (root / "val" / "green" / "0.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"green/0\.png"):
+        list(module.val_dataloader())
+
+
+def test_an_unknown_policy_is_refused(root: Path):
+    with pytest.raises(ValueError, match="on_error='ignore', expected 'raise' or 'skip'"):
+        folder(root, on_error="ignore")
+
+
+class Pixels(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(3, 3)
+        self.sizes: list[int] = []
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        self.sizes.append(len(labels))
+        return torch.nn.functional.cross_entropy(self.net(images.mean((2, 3))), labels)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_epoch_says_which_were_left_out(root: Path, num_workers: int):
+    spoilt = [root / "train" / "red" / "1.png", root / "train" / "blue" / "3.png"]
+    for path in spoilt:
+        a_text(path)
+    cut_short(root / "val" / "green" / "x.jpg")
+    module = Pixels()
+    trainer = make_trainer(root, max_epochs=2, num_sanity_val_steps=0)
+    with pytest.warns(UserWarning, match="cannot be read") as caught:
+        trainer.fit(module, datamodule=folder(root, on_error="skip", num_workers=num_workers))
+    said = [str(one.message) for one in caught if "cannot be read" in str(one.message)]
+    assert [one for one in said if " train " in one] == [
+        f"2 of 12 images cannot be read and were left out of train of epoch {epoch}: {spoilt[1]}, {spoilt[0]}."
+        for epoch in range(2)
+    ]
+    assert (
+        len([one for one in said if f"1 of 7 images cannot be read and were left out of val of epoch 0: {root}" in one])
+        == 1
+    )
+    assert sum(module.sizes) == 20
+
+
+def test_a_run_that_meets_one_names_it(root: Path):
+    a_text(bad := root / "train" / "red" / "1.png")
+    with pytest.raises(UnreadableImageError) as caught:
+        make_trainer(root, num_sanity_val_steps=0).fit(Pixels(), datamodule=folder(root, num_workers=1))
+    assert str(bad) in str(caught.value)
+    assert "(train_dataloader) was loaded" in caught.value.__notes__[0]
