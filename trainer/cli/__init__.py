@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; those of this process by default.
 
     Returns:
-        The exit status: 0, or 1 after an error in a run, 2 for a mistake in the command line or a config, 130
-        when interrupted.
+        The exit status: 0, or 1 after an error in a run, 2 for a mistake in the command line or a config, and 128 plus
+        the signal's number when interrupted: 130 by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1.
     """
     search_here()
     try:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,13 +76,36 @@ def run_job(own: Callable[[list[str]], list[str]] = list) -> dict[str, float]:
         env=clean_environment(os.environ),
     )
     try:
-        process.wait()
+        with _passed_on(process) as received:
+            process.wait()
     except KeyboardInterrupt:
         process.wait()  # the terminal has interrupted the job too
         raise
     finally:
         result = _finish(folder, hydra.job.num, overrides, process.returncode)
+    if received:
+        raise SystemExit(128 + received[-1])
     return dict(result["metrics"])
+
+
+@contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """While a job runs, pass on to it the signals that end a run, after it has saved. Yields those that come."""
+    received: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        received.append(number)
+        process.send_signal(number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # of a launcher's; there are no signals
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _as_written(overrides: Any) -> list[str]:

@@ -31,6 +31,8 @@ from trainer.compat.checkpoint_io import adopt
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
+from trainer.compat.processes import WatchedLauncher, leave_group_at_exit, others
+from trainer.compat.signals import signals_passed_on
 from trainer.engine import Weight
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.optimization import ScheduleConfig
@@ -76,6 +78,10 @@ class LightningEngine:
         self.adapter = PrecisionAdapter(precision, self.device.type)
         self.strategy.precision_plugin = self.adapter
         adopt(self.strategy)
+        if type(launcher := self.strategy.launcher) is _SubprocessScriptLauncher:
+            self.strategy._launcher = WatchedLauncher(
+                launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
+            )
         self._agreement_group: Any = None
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
@@ -124,12 +130,19 @@ class LightningEngine:
     def launch(self) -> Callable[..., Any]:
         """``function(*args)`` here, or in every process of the strategy's launcher."""
         launcher = self.strategy.launcher
+        if isinstance(launcher, _MultiProcessingLauncher):
+            return partial(self._spawn, launcher)
         return operator.call if launcher is None else partial(launcher.launch, trainer=self._trainer)
 
     @property
     def runs_here(self) -> bool:
         """Whether this process is one of those that run, not only the one that starts them."""
         return not isinstance(self.strategy.launcher, _MultiProcessingLauncher)
+
+    def _spawn(self, launcher: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
+        """Have processes call ``function(*args)`` that are started for it; signals are passed on to them."""
+        with signals_passed_on(launcher):
+            return launcher.launch(function, *args, trainer=self._trainer)
 
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the strategy's."""
@@ -138,6 +151,8 @@ class LightningEngine:
     def setup_environment(self) -> None:
         """Select the device and join the process group."""
         self.strategy.setup_environment()
+        if self.world_size > 1:
+            leave_group_at_exit()
 
     def convert_module(self) -> None:
         """Put the module into the precision's dtype."""
@@ -275,7 +290,9 @@ class LightningEngine:
         """End the processes that a launcher has started, at once."""
         launcher = self.strategy.launcher
         if isinstance(launcher, _SubprocessScriptLauncher):
-            launcher.kill(_get_sigkill_signal())
+            number = _get_sigkill_signal()
+            others.expected.add(-number)
+            launcher.kill(number)
 
     def teardown(self) -> None:
         """Unwrap the module and move it back to the CPU."""

@@ -15,13 +15,15 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from trainer.agreement import Agreement
+from trainer.compat.processes import last_words, others
 from trainer.errors import RequeueError
 from trainer.eval_loop import EvalLoop
 from trainer.limits import FitLimits
@@ -125,17 +127,18 @@ class Signals:
     @contextmanager
     def ending(self, error: BaseException) -> Iterator[None]:
         """The run ends with ``error``. If that is because of a signal, further ones do not break into it."""
-        by_signal = isinstance(error, KeyboardInterrupt) or error is self.interruption
-        if not by_signal:
-            yield
-            return
-        self._ends = self._holds = True
-        self._take(signal.SIGINT)  # if the run has not come that far
-        try:
-            yield
-        finally:
-            self._holds = False
-            self.teardown()
+        engine = self._trainer.engine
+        with last_words(error, waited_for=engine.runs_here and engine.world_size > 1):
+            if not isinstance(error, KeyboardInterrupt) and error is not self.interruption:
+                yield
+                return
+            self._ends = self._holds = True
+            self._take(signal.SIGINT)  # if the run has not come that far
+            try:
+                yield
+            finally:
+                self._holds = False
+                self.teardown()
 
     def end_late(self) -> None:
         """A run has come to its end, and a signal came too late to be heeded: it ends the program.
@@ -152,12 +155,10 @@ class Signals:
     def _take(self, number: int) -> None:
         """Handle a signal, unless somebody else does; of a SIGTERM both are told."""
         before = signal.getsignal(number)
-        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        is_ours = before == default or (number == signal.SIGTERM and before is not None)
-        if number in self._handlers or not is_ours or threading.current_thread() is not threading.main_thread():
-            return
-        self._handlers[number] = before
-        signal.signal(number, self._receive)
+        is_ours = before == _default(number) or (number == signal.SIGTERM and before is not None)
+        if number not in self._handlers and is_ours and threading.current_thread() is threading.main_thread():
+            self._handlers[number] = before
+            signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
@@ -193,9 +194,8 @@ class Signals:
         os.write(2, f"\nReceived {signal.Signals(number).name}: {what}.{again}\n".encode())
 
     def _pass_on(self, number: int) -> None:
-        launcher = self._trainer.strategy.launcher
-        if isinstance(launcher, (_SubprocessScriptLauncher, _MultiProcessingLauncher)):
-            launcher.kill(signal.Signals(number))
+        if self._trainer.engine.runs_here:
+            others.send(number)
 
     def _tell(self) -> None:
         """Have the loops ask, where there is something to ask for."""
@@ -228,6 +228,8 @@ class Signals:
         self._noted, self._ends = noted, True
         self.received_sigterm |= self.received == signal.SIGTERM
         self.interruption = _exception(self.received)
+        if isinstance(self.interruption, KeyboardInterrupt) and not self._trainer.engine.runs_here:
+            self.interruption = SystemExit(128 + self.received)  # from a spawned process the other looks like success
         raise self.interruption
 
     def _save(self) -> None:
@@ -280,6 +282,47 @@ class Signals:
 def requeued_checkpoint(trainer: Any) -> str | None:
     """The newest checkpoint that a requeued job has left in ``default_root_dir``; None for none."""
     return _CheckpointConnector(trainer)._hpc_resume_path
+
+
+@contextmanager
+def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
+    """Around the launch of processes in which a run takes place: signals to this process are meant for them.
+
+    Raises:
+        SystemExit, KeyboardInterrupt: a signal has ended the run there.
+    """
+    received: list[int] = []
+    process = os.getpid()
+
+    def receive(number: int, frame: Any) -> None:
+        if os.getpid() != process:  # a process that is just being forked: as if this handler was not there
+            signal.signal(number, _default(number))
+            signal.raise_signal(number)
+        elif number != signal.SIGINT:
+            launcher.kill(signal.Signals(number))
+        elif number in received:
+            raise KeyboardInterrupt
+        received.append(number)  # of a Ctrl-C, the terminal has told them already
+
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [number for number in _ENDING if is_main and signal.getsignal(number) == _default(number)]
+    for number in taken:
+        signal.signal(number, receive)
+    try:
+        yield
+    except ProcessExitedException as error:
+        ends = {128 + number: number for number in _ENDING}
+        if error.exit_code in ends:
+            raise _exception(ends[error.exit_code]) from None
+        raise
+    finally:
+        for number in taken:
+            signal.signal(number, _default(number))
+
+
+def _default(number: int) -> Any:
+    """What Python does with a signal that nobody handles."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 
 def _exception(number: int) -> BaseException:

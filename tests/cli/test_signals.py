@@ -1,0 +1,67 @@
+"""Signals to the command line: what is saved, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import write
+from tests.cli.test_sweep import command_line
+from trainer.cli import main
+
+STOPPED = {
+    "stopped.py": """
+        import os
+        import time
+
+        import line_fit
+
+
+        class Stopped(line_fit.Line):
+            def __init__(self, optimizer, number, to_parent):
+                super().__init__(optimizer)
+                self.number, self.whom = number, os.getppid() if to_parent else os.getpid()
+
+            def training_step(self, batch, batch_idx):
+                if self.global_step == 2:
+                    os.kill(self.whom, self.number)
+                    time.sleep(1.0)  # to be passed on
+                return super().training_step(batch, batch_idx)
+    """,
+    "conf/model/stopped.yaml": """
+        _target_: stopped.Stopped
+        optimizer: ${optimizer}
+        number: 15
+        to_parent: false
+    """,
+}
+LINE = ["+recipe=line", "model=stopped", "callbacks=none", "logger=none", "allowed_packages=[stopped]"]
+
+
+@pytest.fixture
+def stopped(project: Path) -> Path:
+    write(project, STOPPED)
+    return project
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
+def test_the_exit_status_tells_the_signal(stopped: Path, number: int, status: int) -> None:
+    assert main(["fit", *LINE, f"model.number={int(number)}", "hydra.run.dir=run"]) == status
+    assert json.loads(Path("run/result.json").read_text())["status"] == "interrupted"
+    (path,) = stopped.rglob("*.ckpt")
+    assert (path.name, torch.load(path, weights_only=True)["global_step"]) == ("interrupted.ckpt", 3)
+
+
+@pytest.mark.slow
+def test_a_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path) -> None:
+    done = command_line("fit", "-m", *LINE, "model.to_parent=true", "seed=1,2", "hydra.sweep.dir=jobs")
+    assert done.returncode == 143, done.stderr
+    (job,) = json.loads(Path("jobs/summary.json").read_text())
+    assert (job["job"], job["status"], job["exit_status"], job["steps"]) == (0, "interrupted", 143, 3)
+    (path,) = stopped.rglob("*.ckpt")
+    assert (path.name, torch.load(path, weights_only=True)["global_step"]) == ("interrupted.ckpt", 3)
+    assert "Sweep of 1 job" in done.stdout
