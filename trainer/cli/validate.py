@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli import compare, hydra_node
+from trainer.cli import compare, hydra_node, places
 from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import Composer, resolve
 from trainer.cli.recipes import options
@@ -62,7 +62,7 @@ def validate(arguments: Arguments) -> DictConfig:
         compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     HydraConfig.instance().set_config(config)  # for ${hydra:...}
     hydra_node.check(composer, config, overrides)
-    _check_whole(config, overrides, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
+    _check_whole(composer, config, overrides, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
     return config
 
 
@@ -138,6 +138,7 @@ def _check_option(composer: Composer, override: Override) -> None:
         if option is None:
             raise UsageError(f"{group} is null, expected the name of an option; to do without it, write ~{group}.")
         name = str(option).strip("'\"")
+        places.check_option(group, name)
         if not composer.has_option(group, name):
             known = composer.options(group)
             aliases = list(ALIASES) if group == "precision" else []
@@ -273,7 +274,9 @@ def _kind(value: Any) -> str:
     return "text"
 
 
-def _check_whole(config: DictConfig, overrides: Sequence[Override], *, runs: bool, config_dir: str | None) -> None:
+def _check_whole(
+    composer: Composer, config: DictConfig, overrides: Sequence[Override], *, runs: bool, config_dir: str | None
+) -> None:
     """What only the whole config shows: values that are missing, a model, a checkpoint, targets that are allowed."""
     job = copy.deepcopy(config)
     with open_dict(job):
@@ -285,10 +288,20 @@ def _check_whole(config: DictConfig, overrides: Sequence[Override], *, runs: boo
     settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
     if problem := mistake({**TrainerSettings().__dict__, **settings}):
         raise UsageError(problem)
-    hydra_node.check_all_targets(plain, overrides)
+    hydra_node.check_all_targets(plain, overrides, resolved=runs)
     if runs:
+        places.check(plain, _set_keys(composer, overrides))
         _check_model(plain, config_dir)
         _check_checkpoint(plain["ckpt_path"])
+
+
+def _set_keys(composer: Composer, overrides: Sequence[Override]) -> set[str]:
+    """The keys that ``overrides`` give a value, not those of which they choose an option."""
+    return {
+        override.key_or_group
+        for override in overrides
+        if not composer.is_group(override.key_or_group) or isinstance(override.value(), dict)
+    }
 
 
 def _check_model(plain: dict[str, Any], config_dir: str | None) -> None:
