@@ -42,7 +42,7 @@ from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.plain import readable
 from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
-from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry, resuming
+from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry, restored_paths, resuming
 from trainer.compat.averaging import attach_averaging, detach_averaging, training_weights
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import select_path
@@ -233,6 +233,7 @@ class Trainer(TrainerBase):
         self.module: LightningModule | None = None
         self._ckpt_path: str | Path | None = None
         self.ckpt_path_is_assigned = False
+        self.foreign_checkpoints: dict[str, str] = {}  # by path, the checkpoint that named it
         self._checkpoint: dict[str, Any] = {}
         self._process_state: dict[str, Any] | None = None
         self.process = ProcessState(self, MetricObjects)
@@ -651,6 +652,7 @@ class Trainer(TrainerBase):
             rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self.ckpt_path))}")
             self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
             checkpoints.restore_module_and_callbacks(self, self._checkpoint)
+            restored_paths.take_note(self)
 
     def _build_hooks(self) -> Hooks:
         module = self._module

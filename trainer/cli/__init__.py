@@ -127,6 +127,8 @@ def _call_hydra(arguments: Arguments) -> int:
     except SystemExit as end:  # how Hydra ends after --hydra-help
         return end.code if isinstance(end.code, int) else OK
     except Exception as error:
+        if any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__):  # Lightning's
+            raise UsageError(" ".join(str(error).split())) from error
         own = _from_run(error)
         if own is None and isinstance(error, HydraException):
             raise UsageError(str(error)) from error

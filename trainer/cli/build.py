@@ -153,7 +153,8 @@ def _check_kind(value: Any, hint: Any, default: Any, key: str, target: str) -> N
     if bool in kinds and value in (0, 1):
         return
     if type(value) not in accepted and not (isinstance(value, bool) and int in accepted):
-        shown = list(dict.fromkeys(_KINDS[kind] for kind in kinds))
+        named = [_KINDS[typing.get_origin(member) or member] for member in members]
+        shown = sorted(dict.fromkeys(named), key="null".__eq__)  # which comes last
         raise UsageError(f"{key} is {describe(value)}, but {target} expects {_either(shown)}.")
 
 
@@ -191,11 +192,17 @@ def _call(make: Callable[[], Any], key: str, target: str) -> Any:
     try:
         with nullcontext() if root == "recipes" else _safe_loads():  # a folder ./recipes is the user's own
             return make()
-    except (TypeError, ValueError) as error:  # Lightning's and our own errors of configuration among them
-        if root == "recipes" and isinstance(error, TypeError):
+    except Exception as error:
+        is_about_values = isinstance(error, ValueError) or _is_lightnings(error)
+        if not is_about_values and (root == "recipes" or not isinstance(error, TypeError)):
             raise
         reason = " ".join(str(error).split()).rstrip(".")
         raise UsageError(f"{key}: {target} refuses its arguments: {reason}.") from error
+
+
+def _is_lightnings(error: Exception) -> bool:
+    """Whether it is Lightning's complaint about how something is configured."""
+    return any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__)
 
 
 def _try_optimizer(make: partial[Any], key: str, target: str) -> None:

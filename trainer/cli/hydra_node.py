@@ -225,12 +225,19 @@ def _is_inside(folder: Path, path: str) -> bool:
     return (folder / path).resolve().is_relative_to(folder.resolve())
 
 
-def check_all_targets(config: dict[str, Any], overrides: Sequence[Override]) -> None:
+def check_all_targets(config: dict[str, Any], overrides: Sequence[Override], *, resolved: bool) -> None:
     """Refuse, by name, what ``config`` asks for and may not.
+
+    Args:
+        config: as plain containers.
+        overrides: those of the command line.
+        resolved: whether interpolations have been; where not, what they stand for is not known.
 
     Raises:
         UsageError: see `trainer.cli.targets.check_targets` and `check_allowed_packages`.
     """
     packages = config["allowed_packages"]
     check_allowed_packages(packages, overrides)
-    check_targets(config, allowed_packages=packages)
+    for key, target in targets(config):
+        if resolved or "${" not in target:
+            check_targets({"_target_": target}, key, packages)

@@ -13,7 +13,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import redaction
-from trainer.cli.build import build
+from trainer.cli.arguments import UsageError
+from trainer.cli.build import build, check
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.processes import is_first
@@ -105,6 +106,8 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     if settings["seed"] is not None:
         L.seed_everything(settings["seed"], workers=True, verbose=False)
 
+    for name in ("precision", "callbacks", "logger", "data", "model"):  # all of it, before anything is built
+        check(settings[name], name, allowed)
     arguments = dict(settings["trainer"])
     trainer_class = locate(arguments.pop("_target_"), "trainer", allowed)
     arguments = build(arguments, "trainer", allowed)
@@ -125,10 +128,25 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
 
     data = build(settings["data"], "data", allowed)
     module = build(settings["model"], "model", allowed)
-    trainer = trainer_class(**arguments)
+    _check_kinds(module, data, settings)
+    try:
+        trainer = trainer_class(**arguments)
+    except ModuleNotFoundError as error:  # of an accelerator, or of a strategy
+        raise UsageError(f"The trainer's settings ask for what is not installed: {error}.") from error
     if is_first() and (said := getattr(arguments["precision"], "said", "")):
         print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
     return module, data, trainer
+
+
+def _check_kinds(module: Any, data: Any, settings: dict[str, Any]) -> None:
+    import lightning as L
+
+    for name, made, kind in (("model", module, L.LightningModule), ("data", data, L.LightningDataModule)):
+        if made is not None and not isinstance(getattr(made, "_orig_mod", made), kind):
+            raise UsageError(
+                f"{name} is {settings[name]['_target_']}, which makes a {type(made).__name__}, expected a"
+                f" {kind.__name__}. Write one that uses it, and name that."
+            )
 
 
 def _redact_dumps(folder: Path, subfolder: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -107,6 +108,38 @@ _WORDS: dict[str, tuple[str | bool | None, ...]] = {
     "profiler": ("simple", "advanced", "pytorch", "xla", None),
 }
 
+# The smallest value of settings that are numbers, and what it or the one above means.
+_LEAST: dict[str, tuple[int, str]] = {
+    "num_nodes": (1, ""),
+    "fast_dev_run": (0, ""),
+    "max_epochs": (-1, ", or -1 for no end"),
+    "min_epochs": (0, ""),
+    "max_steps": (-1, ", or -1 for no end"),
+    "min_steps": (0, ""),
+    "limit_train_batches": (0, ""),
+    "limit_val_batches": (0, ""),
+    "limit_test_batches": (0, ""),
+    "limit_predict_batches": (0, ""),
+    "overfit_batches": (0, ""),
+    "check_val_every_n_epoch": (1, ", or null to count batches across epochs"),
+    "num_sanity_val_steps": (-1, ", or -1 for all batches"),
+    "log_every_n_steps": (0, ""),
+    "accumulate_grad_batches": (1, ""),
+    "gradient_clip_val": (0, ""),
+    "reload_dataloaders_every_n_epochs": (0, ""),
+    "dataloader_timeout": (0, ""),
+}
+
+# A float is a share of the batches there are.
+_SHARES = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "val_check_interval",
+)
+
 # The units of a node in the place of a time, those of `datetime.timedelta`.
 _UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 
@@ -135,12 +168,40 @@ def mistake(settings: Mapping[str, Any]) -> str | None:
                 f"trainer.{name} is {describe(value)}, expected {other}a time such as 00:12:00:00 (days, hours, minutes"
                 f" and seconds) or '{{hours: 12}}', or null.{hint}"
             )
+    if problem := _out_of_range(settings):
+        return problem
     devices = settings.get("devices")
     if not _is_devices(devices):
         return (
-            f"trainer.devices is {describe(devices)}, expected a number of devices, a list of their indices"
-            f" such as [0,1], or auto.{did_you_mean(str(devices), ['auto'])}"
+            f"trainer.devices is {describe(devices)}, expected a number of devices of at least 1, a list of their"
+            f" indices such as [0,1], -1 for all, or auto.{did_you_mean(str(devices), ['auto'])}"
         )
+    return None
+
+
+def _out_of_range(settings: Mapping[str, Any]) -> str | None:
+    for name, (least, meaning) in _LEAST.items():
+        value = settings.get(name)
+        if isinstance(value, (int, float)) and not value >= least:
+            at_least = max(least, 0) if meaning and least < 0 else least
+            return f"trainer.{name} is {describe(value)}, expected at least {at_least}{meaning}."
+    for name in _SHARES:
+        value = settings.get(name)
+        if isinstance(value, float) and not value <= 1.0:
+            return (
+                f"trainer.{name} is {describe(value)}, expected a share of the batches, of at most 1.0, or a whole"
+                f" number of them{f', such as {round(value)}' if math.isfinite(value) else ''}."
+            )
+    value = settings.get("val_check_interval")
+    if isinstance(value, (int, float)) and not value > 0:
+        return (
+            f"trainer.val_check_interval is {describe(value)}, expected more than 0. To do without validation, write"
+            " trainer.limit_val_batches=0."
+        )
+    for unit in ("epochs", "steps"):
+        low, high = settings.get(f"min_{unit}"), settings.get(f"max_{unit}")
+        if isinstance(low, int) and isinstance(high, int) and -1 < high < low:
+            return f"trainer.min_{unit} is {low} and trainer.max_{unit} is {high}: expected no more than that."
     return None
 
 
@@ -198,5 +259,6 @@ def _is_devices(value: Any) -> bool:
     if isinstance(value, str):
         return value == "auto" or all(part.strip().lstrip("-").isdigit() for part in value.split(","))
     if isinstance(value, (list, tuple)):
-        return len(value) > 0 and all(isinstance(index, int) and not isinstance(index, bool) for index in value)
-    return isinstance(value, int)
+        indices = all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in value)
+        return 0 < len(value) == len(set(value)) and indices
+    return isinstance(value, int) and (value >= 1 or value == -1)

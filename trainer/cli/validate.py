@@ -15,11 +15,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli import compare, hydra_node
+from trainer.cli import compare, hydra_node, places
 from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import Composer, resolve
 from trainer.cli.recipes import options
 from trainer.cli.schema import TYPES, TrainerSettings, describe, expected, mistake
+from trainer.cli.targets import targets
 from trainer.errors import did_you_mean
 from trainer.precision.names import ALIASES
 
@@ -62,7 +63,7 @@ def validate(arguments: Arguments) -> DictConfig:
         compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     HydraConfig.instance().set_config(config)  # for ${hydra:...}
     hydra_node.check(composer, config, overrides)
-    _check_whole(config, overrides, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
+    _check_whole(composer, config, overrides, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
     return config
 
 
@@ -138,6 +139,7 @@ def _check_option(composer: Composer, override: Override) -> None:
         if option is None:
             raise UsageError(f"{group} is null, expected the name of an option; to do without it, write ~{group}.")
         name = str(option).strip("'\"")
+        places.check_option(group, name)
         if not composer.has_option(group, name):
             known = composer.options(group)
             aliases = list(ALIASES) if group == "precision" else []
@@ -273,7 +275,9 @@ def _kind(value: Any) -> str:
     return "text"
 
 
-def _check_whole(config: DictConfig, overrides: Sequence[Override], *, runs: bool, config_dir: str | None) -> None:
+def _check_whole(
+    composer: Composer, config: DictConfig, overrides: Sequence[Override], *, runs: bool, config_dir: str | None
+) -> None:
     """What only the whole config shows: values that are missing, a model, a checkpoint, targets that are allowed."""
     job = copy.deepcopy(config)
     with open_dict(job):
@@ -285,13 +289,32 @@ def _check_whole(config: DictConfig, overrides: Sequence[Override], *, runs: boo
     settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
     if problem := mistake({**TrainerSettings().__dict__, **settings}):
         raise UsageError(problem)
-    hydra_node.check_all_targets(plain, overrides)
+    hydra_node.check_all_targets(plain, overrides, resolved=runs)
     if runs:
+        places.check(plain, _set_keys(composer, overrides))
         _check_model(plain, config_dir)
+        _check_values(plain)
+        _check_combinations(plain)
         _check_checkpoint(plain["ckpt_path"])
 
 
+def _set_keys(composer: Composer, overrides: Sequence[Override]) -> set[str]:
+    """The keys that ``overrides`` give a value, not those of which they choose an option."""
+    return {
+        override.key_or_group
+        for override in overrides
+        if not composer.is_group(override.key_or_group) or isinstance(override.value(), dict)
+    }
+
+
 def _check_model(plain: dict[str, Any], config_dir: str | None) -> None:
+    for name in ("model", "data"):
+        node = plain[name]
+        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+            raise UsageError(
+                f"{name} is {describe(node)}, expected a node with a _target_: the dotted name of the class to make,"
+                f" such as `_target_: my_module.My{name.capitalize()}`."
+            )
     if plain["model"] is not None:
         return
     command, names = plain["command"], list(options("recipe", config_dir))
@@ -303,7 +326,44 @@ def _check_model(plain: dict[str, Any], config_dir: str | None) -> None:
     )
 
 
-def _check_checkpoint(path: str | None) -> None:
+def _check_values(plain: dict[str, Any]) -> None:
+    """Numbers that cannot be right whatever they are given to."""
+    seed = plain["seed"]
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
+        raise UsageError(f"seed is {describe(seed)}, expected a whole number from 0 to {2**32 - 1}, or null for none.")
+    for key, name, value in _numbers(plain["data"], "data"):
+        least = {"batch_size": 1, "num_workers": 0}.get(name)
+        if least is not None and not value >= least:
+            raise UsageError(f"{key} is {describe(value)}, expected a whole number of at least {least}.")
+
+
+def _numbers(node: Any, key: str) -> Iterator[tuple[str, str, float]]:
+    """Full key, last name and value of every number in ``node``."""
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    for name, child in node.items() if isinstance(node, dict) else ():
+        if isinstance(child, (int, float)) and not isinstance(child, bool):
+            yield f"{key}.{name}", str(name), child
+        yield from _numbers(child, f"{key}.{name}")
+
+
+def _check_combinations(plain: dict[str, Any]) -> None:
+    """What is fine by itself, and does not go together."""
+    precision = plain["precision"]
+    scales = isinstance(precision, dict) and precision.get("loss_scaling") is True and "dtype" in precision
+    if scales and precision["dtype"] == "float16":
+        for key, target in targets(plain):
+            if target in ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS"):
+                raise UsageError(
+                    f"{key} is {target}, which asks for the loss several times in a step, and the precision scales the"
+                    " loss, which an overflow in between would spoil. Choose precision=bf16-mixed or precision=32, or"
+                    " another optimizer."
+                )
+
+
+def _check_checkpoint(path: Any) -> None:
+    if path is not None and not isinstance(path, str):
+        raise UsageError(f"ckpt_path is {describe(path)}, expected the path or URL of a file, best, last, or null.")
     if (
         path is None
         or path in _NAMED_CHECKPOINTS

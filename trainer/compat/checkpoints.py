@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
 from trainer.compat import registry
+from trainer.compat.restored_paths import refuse_foreign
 from trainer.compat.signals import requeued_checkpoint
 from trainer.errors import ConfigurationError
 
@@ -112,6 +113,7 @@ def _best(trainer: Any, fn: str) -> str | Path | None:
             " pass the path of a file."
         )
     path: str | Path | None = getattr(callback, "best_model_path", None)
+    refuse_foreign(trainer, path, fn)
     if not path and hasattr(callback, "best_model_path"):
         if trainer.fast_dev_run:
             raise ConfigurationError(

@@ -1,0 +1,161 @@
+"""Malformed command lines and configs, and a part of what is said of each: status 2, before data is loaded.
+
+`PROJECT` is written into the working directory first. Names, command lines and what is expected are in `CASES`: those
+of `EARLY` are refused before torch is imported, those of `LATE` when the objects are about to be built.
+"""
+
+from __future__ import annotations
+
+from tests.cli.conftest import FILES
+
+PROJECT = {
+    **FILES,
+    "typed.py": '''
+        from typing import Literal
+
+        import line_fit
+        import torch
+
+
+        class Typed(line_fit.Line):
+            """Arguments with annotations."""
+
+            def __init__(self, optimizer, width: int, rate: float = 0.1, kind: Literal["a", "b"] = "a", on: bool = True,
+                         name: str | None = None, sizes: list[int] | None = None):
+                super().__init__(optimizer)
+
+
+        class NoModule:
+            pass
+
+
+        class Data(line_fit.Points):
+            def prepare_data(self):
+                raise AssertionError("data was loaded")
+
+            setup = train_dataloader = prepare_data
+    ''',
+    "conf/data/untouched.yaml": "_target_: typed.Data\nbatch_size: 4\n",
+    "conf/model/typed.yaml": "_target_: typed.Typed\noptimizer: ${optimizer}\nwidth: 4\n",
+    "conf/recipe/it.yaml": "# @package _global_\ndefaults: [line, override /data: untouched]\n",
+    "conf/recipe/typed.yaml": "# @package _global_\ndefaults: [it, override /model: typed]\n",
+    "conf/recipe/lbfgs.yaml": (
+        "# @package _global_\ndefaults: [it]\noptimizer:\n  _target_: torch.optim.LBFGS\n  momentum: null\n"
+    ),
+    "conf/recipe/tab.yaml": "# @package _global_\nmodel:\n\tstart: 1\n",
+    "conf/recipe/indented.yaml": "# @package _global_\nmodel:\n  start: 1\n stop: 2\n",
+    "conf/recipe/twice.yaml": "# @package _global_\nseed: 1\nseed: 2\n",
+    "conf/recipe/no_target.yaml": "# @package _global_\nmodel:\n  start: 1\n",
+    "conf/recipe/list.yaml": "# @package _global_\ntrainer: [1, 2]\n",
+    "conf/recipe/unclosed.yaml": "# @package _global_\nmodel: {start: 1\n",
+    "conf/recipe/tagged.yaml": "# @package _global_\nmodel: !!python/object/apply:os.getcwd []\n",
+    "conf/recipe/circle.yaml": (
+        "# @package _global_\ndefaults: [it]\nmodel: {start: '${model.fail_at}', fail_at: '${model.start}'}\n"
+    ),
+}
+"""Files by name."""
+
+IT = ["fit", "+recipe=it"]
+TYPED = ["fit", "+recipe=typed"]
+
+EARLY: list[tuple[str, list[str], str]] = [
+    (
+        "epochs below -1",
+        [*IT, "trainer.max_epochs=-5"],
+        "trainer.max_epochs is -5, expected at least 0, or -1 for no end",
+    ),
+    ("half a step", [*IT, "trainer.max_steps=0.5"], "trainer.max_steps is 0.5, expected a whole number"),
+    ("steps below -1", [*IT, "trainer.max_steps=-2"], "trainer.max_steps is -2, expected at least 0, or -1"),
+    ("a limit below 0", [*IT, "trainer.limit_train_batches=-1"], "limit_train_batches is -1, expected at least 0"),
+    (
+        "a share above 1",
+        [*IT, "trainer.limit_val_batches=1.5"],
+        "is 1.5, expected a share of the batches, of at most 1.0",
+    ),
+    ("validating rarely", [*IT, "trainer.val_check_interval=2.0"], "or a whole number of them, such as 2."),
+    ("validating never", [*IT, "trainer.val_check_interval=0"], "is 0, expected more than 0. To do without validation"),
+    ("no window", [*IT, "trainer.accumulate_grad_batches=0"], "accumulate_grad_batches is 0, expected at least 1."),
+    ("half a window", [*IT, "trainer.accumulate_grad_batches=1.5"], "is 1.5, expected a whole number or null."),
+    ("more than all", [*IT, "trainer.min_epochs=9"], "trainer.min_epochs is 9 and trainer.max_epochs is 2: expected"),
+    ("clipping below 0", [*IT, "trainer.gradient_clip_val=-1"], "gradient_clip_val is -1, expected at least 0."),
+    ("no epochs between", [*IT, "trainer.check_val_every_n_epoch=0"], "is 0, expected at least 1, or null to count"),
+    ("no device", [*IT, "trainer.devices=0"], "trainer.devices is 0, expected a number of devices of at least 1"),
+    ("a device twice", [*IT, "trainer.devices=[0,0]"], "trainer.devices is [0, 0], expected a number of devices"),
+    ("an unknown device", [*IT, "trainer.accelerator=cuda:0"], "trainer.accelerator is cuda:0, expected"),
+    ("words for a number", [*IT, "optimizer.lr=abc"], "optimizer.lr is abc, expected a number (it is 0.1 by default)."),
+    ("no batch", [*IT, "data.batch_size=0"], "data.batch_size is 0, expected a whole number of at least 1."),
+    (
+        "workers below 0",
+        [*IT, "++data.num_workers=-1"],
+        "data.num_workers is -1, expected a whole number of at least 0.",
+    ),
+    ("a seed below 0", [*IT, "seed=-1"], "seed is -1, expected a whole number from 0 to 4294967295, or null"),
+    ("half a seed", [*IT, "seed=0.5"], "seed is 0.5, expected a whole number"),
+    ("resuming how", [*IT, "resume=yes"], "resume is yes, expected auto or null."),
+    (
+        "scaling and LBFGS",
+        ["fit", "+recipe=lbfgs", "precision=16"],
+        "optimizer is torch.optim.LBFGS, which asks for the loss",
+    ),
+    ("a tab", ["fit", "+recipe=tab"], "A config file is not valid YAML"),
+    ("wrong indentation", ["fit", "+recipe=indented"], "A config file is not valid YAML"),
+    ("a key twice", ["fit", "+recipe=twice"], "found duplicate key seed"),
+    ("an open brace", ["fit", "+recipe=unclosed"], "A config file is not valid YAML"),
+    ("a python object", ["fit", "+recipe=tagged"], "could not determine a constructor for the tag"),
+    ("a circle", ["fit", "+recipe=circle"], "model.start: Recursive interpolation detected."),
+    ("a list for a node", ["fit", "+recipe=list"], "In 'recipe/list'"),
+    ("a model without a class", ["fit", "+recipe=no_target"], "model is {'start': 1}, expected a node with a _target_"),
+    ("an unknown setting", [*IT, "trainer.max_epoch=3"], "Did you mean 'trainer.max_epochs'?"),
+    ("an unknown recipe", ["fit", "+recipe=typd"], "Config group 'recipe' has no option 'typd'. Did you mean 'typed'?"),
+    ("an unknown precision", [*IT, "precision=fp61"], "Did you mean 'fp"),
+    ("an unknown command", ["fti", "+recipe=it"], "There is no command 'fti'. Did you mean 'fit'?"),
+    ("an unknown flag", [*IT, "--mutlirun"], "There is no flag '--mutlirun'. Did you mean '--multirun'?"),
+    ("no checkpoint", [*IT, "ckpt_path=nowhere.ckpt"], "ckpt_path is nowhere.ckpt: there is no such file."),
+    ("a number for a path", [*IT, "ckpt_path=3"], "ckpt_path is 3, expected the path or URL of a file"),
+    ("no time", [*IT, "trainer.max_time=5"], "trainer.max_time is 5, expected a time such as 00:12:00:00"),
+    (
+        "no list",
+        [*IT, "precision=16", "precision.fp32_modules=head"],
+        "precision.fp32_modules is head, expected a list",
+    ),
+    ("a package that is not allowed", [*IT, "model._target_=numpy.zeros"], "'allowed_packages=[numpy]'"),
+    ("a node for a number", [*IT, "trainer.max_epochs={a: 1}"], "expected a whole number or null"),
+]
+
+LATE: list[tuple[str, list[str], str]] = [
+    ("an argument too few", [*TYPED, "~model.width"], "model: typed.Typed: missing a required argument: 'width'."),
+    ("an argument too many", [*TYPED, "+model.widht=1"], "typed.Typed has no argument 'widht'. Did you mean 'width'?"),
+    ("text for a number", [*TYPED, "model.width=wide"], "model.width is wide, expected a number"),
+    ("half for a whole", [*TYPED, "model.width=1.5"], "model.width is 1.5, but typed.Typed expects a whole number."),
+    ("text for a rate", [*TYPED, "+model.rate=fast"], "model.rate is fast, but typed.Typed expects a number."),
+    ("none of the words", [*TYPED, "+model.kind=c"], "model.kind is c, but typed.Typed expects a or b."),
+    ("a number for a switch", [*TYPED, "+model.on=3"], "model.on is 3, but typed.Typed expects true or false."),
+    ("a number for a name", [*TYPED, "+model.name=3"], "model.name is 3, but typed.Typed expects text or null."),
+    ("a number for a list", [*TYPED, "+model.sizes=3"], "model.sizes is 3, but typed.Typed expects a list or null."),
+    (
+        "no module",
+        [*TYPED, "model={_target_: typed.NoModule}", "~model.optimizer", "~model.width"],
+        "a LightningModule",
+    ),
+    ("a class that is not there", [*IT, "model._target_=line_fit.Lien"], "has no 'Lien'. Did you mean 'Line'?"),
+    ("a rate below 0", [*IT, "optimizer.lr=-1"], "torch.optim.SGD refuses its arguments: Invalid learning rate: -1."),
+    ("an unknown argument of SGD", [*IT, "+optimizer.momentun=1"], "no argument 'momentun'. Did you mean 'momentum'?"),
+    ("a mode nobody knows", [*IT, "callbacks=early_stopping", "callbacks.early_stopping.mode=up"], "refuses its"),
+    ("no monitor", [*IT, "callbacks.model_checkpoint.save_top_k=3"], "ModelCheckpoint refuses its arguments"),
+    ("no GPU", [*IT, "trainer.accelerator=tpu"], "ask for what is not installed"),
+    ("a scale below 0", [*IT, "precision=16", "precision.init_scale=-1"], "init_scale"),
+    ("anomalies, barebones", [*IT, "trainer.barebones=true", "trainer.detect_anomaly=true"], "detect_anomaly"),
+    (
+        "two ways to clip",
+        [
+            *IT,
+            "trainer.gradient_clip_val=1",
+            "+callbacks.c._target_=trainer.callbacks.GradientClipping",
+            "+callbacks.c.max_norm=1",
+        ],
+        "gradient_clip_val",
+    ),
+    ("_partial_ of text", [*IT, "optimizer._partial_=maybe"], "_partial_ is maybe, expected true or false"),
+]
+
+CASES = [*EARLY, *LATE]
