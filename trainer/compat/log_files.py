@@ -95,7 +95,7 @@ def _cut(path: Path, step: int | None) -> tuple[list[str], list[dict[str, str]]]
         lines = [line for line in file if line.endswith("\n")]
     reader = csv.DictReader(lines)
     names = list(reader.fieldnames or [])
-    rows = [row for row in reader if step is None or int(float(row["step"])) < step]
+    rows = [row for row in reader if step is None or int(float(row["step"])) <= step]
     part = path.with_name(f".{path.name}.part")
     with part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names)

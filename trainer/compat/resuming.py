@@ -72,6 +72,7 @@ def _next_row(path: str | Path) -> int | None:
     ):  # what is wrong with it is told when it is loaded
         loops = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["loops"]
         if OUR_KEY in loops:
-            return int(loops[OUR_KEY]["progress"]["windows"])
+            progress = loops[OUR_KEY]["progress"]
+            return int(progress["windows"] + progress.get("closing", False))  # that of a window that closes is sent
         return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"])
     return None
