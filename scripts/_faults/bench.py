@@ -225,8 +225,11 @@ class Bench:
 
     # --- comparing ----------------------------------------------------------------------------------------------
 
-    def differences(self, folder: Path, reference: Reference, *, final: str = "final", rows: bool = True) -> list[str]:
-        """What is not to the bit as in the reference: the state at the end, every batch ever trained, the rows."""
+    def differences(self, folder: Path, reference: Reference, *, final: str = "final", without: int = -1) -> list[str]:
+        """What is not to the bit as in the reference: the state at the end, every batch ever trained, the rows.
+
+        Without the batches of process ``without``: what it trained was wrong on purpose.
+        """
         import torch
 
         from _faults.training import differences, read_diary
@@ -245,10 +248,10 @@ class Bench:
             diary = read_diary(folder / f"batches_{rank}.jsonl")
             if wanted.keys() - {line[:2] for line in diary}:
                 found.append("batches never trained")
-            for epoch, batch, ids, loss, _ in diary:
-                if (ids, loss) != wanted.get((epoch, batch)):
+            for epoch, batch, ids, loss, pid in diary:
+                if pid != without and (ids, loss) != wanted.get((epoch, batch)):
                     found.append("losses" if ids == wanted[epoch, batch][0] else "samples")
-        if rows and final == "final" and read_rows(folder) != read_rows(reference.folder):
+        if final == "final" and read_rows(folder) != read_rows(reference.folder):
             found.append("rows of metrics.csv")
         return list(dict.fromkeys(found))
 

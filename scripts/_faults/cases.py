@@ -66,7 +66,9 @@ def of(who: str, setup: Setup) -> Setup:
     return setup if who == "ours" else setup.for_lightning()
 
 
-def go_on(bench: Bench, who: str, folder: Path, setup: Setup, detail: str = "", **options: Any) -> Outcome:
+def go_on(
+    bench: Bench, who: str, folder: Path, setup: Setup, detail: str = "", without: int = -1, **options: Any
+) -> Outcome:
     """Start the same command again, and compare at its end."""
     reference = bench.reference(who, setup=setup, **options)
     before = len(read_diary(folder / "batches_0.jsonl"))
@@ -76,7 +78,7 @@ def go_on(bench: Bench, who: str, folder: Path, setup: Setup, detail: str = "", 
         return Outcome("lost", f"the next start fails: {tools.last_line(again.log)[:160]}")
     if starts_over(folder, before):
         return Outcome("lost", "starts over from the first batch")
-    return bench.verdict(folder, reference, detail)
+    return bench.verdict(folder, reference, detail, without=without)
 
 
 def starts_over(folder: Path, before: int) -> bool:
@@ -435,7 +437,7 @@ def nan(bench: Bench, who: str) -> Outcome:
     status, said = run.wait(END), tools.last_line(run.log)
     if status == 0:
         return Outcome("silent", "trains on; all weights, and all checkpoints but the first ones, are NaN")
-    outcome = go_on(bench, who, folder, NAN)
+    outcome = go_on(bench, who, folder, NAN, without=run.pid)
     if outcome.word != "exact":
         return outcome
     return Outcome("stopped", f"before a checkpoint is spoilt: {said[:110]}; then exact", good=True)
@@ -451,7 +453,7 @@ def nan_stop(bench: Bench, who: str) -> Outcome:
         return Outcome("silent")
     if "14" not in said:
         return Outcome("stopped", f"without the batch's index: {tools.last_line(said)[:110]}", good=False)
-    outcome = go_on(bench, who, folder, NAN, callbacks=guard)
+    outcome = go_on(bench, who, folder, NAN, without=run.pid, callbacks=guard)
     return Outcome("stopped", "the error names the batch; then exact", good=True) if outcome.good else outcome
 
 

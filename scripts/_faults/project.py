@@ -6,6 +6,7 @@ from pathlib import Path
 
 MODULE = """
 from dataclasses import replace
+from pathlib import Path
 
 from lightning.pytorch import LightningDataModule
 
@@ -16,7 +17,7 @@ SETUP = replace(EVERYTHING, batches=20, epochs=2, overflows=(1, 7, 25), average=
 
 class Net(Classifier):
     def __init__(self, folder):
-        super().__init__(SETUP, Diary(folder, pace=SETUP.pace))
+        super().__init__(SETUP, Diary(Path(folder), pace=SETUP.pace))
 
 
 class Data(LightningDataModule):
