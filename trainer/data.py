@@ -126,6 +126,7 @@ class TrainingBatches:
         self._is_over = self._ended = False
         self._loaded: dict[str, Any] = {}
         self._exact = True
+        self._has_begun_after = False
 
     def __bool__(self) -> bool:
         return self.num_batches > 0
@@ -136,6 +137,8 @@ class TrainingBatches:
         It is that after the batch which was handed out last.
         """
         if self._epoch < 0 or self.loaders is None:
+            if self._has_begun_after and self.loaders is not None:
+                return {**self._loaded, "position": {**self._loaded["position"], **self.loaders.position()}}
             return self._loaded
         position = self.loaders.position()
         return {"epoch": self._epoch, "batches": self._yielded, "is_over": self._is_over, "position": position}
@@ -147,7 +150,7 @@ class TrainingBatches:
             state: what it returned.
             exact: refuse where that cannot be shown; otherwise go on as well as possible, with a warning.
         """
-        self._loaded, self._exact = state, exact
+        self._loaded, self._exact, self._has_begun_after = state, exact, False
 
     def start_epoch(self, epoch: int, skip: int) -> None:
         """The next pass is that of ``epoch``, without its first ``skip`` batches.
@@ -175,13 +178,19 @@ class TrainingBatches:
         self._next_epoch, self._first, self._skip, self._ended = epoch, skip, 0, False
         is_its_epoch = bool(state) and state["epoch"] == epoch
         if is_its_epoch and skip == state["batches"] and state["is_over"]:
-            self._ended = True
+            self.end()
         elif is_its_epoch and skip:
             self._take_up(state)
         elif skip:
             self._skip = self.loaders.skip(skip)
         elif state and state["epoch"] + 1 == epoch and renewed is None:
+            self._begin_after(state)
+
+    def _begin_after(self, state: dict[str, Any]) -> None:
+        assert self.loaders is not None
+        if not self._has_begun_after:
             self.loaders.begin_after(state["position"])
+        self._has_begun_after = True
 
     def _take_up(self, state: dict[str, Any]) -> None:
         assert self.loaders is not None
@@ -203,12 +212,14 @@ class TrainingBatches:
             )
 
     def end(self) -> None:
-        """Nothing is left of the pass that was about to go on."""
+        """Nothing is left of the pass that was about to go on. What was loaded speaks of the next epoch, too."""
         self._ended = True
+        if self._loaded:
+            self._begin_after(self._loaded)
 
     def __iter__(self) -> Iterator[tuple[Batch, int, bool]]:
         assert self.loaders is not None
-        if self._ended:  # what was loaded speaks of the next epoch, too
+        if self._ended:
             return iter(())
         length = self.loaders.num_batches()  # not what callbacks have made of `num_batches`
         start = self._first - self._skip

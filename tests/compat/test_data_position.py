@@ -31,10 +31,11 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from trainer import rng
+from trainer import own_generators, rng
 from trainer.compat.data_position import CountedPlace, SampledPlace, StatefulPlace, place_of
 from trainer.compat.loaders import LoaderSet
 from trainer.data import TrainingBatches
@@ -53,7 +54,7 @@ def noise() -> list[float]:
 
 
 class Noisy(Dataset[torch.Tensor]):
-    """Samples that know their index and are augmented at random."""
+    """Samples that know their index, and their worker's seed, and are augmented at random."""
 
     def __init__(self, length: int = 7) -> None:
         self.length = length
@@ -64,7 +65,8 @@ class Noisy(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.loaded.append(index)
-        return torch.tensor([index, *noise()], dtype=torch.float64)
+        info = get_worker_info()
+        return torch.tensor([index, *noise(), info.seed % 997 if info else 0], dtype=torch.float64)
 
 
 class Carries(Noisy):
@@ -278,6 +280,35 @@ def test_workers_that_stay_have_their_random_states_from_one_epoch_to_the_next(l
     """Also the numbers that they drew for batches which, because of a limit, nobody asked for."""
     make = lambda: SAMPLED["shuffled"](num_workers=2, persistent_workers=True, prefetch_factor=1)  # noqa: E731
     assert check(make, epochs=3, limit=limit, only=slice(2, 8)) == by_hand(make, 3, limit)
+
+
+@pytest.mark.parametrize("how", [{"generator": None}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_who_looks_into_the_data_between_two_epochs_changes_what_follows(how: dict[str, Any]) -> None:
+    """As it would have in the run that was never left: also where a checkpoint was written just before."""
+
+    def run(state: Any = None) -> tuple[list[Step], list[Any]]:
+        how_here = {**how, "generator": seeded()} if "generator" in how else how
+        loader = SAMPLED["shuffled"](**how_here)
+        batches, steps, states = batches_of(loader), [], []
+        if state is None:
+            seed_everything()
+        else:
+            batches.load_state_dict(state[0])
+            rng.restore(state[1])
+        for epoch in range(2):
+            batches.start_epoch(epoch, 0 if state is None or epoch else 4)
+            steps += [step(epoch, batch_idx, batch) for batch, batch_idx, _ in batches]
+            states.append([batches.state_dict(), rng.capture()])
+            next(iter(loader))
+            states.append([batches.state_dict(), rng.capture()])
+        return steps, states
+
+    steps, states = run()
+    rest, states_again = run(states[0])
+    assert rest == steps[4:]
+    for was, now in zip(states[1:], states_again[1:], strict=True):
+        assert own_generators.is_same(was[0]["position"]["loaders"][0]["own"], now[0]["position"]["loaders"][0]["own"])
+        assert (was[0]["epoch"], was[0]["batches"]) == (now[0]["epoch"], now[0]["batches"])
 
 
 def test_one_worker_that_need_not_keep_the_order() -> None:

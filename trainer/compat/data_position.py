@@ -148,6 +148,7 @@ class _Pass:
         self._draws_here = not getattr(loader, "num_workers", 0)
         self._begun: _Start | State | None = None
         self._opened: Iterator[Batch] | None = None
+        self._before: State | None = None
         self._marked: State | None = None
         self._ahead: _Start | None = None
 
@@ -165,7 +166,8 @@ class _Pass:
     def state_dict(self) -> State:
         """Where the pass is."""
         if self._begun is None:
-            return {}
+            before = self._before
+            return {**before, "own": own_generators.states_of(self._generators)} if before else {}
         state = {**(self._here() if self._marked is None else self._marked)}
         state["own"] = own_generators.states_of(self._generators)
         state["ahead"] = None if self._ahead is None else self._ahead.state_dict()
@@ -173,7 +175,7 @@ class _Pass:
 
     def begin_after(self, state: State) -> None:
         """Take over from a pass that is over what the next one depends on."""
-        self._opened = None
+        self._opened, self._before = None, state
         if state["kind"] == self.kind:
             own_generators.set_states(self._generators, state["own"])
 
@@ -527,7 +529,7 @@ class SampledPlace(_Pass):
 
     def begin_after(self, state: State) -> None:
         """Take over from a pass that is over what the next one depends on: generators, and workers that stay."""
-        self._opened = None
+        self._opened, self._before = None, state
         if state["kind"] != self.kind:
             return
         stays = not self._draws_here and self.loader.persistent_workers and self.loader._iterator is None
