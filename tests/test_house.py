@@ -41,6 +41,7 @@ ALLOWED = {
     },
     "trainer/precision/guard.py": {"torch._amp_foreach_non_finite_check_and_unscale_"},
     "trainer/callbacks/nonfinite_guard.py": {"torch._foreach_copy_"},
+    "trainer/checkpoint/snapshot.py": {"storage._cdata"},  # what storages are known by, in torch's own deepcopy
     "trainer/metrics.py": {"metric._forward_cache"},  # torchmetrics keeps a step's value nowhere else
 }
 

@@ -365,6 +365,7 @@ def test_the_checkpoint_is_the_one_from_before(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.filterwarnings("ignore:.* the number of samples was 80 and is 24")
 @pytest.mark.parametrize(("arrives", "steps"), [("at once", 25), ("late", 24)])  # the batch under way is trained again
 def test_a_run_can_go_on_from_it(tmp_path, arrives, steps, request):
     if arrives == "late":

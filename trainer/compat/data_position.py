@@ -152,6 +152,10 @@ class _Pass:
         self._marked: State | None = None
         self._ahead: _Start | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a Trainer has no pass under way."""
+        return vars(self) | {"_opened": None} | ({"_iterator": None} if "_iterator" in vars(self) else {})
+
     def __len__(self) -> int:
         return len(self.loader)
 
@@ -604,6 +608,9 @@ class _WatchedSampler:
         self.own_after_first: list[Any] = []
         self.first: State | None = None
         self.is_over = self.is_closed = self.is_silent = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_indices": iter(())}
 
     def __len__(self) -> int:
         return len(self._asked)
