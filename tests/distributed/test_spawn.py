@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from torch.multiprocessing import ProcessExitedException
 
-from tests.parity import QUIET, Classifier, data
+from tests.parity import QUIET, Classifier, Learner, data
 from trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -53,3 +58,36 @@ def test_spawned_and_forked_processes_do_what_one_does(tmp_path: Path) -> None:
         torch.testing.assert_close(weights, module.state_dict(), rtol=1e-6, atol=1e-7)
         assert val_loss == pytest.approx(alone.callback_metrics["val_loss"].item())
         assert has_checkpoint
+
+
+class Signals(Callback):
+    """Sends a signal to the process that has started the others, or kills one of these."""
+
+    def __init__(self, number: int, *, to_parent: bool) -> None:
+        self.number, self.to_parent = number, to_parent
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_rank, trainer.global_step) == (1, 1):
+            os.kill(os.getppid() if self.to_parent else os.getpid(), self.number)
+        time.sleep(0.25)
+
+
+def fork(folder: Path, callback: Callback) -> None:
+    arguments = {**QUIET, "enable_checkpointing": True, "devices": 2, "strategy": "ddp_fork"}
+    trainer = Trainer(max_epochs=5, callbacks=[callback, ModelCheckpoint(folder, save_top_k=0)], **arguments)
+    trainer.fit(Learner(), data(24))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_signals_are_passed_on_to_spawned_processes(tmp_path: Path, number: int, status: int) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SIGTERMException) as raised:
+        fork(tmp_path, Signals(number, to_parent=True))
+    assert raised.value.code == status
+    assert signal.getsignal(number) == before
+    assert torch.load(tmp_path / "interrupted.ckpt", weights_only=True)["global_step"] in (3, 4)  # or just missed one
+
+
+def test_a_spawned_process_that_is_killed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
+        fork(tmp_path, Signals(signal.SIGKILL, to_parent=False))

@@ -155,6 +155,8 @@ class Signals:
     def _take(self, number: int) -> None:
         """Handle a signal, unless somebody else does; of a SIGTERM both are told."""
         before = signal.getsignal(number)
+        if isinstance(before, _PassOn):  # of the process that this one was forked from
+            before = _default(number)
         is_ours = before == _default(number) or (number == signal.SIGTERM and before is not None)
         if number not in self._handlers and is_ours and threading.current_thread() is threading.main_thread():
             self._handlers[number] = before
@@ -284,6 +286,27 @@ def requeued_checkpoint(trainer: Any) -> str | None:
     return _CheckpointConnector(trainer)._hpc_resume_path
 
 
+class _PassOn:
+    """The handler of a process that waits for others."""
+
+    def __init__(self, launcher: _MultiProcessingLauncher) -> None:
+        self._launcher = launcher
+        self._process = os.getpid()
+        self._interrupts = 0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        """A signal has come."""
+        if os.getpid() != self._process:  # in a process that is just being forked: as if this handler was not there
+            signal.signal(number, _default(number))
+            signal.raise_signal(number)
+        elif number != signal.SIGINT:
+            self._launcher.kill(signal.Signals(number))
+        elif self._interrupts:
+            raise KeyboardInterrupt
+        else:
+            self._interrupts += 1  # the terminal has told them already
+
+
 @contextmanager
 def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
     """Around the launch of processes in which a run takes place: signals to this process are meant for them.
@@ -291,19 +314,7 @@ def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
     Raises:
         SystemExit, KeyboardInterrupt: a signal has ended the run there.
     """
-    received: list[int] = []
-    process = os.getpid()
-
-    def receive(number: int, frame: Any) -> None:
-        if os.getpid() != process:  # a process that is just being forked: as if this handler was not there
-            signal.signal(number, _default(number))
-            signal.raise_signal(number)
-        elif number != signal.SIGINT:
-            launcher.kill(signal.Signals(number))
-        elif number in received:
-            raise KeyboardInterrupt
-        received.append(number)  # of a Ctrl-C, the terminal has told them already
-
+    receive = _PassOn(launcher)
     is_main = threading.current_thread() is threading.main_thread()
     taken = [number for number in _ENDING if is_main and signal.getsignal(number) == _default(number)]
     for number in taken:
