@@ -565,10 +565,10 @@ def at_each(name: str, setup: Setup, *, every: int = 1, ranks: int = 1) -> Body:
     return body
 
 
-def in_pairs(files: list[Path]) -> Iterator[list[Path]]:
+def in_pairs(things: list[Any]) -> Iterator[list[Any]]:
     """Two at a time."""
-    for i in range(0, len(files), 2):
-        yield files[i : i + 2]
+    for i in range(0, len(things), 2):
+        yield things[i : i + 2]
 
 
 def continued(bench: Bench, folder: Path, reference: tools.Reference) -> Outcome:
@@ -707,3 +707,21 @@ def malicious_target(bench: Bench, who: str) -> Outcome:
     if accepted:
         return Outcome("nothing ran", f"but not refused: {', '.join(accepted)}", good=False)
     return Outcome("refused", f"all {number}", good=True)
+
+
+@case("malformed", "Malformed configs: types, values, combinations, names", compares=False)
+def malformed_configs(bench: Bench, who: str) -> Outcome:
+    from tests.cli.conftest import write
+    from tests.cli.malformed import CASES as TABLE
+    from tests.cli.malformed import PROJECT
+
+    folder, wrong = bench.new_folder("malformed"), []
+    write(folder, PROJECT)
+    for part in in_pairs(TABLE):
+        started = [(entry, bench.command(folder, *entry[1])) for entry in part]
+        for (name, _, expected), run in started:
+            if run.wait(END) != 2 or expected not in run.log or "data was loaded" in run.log:
+                wrong.append(f"{name} ({run.status}: {tools.last_line(run.log)[:60]})")
+    if wrong:
+        return Outcome("accepted", f"{len(wrong)} of {len(TABLE)}: {', '.join(wrong[:4])}", good=False)
+    return Outcome("refused", f"all {len(TABLE)}, before data is loaded, each with what is expected", good=True)
