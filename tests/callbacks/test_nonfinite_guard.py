@@ -295,6 +295,20 @@ def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path) ->
         assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
 
 
+def test_nor_at_the_end_of_a_validation(tmp_path: Path) -> None:
+    class Validated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", loss_of(self.net, batch).nan_to_num())
+
+    saving = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
+    trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving], val_check_interval=1)
+    with pytest.raises(NonFiniteError, match="so they were not saved"):
+        trainer.fit(Validated(optimizer=adam), loader_of(with_a_bad_one()), loader_of(without_it(2)))
+    for path in tmp_path.glob("*.ckpt"):
+        weights = torch.load(path, weights_only=True)["state_dict"]
+        assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
 def test_who_wants_them_gets_them(tmp_path: Path) -> None:
     files = checkpoints_of(tmp_path, NonFiniteGuard("go_on"), raises=False)
     assert files["last.ckpt"]["state_dict"]["net.0.weight"].isnan().any()

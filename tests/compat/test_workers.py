@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,3 +69,13 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="DataLoader timed out after 36 seconds"):
         look()
     assert clock == [145.5]
+
+
+def test_who_hangs_is_not_waited_for_at_the_end_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(workers.time, "monotonic", lambda: clock[0])
+    slow, killed = Slow(clock, [False]), []
+    slow._workers = [SimpleNamespace(kill=lambda: killed.append(True))]
+    with pytest.raises(RuntimeError, match="timed out"):
+        workers._Patience(slow, 1)()
+    assert killed == [True]

@@ -127,7 +127,7 @@ class NonFiniteGuard(Callback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse to replace a good checkpoint by weights that are not finite. A host-device synchronisation."""
-        if self.policy == "go_on" or not trainer.training:
+        if self.policy == "go_on" or trainer.state.fn.value != "fit":
             return
         broken = [name for name, parameter in pl_module.named_parameters() if _is_broken(parameter)]
         if broken:

@@ -88,6 +88,8 @@ class _Patience:
             self._waits_since = now - timeout
         waited = now - self._waits_since
         if waited >= self._seconds:
+            for worker in getattr(iterator, "_workers", ()):
+                worker.kill()  # who hangs may not listen, and python would wait for them at its end
             raise RuntimeError(f"DataLoader timed out after {self._seconds:g} seconds")
         if waited >= self._seconds / 6 and not self._has_warned:
             self._has_warned = True
