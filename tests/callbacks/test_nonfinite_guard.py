@@ -17,6 +17,7 @@ from tests.support import (
     assert_same,
     fit_and_watch,
     loader_of,
+    loss_of,
     make_batches,
     make_net,
     make_trainer,
