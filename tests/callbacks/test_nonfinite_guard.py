@@ -299,7 +299,7 @@ def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path) ->
 def test_nor_at_the_end_of_a_validation(tmp_path: Path) -> None:
     class Validated(Regression):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", loss_of(self.net, batch).nan_to_num())
+            self.log("val_loss", loss_of(self.net, batch).nan_to_num(), batch_size=8)
 
     saving = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
     trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving], val_check_interval=1)
