@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,6 +53,23 @@ def test_they_are_found_by_attributes_and_in_short_containers_once_each():
     inner.outer = outer
     assert own_generators.find(outer, None) == [first, second, third]
     assert own_generators.find(outer, except_in=inner) == [first]
+
+
+class Mixes:
+    def __init__(self, rng):
+        self.rng = rng
+
+    def collate(self, samples, strength):
+        return samples
+
+    def __getattr__(self, name):
+        raise RuntimeError("a proxy that is not ready")
+
+
+def test_they_are_found_behind_functions_that_are_bound():
+    generator = random.Random(1)
+    assert own_generators.find(partial(Mixes(generator).collate, strength=SimpleNamespace())) == [generator]
+    assert own_generators.find(Mixes.collate, lambda: generator) == []
 
 
 def test_those_of_everybody_are_not_among_them():

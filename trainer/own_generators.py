@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from types import ModuleType
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,21 @@ def find(*roots: Any, except_in: Any = None) -> list[Generator]:
             queue.extend(thing if len(thing) <= _LONG else ())
         elif isinstance(thing, dict):
             queue.extend(thing.values() if len(thing) <= _LONG else ())
-        elif callable(thing) and not isinstance(thing, torch.nn.Module) and hasattr(thing, "__code__"):
-            continue  # a function
-        elif (attributes := getattr(thing, "__dict__", None)) and isinstance(attributes, dict):
-            queue.extend(attributes.values())
+        elif isinstance(thing, MethodType):
+            queue.append(thing.__self__)
+        elif isinstance(thing, partial):
+            queue += [thing.func, thing.args, thing.keywords]
+        elif not isinstance(thing, FunctionType):
+            queue.extend(_attributes_of(thing))
     return found
+
+
+def _attributes_of(thing: Any) -> list[Any]:
+    try:
+        attributes = object.__getattribute__(thing, "__dict__")  # not what a proxy does for it
+    except AttributeError:
+        return []
+    return list(attributes.values()) if isinstance(attributes, dict) else []
 
 
 def state_of(generator: Generator) -> Any:

@@ -282,6 +282,32 @@ def test_workers_that_stay_have_their_random_states_from_one_epoch_to_the_next(l
     assert check(make, epochs=3, limit=limit, only=slice(2, 8)) == by_hand(make, 3, limit)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SAMPLED["own generator"](),
+        lambda: [DataLoader(Noisy(4), 2, shuffle=True), DataLoader(Noisy(9), 2, shuffle=True)],
+        lambda: SAMPLED["shuffled"](num_workers=1, persistent_workers=True),
+    ],
+    ids=["one", "several", "workers that stay"],
+)
+def test_a_run_that_was_resumed_is_resumed_again(make: Any) -> None:
+    steps, checkpoints = trained(make, 2)
+    for _ in range(3):
+        number, checkpoint = checkpoints[1]
+        assert resumed(make(), checkpoint, 2) == steps[number:]
+        first, done, state, random_state = torch.load(io.BytesIO(checkpoint), weights_only=True)
+        batches = batches_of(make())
+        batches.load_state_dict(state)
+        rng.restore(random_state)
+        steps, checkpoints = steps[number:], []
+        for epoch in range(first, 2):
+            batches.start_epoch(epoch, done if epoch == first else 0)
+            for batch, batch_idx, _ in batches:
+                step(epoch, batch_idx, batch)
+                checkpoints.append((len(checkpoints) + 1, saved(batches, epoch, batch_idx + 1)))
+
+
 @pytest.mark.parametrize("how", [{"generator": None}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 def test_who_looks_into_the_data_between_two_epochs_changes_what_follows(how: dict[str, Any]) -> None:
     """As it would have in the run that was never left: also where a checkpoint was written just before."""
@@ -594,7 +620,9 @@ def test_a_sampler_that_draws_as_it_goes_cannot_be_asked_again() -> None:
 FIXED = TensorDataset(torch.arange(8))
 
 
-@pytest.mark.parametrize("dataset", [FIXED, Subset(FIXED, range(7)), ConcatDataset([FIXED, FIXED])], ids=repr)
+@pytest.mark.parametrize(
+    "dataset", [FIXED, Subset(FIXED, range(7)), ConcatDataset([FIXED, FIXED])], ids=["plain", "subset", "two"]
+)
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 2), (1, 0)])
 def test_another_number_of_workers_is_exact_where_nothing_is_drawn(dataset: Any, before: int, after: int) -> None:
     steps, checkpoints = trained(lambda: shuffled(dataset, num_workers=before), 2)

@@ -53,7 +53,7 @@ class LoaderSet:
         self._limits = limits
         self._has_length = has_length
         self._watch = _unwatched if watch is None else watch
-        self._goes_on = False
+        self._awaited: list[dict[str, Any]] = []
         self._places: list[Place] = []
         self._taken_up: dict[str, Any] = {}
         self.on_open: Callable[[Any], None] | None = None
@@ -77,14 +77,20 @@ class LoaderSet:
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """The places of those dataloaders that keep theirs."""
+        if self._awaited:
+            return list(self._awaited)
         if not self._places:
             return self.combined._state_dicts()
         return [place.loader_state() for place in self._places if isinstance(place, StatefulPlace)]
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Go on from what ``state_dicts`` returned."""
+        """Go on from what ``state_dicts`` returned, unless a position says more."""
+        self._awaited = states
+
+    def _load_awaited(self) -> bool:
+        states, self._awaited = self._awaited, []
         self.combined._load_state_dicts(states)
-        self._goes_on = bool(states)
+        return bool(states)
 
     def num_batches(self) -> float:
         """Batches in one pass; inf where nobody knows."""
@@ -116,7 +122,8 @@ class LoaderSet:
 
     def training_pass(self) -> Iterator[Batch]:
         """A pass of training: of each batch, what a step gets."""
-        places, self._goes_on = self.places(), False
+        places = self.places()
+        self._load_awaited()
         if self.only() is not None:
             return iter(self._watch(places[0]))
         self.combined.limits = self._limits
@@ -166,6 +173,7 @@ class LoaderSet:
 
     def begin_after(self, position: dict[str, Any]) -> None:
         """Take over from a pass that was over what the next one depends on."""
+        self._awaited = []
         if len(position["loaders"]) == len(self.places()):
             for place, state in zip(self.places(), position["loaders"], strict=True):
                 if state:
@@ -173,7 +181,7 @@ class LoaderSet:
 
     def take_up(self, position: dict[str, Any], consumed: int | None) -> list[str]:
         """Have the next pass be what is left of that one."""
-        states, places = position["loaders"], self.places()
+        states, places, self._awaited = position["loaders"], self.places(), []
         if len(states) != len(places):
             self._skip(consumed or max(state["consumed"] for state in states))
             return [f"there were {len(states)} dataloaders and are {len(places)}"]
@@ -189,7 +197,7 @@ class LoaderSet:
 
     def skip(self, count: int) -> int:
         """Have the next pass begin after its first ``count`` batches. Returns how many are still to be dropped."""
-        if self._goes_on:
+        if self._load_awaited():
             return 0
         places = self.places()
         if count < self.num_batches() and not all(map(_is_repeatable, places)):
@@ -268,6 +276,7 @@ class DrawnLoaderSet(LoaderSet):
 
     def training_pass(self) -> Iterator[Batch]:
         """For each step of a pass of training, what the step before it drew last."""
+        self._load_awaited()
         self.combined.limits, drawn = self.limits, int(self._taken_up.get("drawn", 0))
         self.fetcher.setup(_Beginning(self))  # type: ignore[arg-type]
         iter(self.fetcher)
