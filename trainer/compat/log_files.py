@@ -45,7 +45,9 @@ def go_on(logger: Any, step: int | None) -> None:
 
     Args:
         logger: has not written yet, or has written to its files everything.
-        step: rows from this one on are going to be written again and are dropped; None keeps all.
+        step: of the next row. Later ones will be made again and are dropped. Rows of this step may have been made
+            before the checkpoint (of a validation inside an accumulation window) or after it: they are kept, and not
+            written twice where they are made again. None keeps all.
     """
     if isinstance(logger, TensorBoardLogger) and logger._experiment is None and step is not None:
         logger._kwargs["purge_step"] = step
@@ -90,7 +92,7 @@ class _Rows(_GoesOn, ExperimentWriter):
 
 
 def _cut(path: Path, step: int | None) -> tuple[list[str], list[dict[str, str]]]:
-    """Drop the rows from ``step`` on, and a line that was not written to its end. Returns the columns and the rows."""
+    """Drop the rows after ``step``, and a line that was not written to its end. Returns the columns and the rows."""
     with path.open(newline="", encoding="utf-8") as file:
         lines = [line for line in file if line.endswith("\n")]
     reader = csv.DictReader(lines)

@@ -67,12 +67,10 @@ def _choose(trainer: Any) -> tuple[str | None, dict[int, Any]]:
 
 def _next_row(path: str | Path) -> int | None:
     """The step of the first row that a run that goes on from the checkpoint ``path`` will log."""
-    with suppress(
-        UnpicklingError, KeyError, RuntimeError, TypeError
-    ):  # what is wrong with it is told when it is loaded
+    with suppress(UnpicklingError, KeyError, RuntimeError, TypeError):  # told when it is loaded
         loops = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["loops"]
         if OUR_KEY in loops:
             progress = loops[OUR_KEY]["progress"]
-            return int(progress["windows"] + progress.get("closing", False))  # that of a window that closes is sent
+            return int(progress["windows"] + progress.get("closing", False))  # a window that closes has sent its own
         return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"])
     return None
