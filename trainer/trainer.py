@@ -410,11 +410,10 @@ class Trainer(TrainerBase):
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
-        if self.resume:  # so that the rows that are kept on a resume are there
-            for logger in self.loggers:
-                logger.save()
         with self.profiler.profile("save_checkpoint"), training_weights(self.callbacks, self._module):
             checkpoint = self._dump(bool(weights_only))
+            if self.resume:
+                resuming.note_rows(self, checkpoint)
             checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
             self.engine.save(checkpoint, filepath, storage_options)
 

@@ -38,10 +38,10 @@ def make(request: pytest.FixtureRequest) -> Any:
     return MAKE[request.param]
 
 
-def second_run(folder: Path, make: Any, step: int | None) -> Any:
+def second_run(folder: Path, make: Any, step: int | None, count: int | None = None) -> Any:
     logger = make(folder)
     log_files.take_version(logger, 0)
-    log_files.go_on(logger, step)
+    log_files.go_on(logger, step, count)
     return logger
 
 
@@ -57,17 +57,24 @@ def test_rows_that_will_be_written_again_are_dropped(tmp_path: Path, make: Any) 
     assert lines(tmp_path) == ["epoch,loss,new,step,val", ",0.0,,0,", f",{1 / 3},,1,", ",7.0,,2,", ",,8.0,3,"]
 
 
-def test_a_row_that_is_there_is_not_written_twice(tmp_path: Path, make: Any) -> None:
-    """The last step's are made again where a checkpoint was written before its validation, say."""
+def test_rows_are_counted_rather_than_looked_at_where_that_is_known(tmp_path: Path, make: Any) -> None:
     first_run(tmp_path, make)
     before = lines(tmp_path)
-    logger = second_run(tmp_path, make, 4)
+    logger = second_run(tmp_path, make, 2, count=4)
+    assert lines(tmp_path) == before[:5]
+    assert log_files.rows_written(logger) == 4
     logger.log_metrics({"val": 0.25, "epoch": 0}, 3)
     logger.save()
+    assert log_files.rows_written(logger) == 5
     assert lines(tmp_path) == before
-    logger.log_metrics({"val": 0.5, "epoch": 0}, 3)
-    logger.save()
-    assert lines(tmp_path) == [*before, "0,,3,0.5"]
+
+
+def test_rows_of_others_are_not_counted(tmp_path: Path, make: Any) -> None:
+    assert log_files.rows_written(TensorBoardLogger(tmp_path)) is None
+    logger = make(tmp_path)
+    assert log_files.rows_written(logger) is None
+    _ = logger.experiment
+    assert log_files.rows_written(logger) == 0
 
 
 def test_half_a_line_is_dropped(tmp_path: Path, make: Any) -> None:

@@ -100,6 +100,20 @@ def test_a_killed_run_goes_on_in_its_folder(tmp_path: Path, logger: str, kills: 
     assert rows(killed) == rows(whole)
 
 
+@pytest.mark.parametrize(
+    "arguments", [{}, {"val_check_interval": 2}, {"accumulate_grad_batches": 3, "val_check_interval": 2}]
+)
+def test_no_row_is_lost_or_doubled_where_checkpoints_are_written_inside_an_epoch(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    saver = partial(ModelCheckpoint, every_n_train_steps=1, save_last=True)
+    script(tmp_path / "whole", saver=saver, **arguments)
+    for kill in (4, 7, 8):
+        script(tmp_path / "killed", saver=saver, kill=kill, **arguments)
+    script(tmp_path / "killed", saver=saver, **arguments)
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+
+
 def test_a_run_that_has_come_to_its_end_has_nothing_left_to_do(tmp_path: Path) -> None:
     script(tmp_path)
     before = rows(tmp_path), checkpoints(tmp_path)

@@ -17,8 +17,6 @@ from trainer.default_logger import DefaultLogger
 
 CHECKPOINTS = "checkpoints/*.ckpt"  # below the folder of a logger: where ModelCheckpoint writes by default
 
-Row = frozenset[tuple[str, str]]
-
 
 def is_numbered(logger: Any) -> bool:
     """Whether ``logger`` is going to take the next free ``version_<n>``."""
@@ -40,45 +38,54 @@ def newest_version(logger: Any, pattern: str | None = None) -> int | None:
     return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
 
-def go_on(logger: Any, step: int | None) -> None:
+def rows_written(logger: Any) -> int | None:
+    """The number of rows in the CSV file of ``logger``, which has saved them; None where it has none here."""
+    rows = _csv_of(logger)
+    if rows is None or rows._experiment is None:
+        return None
+    path = local_path(rows.experiment.metrics_file_path)
+    if path is None or not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return max(0, sum(1 for _ in file) - 1)
+
+
+def go_on(logger: Any, step: int | None, count: int | None = None) -> None:
     """Have ``logger`` go on in its files, where it is one that we know: CSV, TensorBoard, or the default one.
 
     Args:
         logger: has not written yet, or has written to its files everything.
-        step: rows from this one on are going to be written again and are dropped; None keeps all.
+        step: of the next row. Those of this step and later are dropped, for they will be made again; None keeps all.
+        count: the number of rows to keep of a CSV file, where that is known: it is more exact.
     """
     if isinstance(logger, TensorBoardLogger) and logger._experiment is None and step is not None:
         logger._kwargs["purge_step"] = step
+    rows = _csv_of(logger)
+    if rows is not None and local_path(rows.log_dir) is not None:
+        rows._experiment = (_Rows if isinstance(rows, CSVLogger) else _PlainRows)(rows.log_dir).after(step, count)
+
+
+def _csv_of(logger: Any) -> FabricCSVLogger | None:
     rows = logger.rows if isinstance(logger, DefaultLogger) else logger
-    if isinstance(rows, FabricCSVLogger) and local_path(rows.log_dir) is not None:
-        rows._experiment = (_Rows if isinstance(rows, CSVLogger) else _PlainRows)(rows.log_dir).after(step)
+    return rows if isinstance(rows, FabricCSVLogger) else None
 
 
 class _GoesOn:
-    """Of a CSV logger's writer: what is there is kept, and what is kept is not written twice."""
+    """Of a CSV logger's writer: what is there is kept."""
 
-    metrics: list[dict[str, Any]]
     metrics_keys: list[str]
     metrics_file_path: str
-    _kept: frozenset[Row] = frozenset()
 
     def _check_log_dir_exists(self) -> None:
         pass  # Lightning's deletes the file
 
-    def after(self, step: int | None) -> Any:
+    def after(self, step: int | None, count: int | None) -> Any:
         """Cut the file, and go on behind what is left."""
         path = local_path(self.metrics_file_path)
         assert path is not None
         if path.is_file():
-            self.metrics_keys, rows = _cut(path, step)
-            self._kept = frozenset(map(_as_written, rows))
+            self.metrics_keys = _cut(path, step, count)
         return self
-
-    def log_metrics(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
-        """Take a row; one that was written behind the checkpoint and is made again, to the bit, is there already."""
-        super().log_metrics(metrics_dict, step)  # type: ignore[misc]
-        if _as_written(self.metrics[-1]) in self._kept:
-            self.metrics.pop()
 
 
 class _PlainRows(_GoesOn, _ExperimentWriter):
@@ -89,13 +96,15 @@ class _Rows(_GoesOn, ExperimentWriter):
     pass
 
 
-def _cut(path: Path, step: int | None) -> tuple[list[str], list[dict[str, str]]]:
-    """Drop the rows from ``step`` on, and a line that was not written to its end. Returns the columns and the rows."""
+def _cut(path: Path, step: int | None, count: int | None) -> list[str]:
+    """Drop rows, as `go_on` says, and a line that was not written to its end. Returns the columns."""
     with path.open(newline="", encoding="utf-8") as file:
         lines = [line for line in file if line.endswith("\n")]
     reader = csv.DictReader(lines)
     names = list(reader.fieldnames or [])
-    rows = [row for row in reader if step is None or int(float(row["step"])) <= step]
+    rows = list(reader)[:count]
+    if count is None and step is not None:
+        rows = [row for row in rows if int(float(row["step"])) < step]
     part = path.with_name(f".{path.name}.part")
     with part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names)
@@ -103,8 +112,4 @@ def _cut(path: Path, step: int | None) -> tuple[list[str], list[dict[str, str]]]
             writer.writeheader()
         writer.writerows(rows)
     part.replace(path)
-    return names, rows
-
-
-def _as_written(row: dict[str, Any]) -> Row:
-    return frozenset((name, str(value)) for name, value in row.items() if str(value))
+    return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,6 +17,8 @@ from trainer.compat import log_files
 from trainer.compat.checkpoint_folders import folders_of, on_first_rank
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.errors import ConfigurationError
+
+_ROWS = "rows"
 
 
 def newest_checkpoint(trainer: Any) -> str | None:
@@ -33,9 +36,9 @@ def newest_checkpoint(trainer: Any) -> str | None:
     if path is not None:
         rank_zero_info(f"resume='auto': going on from {path}")
         if trainer.is_global_zero:
-            step = _next_row(path)
-            for logger in trainer.loggers:
-                log_files.go_on(logger, step)
+            step, rows = _place_in_logs(path)
+            for logger, count in zip_longest(trainer.loggers, rows[: len(trainer.loggers)]):
+                log_files.go_on(logger, step, count)
     return path
 
 
@@ -65,14 +68,21 @@ def _choose(trainer: Any) -> tuple[str | None, dict[int, Any]]:
     return str(path), versions if former is None else {**versions, 0: former}
 
 
-def _next_row(path: str | Path) -> int | None:
-    """The step of the first row that a run that goes on from the checkpoint ``path`` will log."""
-    with suppress(
-        UnpicklingError, KeyError, RuntimeError, TypeError
-    ):  # what is wrong with it is told when it is loaded
+def note_rows(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Note in ``checkpoint`` how many rows each logger has written until now: a run that goes on keeps these."""
+    for logger in trainer.loggers:
+        logger.save()
+    if trainer.is_global_zero:  # which writes the files
+        checkpoint["loops"][OUR_KEY][_ROWS] = [log_files.rows_written(logger) for logger in trainer.loggers]
+
+
+def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | None]]:
+    """The step of the next row after the checkpoint ``path``, and the rows that each logger had written."""
+    with suppress(UnpicklingError, KeyError, RuntimeError, TypeError):  # told when it is loaded
         loops = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["loops"]
-        if OUR_KEY in loops:
-            progress = loops[OUR_KEY]["progress"]
-            return int(progress["windows"] + progress.get("closing", False))  # that of a window that closes is sent
-        return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"])
-    return None
+        if OUR_KEY not in loops:
+            return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]), []
+        ours, progress = loops[OUR_KEY], loops[OUR_KEY]["progress"]
+        step = progress["windows"] + progress.get("closing", False)  # a window that closes has sent its own
+        return int(step), list(ours.get(_ROWS, []))
+    return None, []
