@@ -310,6 +310,17 @@ def test_nor_at_the_end_of_a_validation(tmp_path: Path) -> None:
         assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
+def test_large_weights_are_finite(tmp_path: Path) -> None:
+    class Large(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.Parameter(torch.full((3,), 1e30))
+
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving]).fit(Large(), loader_of(make_batches(2)))
+    assert (tmp_path / "last.ckpt").exists()
+
+
 def test_who_wants_them_gets_them(tmp_path: Path) -> None:
     files = checkpoints_of(tmp_path, NonFiniteGuard("go_on"), raises=False)
     assert files["last.ckpt"]["state_dict"]["net.0.weight"].isnan().any()

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer import rng
@@ -127,10 +128,11 @@ class NonFiniteGuard(Callback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse to replace a good checkpoint by weights that are not finite. A host-device synchronisation."""
-        if self.policy == "go_on" or trainer.state.fn.value != "fit":
+        if self.policy == "go_on" or trainer.state.fn != "fit" or trainer.state.status != "running":
             return
-        broken = [name for name, parameter in pl_module.named_parameters() if _is_broken(parameter)]
-        if broken:
+        if broken := _broken(pl_module):
+            return
+        if broken := _broken(pl_module):
             raise NonFiniteError(
                 f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
                 f" were not saved, and the checkpoints from before are as they were: {names_of(broken)}."
@@ -318,10 +320,14 @@ def _verdict(report: Report) -> str:
     return f"The first number that is not finite was made in the {report.phase} pass, in {report.place}."
 
 
-def _is_broken(parameter: Tensor) -> bool:
-    if not parameter.requires_grad or not parameter.is_floating_point() or not parameter.numel():
-        return False
-    return not bool(parameter.detach().abs().amax().isfinite())
+def _broken(module: LightningModule) -> list[str]:
+    """The names of trained parameters that are not finite. One host-device synchronisation, where there are none."""
+    trained = [(name, p.detach()) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+    tensors = [parameter for _, parameter in trained]
+    if not tensors or get_total_norm(tensors).isfinite():
+        return []
+    # a norm of large numbers may overflow where none of them has
+    return [name for name, parameter in trained if not parameter.isfinite().all()]
 
 
 @rank_zero_only
