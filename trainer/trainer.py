@@ -857,6 +857,7 @@ class Trainer(TrainerBase):
             self._prepare_validation()
         loop = self.eval_loops[RunningStage.VALIDATING]
         loop.progress.begin_epoch(self.progress.epoch)
+        self._signal_connector.start_validation(loop.loaders)
         loop.run()
         self.loop.limits.restart_validation_clock()
         self.state.stage = RunningStage.TRAINING

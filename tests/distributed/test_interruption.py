@@ -41,6 +41,15 @@ def test_one_during_the_last_batch(ranks: list[dict[str, Any]]) -> None:
     assert [rank["last"] for rank in ranks] == [{"code": 138, "steps": [5], "saved": 5}] * 2
 
 
+def test_a_validation_is_broken_off_at_the_same_batch(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["validation"] for rank in ranks] == [{"code": 143, "steps": [5], "saved": 5, "validated": 2}] * 2
+
+
+def test_where_only_one_rank_validates_it_comes_to_its_end(ranks: list[dict[str, Any]]) -> None:
+    expected = {"code": 143, "steps": [5], "saved": 5}
+    assert [rank["end of validation"] for rank in ranks] == [expected | {"validated": n} for n in (4, 6)]
+
+
 def test_without_a_signal_nothing_happens(ranks: list[dict[str, Any]]) -> None:
     assert [rank["nobody"] for rank in ranks] == [{"code": None, "steps": [], "saved": None}] * 2
 

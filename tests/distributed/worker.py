@@ -190,6 +190,7 @@ def fit(
     *,
     world_size: int = WORLD_SIZE,
     batches: int = 5,
+    val_batches: int = 2,
     ckpt_path: Path | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def fit(
     own = arguments.get("use_distributed_sampler", False)
     train = DataLoader(samples(), batch_size=BATCH // world_size, sampler=None if own else Shard(world_size))
     has_validation = arguments.get("limit_val_batches", 1) != 0
-    val = DataLoader(samples(8), batch_size=4) if has_validation else None
+    val = DataLoader(samples(4 * val_batches), batch_size=4) if has_validation else None
     trainer.fit(module, train, val, ckpt_path=ckpt_path)
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},

@@ -24,6 +24,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from trainer.agreement import Agreement
 from trainer.compat.processes import last_words, others
+from trainer.data import Loaders
 from trainer.errors import RequeueError
 from trainer.eval_loop import EvalLoop
 from trainer.limits import FitLimits
@@ -63,6 +64,7 @@ class Signals:
         self._interrupts = 0  # how often Ctrl-C was pressed
         self._ends = self._holds = self._is_inner = False
         self._first_batch = 0
+        self._questions = 0  # batches of the current validation before which the processes ask each other
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_handlers": {}, "_agreement": None, "interruption": None}
@@ -80,6 +82,7 @@ class Signals:
         self.received_sigterm, self.interruption = False, None
         self._noted, self._interrupts, self._to_requeue = 0, 0, False
         self._ends = self._is_inner = False
+        self._questions = 0
         self._process, self._first_batch = os.getpid(), trainer.progress.batches_started
         self._agreement = trainer.engine.agreement(2) if trainer.state.fn is TrainerFn.FITTING else None
         environment = trainer._accelerator_connector.cluster_environment
@@ -111,6 +114,16 @@ class Signals:
             raise
         if self._agreement is not None:
             self._agreement.close()
+
+    def start_validation(self, loaders: Loaders | None) -> None:
+        """A validation inside of a fit starts: it is broken off at the same batch on all processes.
+
+        They may have unequally many batches, and ask each other only before those that all of them have. Where
+        somebody does not know how many that will be, a signal waits for the end of the validation.
+        """
+        if self._agreement is not None:
+            batches = 0.0 if loaders is None or not loaders.has_length else sum(loaders.limits)
+            self._questions = self._agreement.smallest(0 if batches == float("inf") else int(batches))
 
     @contextmanager
     def inner_run(self) -> Iterator[None]:
@@ -204,7 +217,7 @@ class Signals:
         something = bool(self._noted or self._to_requeue)
         self._limits.attend = self._attend if something or self._agreement is not None else None
         for loop in self._eval_loops:
-            loop.attend = self._attend_evaluation if something and self._agreement is None else None
+            loop.attend = self._attend_evaluation if something or self._agreement is not None else None
 
     # --- between two batches ------------------------------------------------------------------------------------
 
@@ -216,7 +229,13 @@ class Signals:
         self._heed(*known)
 
     def _attend_evaluation(self) -> None:
-        self._heed(self._noted, int(self._to_requeue))
+        """Before a batch of an evaluation."""
+        known = [self._noted, int(self._to_requeue)]
+        if self._agreement is None:
+            self._heed(*known)
+        elif self._questions and not self._is_inner:
+            self._questions -= 1
+            self._heed(*self._agreement.ask(known))
 
     def _heed(self, noted: int, to_requeue: int) -> None:
         self._to_requeue |= bool(to_requeue)
