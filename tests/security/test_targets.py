@@ -219,6 +219,9 @@ HYDRA = {
     "something outside": f"hydra:\n  job_logging:\n    handlers:\n      x:\n        {STREAM}stream: ext://os.environ\n",
     "something inside": f"hydra:\n  job_logging:\n    handlers:\n      x:\n        {STREAM}stream: cfg://x\n",
     "a log elsewhere": "hydra:\n  job_logging:\n    handlers:\n      file:\n        filename: {proof}\n",
+    "a log in the place of a module": (
+        "hydra:\n  job_logging:\n    handlers:\n      file:\n        filename: line_fit.py\n        mode: w\n"
+    ),
     "a log above": (
         "hydra:\n  job_logging:\n    handlers:\n      file:\n        filename: ${{hydra.runtime.output_dir}}/../../x\n"
     ),

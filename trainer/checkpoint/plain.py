@@ -59,6 +59,8 @@ def _plain(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
     if kind is set:
         for child in value:
             _plain(child, f"{place}{{}}", offences)
+        if not _loads(set()):  # older torch
+            offences.append((place, value))
         return value
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         number = value.item()

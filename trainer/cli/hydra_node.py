@@ -141,8 +141,7 @@ def _check_logging(node: Any, key: str, given: list[str]) -> None:
 
 def _check_log_file(text: str, key: str, given: list[str]) -> None:
     inside = re.sub(r"^\$\{hydra[.:](runtime\.output_dir|run\.dir|sweep\.dir)\}/", "", text)
-    path = Path(inside)
-    if (path.is_absolute() or ".." in path.parts or inside.startswith("${oc.env")) and key not in given:
+    if (inside == text or ".." in Path(inside).parts or "${oc.env" in inside) and key not in given:
         raise UsageError(
             f"{key} is {text}, expected a file in the run's folder: ${{hydra.runtime.output_dir}}/NAME.log. To have it"
             f" elsewhere, write {key}=FILE on the command line."

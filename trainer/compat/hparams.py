@@ -96,7 +96,8 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
         return value.total_seconds()
     if isinstance(value, date):  # and datetime
         return value.isoformat()
-    if any(type(value) is entry for entry in torch.serialization.get_safe_globals()):
+    safe = torch.serialization.get_safe_globals()  # classes, or such with another name
+    if any(type(value) is (entry[0] if isinstance(entry, tuple) else entry) for entry in safe):
         return value
     left_out.append(f"{place} ({type(value).__module__}.{type(value).__qualname__})".replace("(builtins.", "("))
     return None
