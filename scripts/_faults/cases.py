@@ -15,7 +15,7 @@ from _faults.training import EVERYTHING, Setup, read_diary
 
 Body = Callable[[Bench, str], Outcome]
 
-END = 60.0
+END = 90.0
 """Seconds that a run may take to end."""
 
 SMALL = replace(EVERYTHING, batches=20, epochs=2, overflows=(1, 7, 25), validate_every=8, pace=0.01)
@@ -182,8 +182,8 @@ def disk_full(bench: Bench, who: str) -> Outcome:
     with tools.small_disk(100, folder) as mounted:
         if not mounted:
             return file_limit(bench, who)
-        run = bench.train(who, folder, setup=setup, trainer={"max_epochs": 1, "limit_train_batches": 9})
-        run.wait(END)
+        fault = {"kind": "signal", "at": 10, "signals": ["SIGKILL"]}
+        bench.train(who, folder, setup=setup, fault=fault).wait(END)
         filler = folder / "filler"
         with filler.open("wb") as file, tools.suppress(OSError):
             while True:
