@@ -418,7 +418,9 @@ def broken_worker(bench: Bench, who: str, signals: list[str]) -> Outcome:
     outcome = go_on(bench, who, folder, setup)
     if status == 0 or outcome.word != "exact":
         return replace_detail(outcome, f"ends with {status}; {outcome.detail}")
-    return Outcome("exact", f"after an error: {said[:110]}")
+    if who == "ours" and "DataLoaderError" not in said:
+        return Outcome("exact", f"but the error says: {said[:110]}", good=False)
+    return Outcome("exact", f"after an error: {said.partition('.errors.')[2] or said:.90}")
 
 
 NAN = replace(SMALL, precision="32-true", overflows=())
