@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -322,6 +322,3 @@ def small_disk(megabytes: int, folder: Path) -> Iterator[bool]:
     finally:
         if mounted:
             subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
-
-
-__all__ = ["Bench", "HungError", "Outcome", "Reference", "RefusedError", "Run", "replace"]

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-GOOD = ("exact", "refused", "stopped", "named", "nothing ran")
-"""The words that stand for a promise that was kept; which of them is expected, a case knows."""
-
 
 @dataclass
 class Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -251,8 +252,6 @@ class Diary:
         line = json.dumps([epoch, batch, ids, loss.hex(), os.getpid()])
         os.write(self.file, f"{line}\n".encode())
         if self.pace:
-            import time
-
             time.sleep(self.pace)
 
 

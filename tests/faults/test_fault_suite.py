@@ -79,7 +79,8 @@ def test_the_script(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "1 of 1 of ours are as promised." in done.stdout
     assert "| The folder cannot be written | **refused**: before the first batch |" in page.read_text()
-    (row,) = json.loads(table.read_text())
+    assert "\n\n`scripts/fault_suite --only unwritable`: torch " in page.read_text()
+    (row,) = json.loads(table.read_text())["rows"]
     assert (row["name"], row["outcomes"]["ours"]["word"]) == ("unwritable", "refused")
 
 
