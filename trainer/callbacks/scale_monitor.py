@@ -109,6 +109,7 @@ class ScaleMonitor(Callback):
         self._probed_at = 0
         self._norms: dict[Optimizer, Tensor] = {}
         self._logs_norm = True
+        self._goes_on = False
 
     @property
     def skip_rate(self) -> float:
@@ -119,13 +120,32 @@ class ScaleMonitor(Callback):
         """Ask to see the gradients before they are unscaled."""
         self._logs_norm = not any(getattr(callback, "log_norm", False) for callback in trainer.callbacks)
         self._norms = {}
-        self._steps = self._recent_skips = self._steps_outside = 0
-        self._recent.clear()
-        self._warned.clear()
+        if not self._goes_on:
+            self._steps = self._recent_skips = self._steps_outside = 0
+            self._recent.clear()
+            self._warned.clear()
+        self._goes_on = False
         if self.every_n_steps and trainer.scaler.is_enabled():
             self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
             self._probe = UnderflowProbe(pl_module.device.type)
             trainer.scaler.before_unscale = partial(self._look, trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on counting from."""
+        return {
+            "steps": self._steps,
+            "recent": list(self._recent),
+            "steps_outside": self._steps_outside,
+            "warned": sorted(self._warned),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self._steps, self._steps_outside = state_dict["steps"], state_dict["steps_outside"]
+        self._recent = deque(state_dict["recent"], maxlen=self.window)
+        self._recent_skips = sum(self._recent)
+        self._warned = set(state_dict["warned"])
+        self._goes_on = True
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Let go of them."""
