@@ -16,6 +16,7 @@ throughout a batch, and ``update`` runs once, at its end.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.data import DrawnLoaders, EndOfPass
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, ResumeError
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
 from trainer.hooks import Hook
@@ -150,6 +151,37 @@ class ClosureOptimization:
                     self._earlier.append(this)
         _finish_update(loop, self._stepped)
         loop.end_batch(this.outputs, batch, batch_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The batches that are kept, for a checkpoint inside a window.
+
+        They are None where ``torch.load(weights_only=True)`` would not read them: where there is more in them than
+        tensors, numbers, strings and plain containers of those.
+        """
+        if not all(_is_plain(one.batch) for one in self._earlier):
+            return {"batches": None}
+        return {"batches": [[one.batch, one.batch_idx, one.mark, one.share] for one in self._earlier]}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, *, exact: bool) -> None:
+        """Keep the batches that :meth:`state_dict` returned.
+
+        Raises:
+            ResumeError: it could not return them, and ``exact`` is set. Otherwise the window goes on without them.
+        """
+        if state["batches"] is None:
+            reason = (
+                "The checkpoint was written inside an accumulation window whose batches the optimizer evaluates again,"
+                " and it could not keep them: they hold more than tensors, numbers, strings and plain containers."
+            )
+            if exact:
+                raise ResumeError(
+                    f"{reason} Resume from one that was written between two windows, or go on without these batches:"
+                    " Trainer(exact_resume=False)."
+                )
+            warnings.warn(f"{reason} The window goes on without them.", stacklevel=2)
+        for batch, batch_idx, mark, share in _moved(state["batches"] or [], device):
+            self._earlier.append(one := _Pass(batch, batch_idx, mark))
+            one.share = share
 
     def _evaluate(self, this: _Pass) -> Tensor | None:
         """Forward and backward of one batch. Returns its share of the window's mean loss."""
@@ -317,6 +349,22 @@ class _Pass:
         self.share: Tensor | None = None
         self.outputs: dict[str, Any] = {}
         self.is_evaluated = False
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(type(key) in (str, int) and _is_plain(one) for key, one in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (Tensor, str, bytes, bool, int, float)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(one, device) for key, one in value.items()}
+    return type(value)(_moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value
 
 
 def _forward(loop: FitLoop, batch: Any, batch_idx: int, nothing: Any = NOTHING) -> Any:

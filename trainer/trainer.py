@@ -683,6 +683,7 @@ class Trainer(TrainerBase):
         torch.set_grad_enabled(True)
         if not loop.limits.ends_fit():
             modules.warn_of_eval_mode(module)
+        self.process.begin_fit()
         if self._detect_anomaly and not self.scaler.is_enabled():  # where it is, AnomalyDetection does this
             self._session.enter_context(torch.autograd.set_detect_anomaly(True))
         profiling = self._profiling
@@ -714,6 +715,7 @@ class Trainer(TrainerBase):
             optimizer_step = with_closure(hooks.of_module("optimizer_step"))
             side_door = ClosureOptimization(loop, optimizer_step, self.engine.wrapped_optimizers)
         self.engine.adapter.side_door = side_door
+        self.process.kept_batches = side_door if isinstance(side_door, ClosureOptimization) else None
         if side_door is not None:
             loop.train = side_door.train_batch
         if (halving := self._first_callback(HalveOnOutOfMemory)) is not None:

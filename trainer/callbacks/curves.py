@@ -77,10 +77,11 @@ class Curves(Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Forgets points that are not of this run: ahead of the step it starts from."""
         self._fitting = True
-        self._scale = None
-        self._known = dict(trainer.callback_metrics)
         for series in self._all():
-            series.truncate(trainer.global_step)
+            series.truncate(trainer.global_step + (series is self.scales))  # the next step's scale is known already
+        scales = self.scales.read()
+        self._scale = scales[-1] if scales else None
+        self._known = dict(trainer.callback_metrics)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -148,6 +149,7 @@ class Curves(Callback):
             "losses": self.losses.state_dict(),
             "scales": self.scales.state_dict(),
             "skipped": self.skipped.state_dict(),
+            "batches": self._batches,
             "metrics": {
                 stage: {name: series.state_dict() for name, series in metrics.items()}
                 for stage, metrics in self.metrics.items()
@@ -159,6 +161,7 @@ class Curves(Callback):
         self.losses.load_state_dict(state_dict["losses"])
         self.scales.load_state_dict(state_dict["scales"])
         self.skipped.load_state_dict(state_dict["skipped"])
+        self._batches = state_dict.get("batches", 0)
         for stage, metrics in state_dict["metrics"].items():
             for name, state in metrics.items():
                 self._metric(stage, name).load_state_dict(state)
@@ -206,6 +209,8 @@ class Curves(Callback):
 
     def _record(self, trainer: "pl.Trainer", stage: str) -> None:
         for name, value in trainer.callback_metrics.items():
+            if stage == "train" and name in self.metrics["val"] and name not in self.metrics["train"]:
+                continue  # of a validation that a checkpoint has brought along
             if self._known.get(name) is not value and not name.endswith("_step"):
                 # Host-device synchronisation on a GPU, at the end of an epoch or a validation.
                 self._metric(stage, name).append(trainer.global_step, float(value))

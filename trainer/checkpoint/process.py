@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer import rng
 from trainer.accumulation import gradients_of
+from trainer.checkpoint import modes
 from trainer.metrics import MetricStore
 from trainer.optimization import StepOutcome
 
@@ -37,22 +38,43 @@ class MetricObjects(Protocol):
         """Go on from what :meth:`state_dict` returned."""
 
 
+class KeptBatches(Protocol):
+    """The batches of an accumulation window that are going to be evaluated again (``trainer.side_doors``)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The batches, and what is known of them."""
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, *, exact: bool) -> None:
+        """Go on from what :meth:`state_dict` returned; where that is impossible, refuse if ``exact``, or warn."""
+
+
 class ProcessState:
     """Takes and puts back what a process has for itself.
 
     Args:
         run: the Trainer: ``loop``, ``eval_loops``, ``engine``, ``published``, ``lightning_module``.
         metric_objects: finds those of a module.
+
+    Attributes:
+        kept_batches: keeps the batches of an open window, where an optimizer evaluates them again; else None.
     """
 
     def __init__(self, run: Any, metric_objects: Callable[[nn.Module], MetricObjects]) -> None:
         self._run = run
         self._metric_objects = metric_objects
+        self.kept_batches: KeptBatches | None = None
         self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]]] | None = None
+        self._first_modes: modes.Modes = {}
+        self._training_modes: modes.Modes = {}
+
+    def begin_fit(self) -> None:
+        """Everything is set up: what is changed about the module from here on is the run's doing."""
+        self._first_modes = modes.modes_of(self._run.lightning_module)
 
     def begin_validation(self) -> None:
         """A validation inside a fit begins: a checkpoint that breaks it off has it begin again from here."""
         run = self._run
+        self._training_modes = modes.modes_of(run.lightning_module)
         counts = self._metric_objects(run.lightning_module).counts()
         self._before_validation = rng.capture(run.engine.device), counts, self._seen_batches()
 
@@ -83,10 +105,13 @@ class ProcessState:
             "outcome": None if outcome is None else list(outcome),
             "should_stop": loop.limits.should_stop,
             "window": {"batches": window.batches},
+            "modes": self._modes(),
         }
         if progress.is_trained and window.is_open:
             state["window"] = window.state_dict()
         state["gradients"] = self._gradients()
+        if progress.is_trained and window.is_open and self.kept_batches is not None:
+            state["kept_batches"] = self.kept_batches.state_dict()
         if engine.world_size == 1:
             return state
         if (
@@ -128,7 +153,23 @@ class ProcessState:
         parameters = dict(run.lightning_module.named_parameters())
         for name in state["gradients"].keys() & parameters.keys():
             parameters[name].grad = state["gradients"][name].to(parameters[name].device)
+        if state["gradients"]:
+            loop.scaler.expect_scaled(device)
+        if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
+            self.kept_batches.load_state_dict(kept, device, exact=run.exact_resume)
+        modes.restore(run.lightning_module, state.get("modes", {}))
         rng.restore(state["rng"], device)
+
+    def _modes(self) -> modes.Modes:
+        """What the run has changed about the module, as it is between two batches."""
+        module, progress = self._run.lightning_module, self._run.loop.progress
+        if not self._first_modes:
+            return {}
+        validates = not progress.is_followed_up and (progress.owes_validation or progress.has_validated)
+        changed = modes.changes(self._training_modes if validates else modes.modes_of(module), self._first_modes)
+        if not progress.is_trained and not module.automatic_optimization:
+            changed["requires_grad"] = {}  # `toggle_optimizer` has changed it for the time of a batch
+        return changed
 
     def _gradients(self) -> dict[str, Tensor]:
         """Those that no weight update has used yet.
@@ -169,6 +210,6 @@ def _on_host(value: Any) -> Any:
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: _on_host(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_on_host(one) for one in value]
+    if type(value) in (list, tuple):
+        return type(value)(_on_host(one) for one in value)
     return value

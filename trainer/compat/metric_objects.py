@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, MetricTracker
 
 
 class MetricObjects:
@@ -15,13 +15,24 @@ class MetricObjects:
 
     Args:
         module: whose parts.
+
+    Attributes:
+        by_name: the metric objects. A MetricTracker's are known once there are as many of them as there were.
     """
+
+    by_name: dict[str, Any]
+    _names: dict[int, str]
 
     def __init__(self, module: nn.Module) -> None:
         for part in module.modules():
             if isinstance(part, MetricCollection):  # those that share a state see the one that is kept up to date
                 list(part.values(copy_state=False))
-        self.by_name = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+        self._trackers = {n: part for n, part in module.named_modules() if isinstance(part, MetricTracker)}
+        self._module = module
+        self._find()
+
+    def _find(self) -> None:
+        self.by_name = {name: part for name, part in self._module.named_modules() if isinstance(part, Metric)}
         self._names = {id(metric): name for name, metric in self.by_name.items()}
 
     def name_of(self, metric: Any) -> str | None:
@@ -38,14 +49,21 @@ class MetricObjects:
         Args:
             without: names of metrics to leave out, as if they were reset.
         """
-        return {
+        state: dict[str, Any] = {
             name: _state_of(metric)
             for name, metric in self.by_name.items()
             if metric._update_count and name not in without
         }
+        state |= {name: {"tracked": len(tracker)} for name, tracker in self._trackers.items()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on from what :meth:`state_dict` returned; metrics that are not in it are left alone."""
+        for name in state.keys() & self._trackers.keys():
+            tracker = self._trackers[name]
+            while len(tracker) < state[name]["tracked"]:
+                tracker.increment()
+        self._find()
         for name in state.keys() & self.by_name.keys():
             metric = self.by_name[name]
             for attribute, value in state[name]["states"].items():

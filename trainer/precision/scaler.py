@@ -223,6 +223,11 @@ class LossScaler(torch.amp.GradScaler):
         self._checks = []
         self._with_momentum.clear()
 
+    def expect_scaled(self, device: torch.device) -> None:
+        """There are scaled gradients, though this scaler has scaled no loss: a checkpoint has brought them along."""
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+
     def __getstate__(self) -> dict[str, Any]:
         self._resolve()
         state = {**super().__getstate__(), "before_unscale": None}

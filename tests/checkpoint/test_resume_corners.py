@@ -1,0 +1,203 @@
+"""Set-ups with state in unusual places, resumed from each batch: to the bit the run that was never interrupted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _faults.training import differences
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning, Checkpoint
+from lightning.pytorch.loggers import Logger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+from torchmetrics.wrappers import MetricTracker
+
+from trainer import Trainer
+from trainer.callbacks import Curves, ScaleMonitor
+from trainer.errors import ResumeError
+
+
+class Batch(tuple[torch.Tensor]):
+    """No plain container."""
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
+        self.head = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.head(self.backbone(batch[0])).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.head(self.backbone(batch[0])).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 0.05)
+
+
+class Closures(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+class NothingAtTheEnd(Module):
+    """Every second window has its loss in its first batch alone, and the scaler scales no other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 4 in (0, 1, 2) and batch_idx % 2 == 0 else None
+
+
+class Freezes(Module):
+    def on_train_epoch_start(self) -> None:
+        self.head.requires_grad_(self.current_epoch >= 1)
+        self.backbone[1].train(self.current_epoch != 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.05)
+
+
+class Tracks(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.tracker.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("best", self.tracker.best_metric())
+
+
+class ScaleCurve(Curves):
+    """Few points, of losses and scales."""
+
+    def __init__(self) -> None:
+        super().__init__(max_points=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "metrics": {}}
+
+
+class Points(Dataset[list[torch.Tensor]]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return [torch.arange(4.0).add(index).sin() + 0.1 * torch.randn(4)]
+
+
+class Rows(Logger):
+    name = version = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    def log_hyperparams(self, *_: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append((step, {name: float(value).hex() for name, value in metrics.items()}))
+
+
+class Saver(Checkpoint):
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.saved = folder, list[tuple[Path, int]]()
+
+    def save(self, trainer: Any, *_: Any) -> None:
+        path = self.folder / f"{len(self.saved)}.ckpt"
+        trainer.save_checkpoint(path)
+        self.saved.append((path, len(trainer.logger.rows)))
+
+    on_train_batch_end = on_validation_end = on_train_epoch_end = save
+
+
+def train(
+    make: Callable[[], Any],
+    folder: Path,
+    *,
+    seed: int = 0,
+    start: Path | None = None,
+    callbacks: list[Callback],
+    collate: Any = None,
+    **arguments: Any,
+) -> tuple[dict[str, Any], list[Any], list[tuple[Path, int]]]:
+    folder.mkdir()
+    torch.manual_seed(5)
+    module, saver, rows = make(), Saver(folder), Rows()
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0, **arguments}
+    trainer = Trainer(
+        accelerator="cpu", default_root_dir=folder, logger=False, log_every_n_steps=1, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[*callbacks, saver], **options,
+    )  # fmt: skip
+    trainer.loggers = [rows]
+    data = DataLoader(Points(), 2, shuffle=True, collate_fn=collate)
+    trainer.fit(module, data, DataLoader(Points(), 4), ckpt_path=start)
+    state = {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "callbacks": {one.state_key: one.state_dict() for one in trainer.callbacks if one is not saver},
+        "scaler": trainer.scaler.state_dict(),
+        "metrics": dict(trainer.callback_metrics),
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+    }
+    return state, rows.rows, saver.saved
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("make", "callbacks", "arguments"),
+    [
+        pytest.param(Closures, list, {"accumulate_grad_batches": 3}, id="batches that LBFGS evaluates again"),
+        pytest.param(
+            NothingAtTheEnd, list, {"accumulate_grad_batches": 2, "precision": "16-mixed"}, id="no loss after a resume"
+        ),
+        pytest.param(Freezes, list, {}, id="frozen by the module"),
+        pytest.param(
+            Module, lambda: [BackboneFinetuning(1, lambda _: 1.5)], {"max_epochs": 3}, id="frozen by a callback"
+        ),
+        pytest.param(Tracks, list, {}, id="metric tracker"),
+        pytest.param(Module, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}, id="callbacks of ours"),
+    ],
+)
+def test_resumed(make: Callable[[], Any], callbacks: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
+    whole, rows, saved = train(make, tmp_path / "whole", callbacks=callbacks(), **arguments)
+    for number in (0, 1, len(saved) - 3):
+        path, logged = saved[number]
+        state, own_rows, _ = train(make, tmp_path / str(number), seed=1, start=path, callbacks=callbacks(), **arguments)
+        assert differences(state, whole) == [], number
+        assert own_rows == rows[logged:], number
+
+
+def test_batches_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"callbacks": [], "accumulate_grad_batches": 3, "max_epochs": 1}
+    arguments["collate"] = lambda samples: Batch([torch.stack([sample[0] for sample in samples])])
+    _, _, saved = train(Closures, tmp_path / "whole", **arguments)
+    with pytest.raises(ResumeError, match=r"inside an accumulation window.*exact_resume=False"):
+        train(Closures, tmp_path / "refused", start=saved[0][0], **arguments)
+    with pytest.warns(UserWarning, match="goes on without them"):
+        train(Closures, tmp_path / "resumed", start=saved[0][0], exact_resume=False, **arguments)
+    train(Closures, tmp_path / "between", start=saved[2][0], **arguments)

@@ -1,0 +1,44 @@
+"""What a run changes about a module besides its weights: which parameters are frozen, which parts are in eval mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+Modes = dict[str, dict[str, bool]]
+"""By attribute, and by the name of the parameter or module that has it."""
+
+
+def modes_of(module: nn.Module) -> Modes:
+    """``requires_grad`` of each parameter; ``training`` and ``track_running_stats`` of each part that has it."""
+    parts = list(module.named_modules())
+    return {
+        "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+        "training": {name: part.training for name, part in parts},
+        "track_running_stats": {
+            name: part.track_running_stats
+            for name, part in parts
+            if isinstance(getattr(part, "track_running_stats", None), bool)
+        },
+    }
+
+
+def changes(modes: Modes, first: Modes) -> Modes:
+    """What is not as it was ``first``."""
+    return {
+        attribute: {name: value for name, value in now.items() if first[attribute].get(name) not in (None, value)}
+        for attribute, now in modes.items()
+    }
+
+
+def restore(module: nn.Module, changed: Modes) -> None:
+    """Make what has been changed so again; names that the module does not have are left out."""
+    owners: dict[str, dict[str, Any]] = {
+        "requires_grad": dict(module.named_parameters()),
+        "training": dict(module.named_modules()),
+        "track_running_stats": dict(module.named_modules()),
+    }
+    for attribute, values in changed.items():
+        for name in values.keys() & owners[attribute].keys():
+            setattr(owners[attribute][name], attribute, values[name])
