@@ -71,6 +71,22 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock == [145.5]
 
 
+def test_one_that_dies_while_its_batch_is_on_the_way() -> None:
+    class Broken:
+        _workers = [SimpleNamespace(pid=1, exitcode=None, join=lambda timeout: None),
+                    SimpleNamespace(pid=2, exitcode=-9, join=lambda timeout: None)]  # fmt: skip
+
+        def _try_get_data(self, timeout: float) -> Any:
+            raise ConnectionResetError
+
+    broken = Broken()
+    with pytest.raises(RuntimeError, match=r"worker \(pid\(s\) 2\) is killed by signal: Killed"):
+        workers._Patience(broken, 36)()
+    Broken._workers = Broken._workers[:1]
+    with pytest.raises(ConnectionResetError):
+        workers._Patience(broken, 36)()
+
+
 def test_who_hangs_is_not_waited_for_at_the_end_either(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(workers.time, "monotonic", lambda: clock[0])

@@ -16,6 +16,9 @@ from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from trainer.failures import DEAD_WORKER
 
+_LAST_BREATH = 2.0
+"""Seconds until the system knows how a worker has died, at most."""
+
 
 @contextmanager
 def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
@@ -78,6 +81,12 @@ class _Patience:
             found: tuple[bool, Any] = self._look(iterator, timeout)
         except RuntimeError as error:
             if DEAD_WORKER.search(str(error)) and (told := _signals_of(iterator)):
+                raise RuntimeError(told) from error
+            raise
+        except (ConnectionError, EOFError, FileNotFoundError) as error:  # it died while its batch was on the way
+            for worker in getattr(iterator, "_workers", ()):
+                worker.join(_LAST_BREATH / len(iterator._workers))  # type: ignore[union-attr]
+            if told := _signals_of(iterator):
                 raise RuntimeError(told) from error
             raise
         if found[0]:
