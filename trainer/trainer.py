@@ -597,7 +597,8 @@ class Trainer(TrainerBase):
         self._session.callback(detach_log, module, self.callbacks)
         self.engine.setup_environment()
         if fitting and self.resume and self._ckpt_path is None and not self.fast_dev_run:
-            self._ckpt_path = resuming.newest_checkpoint(self)  # before anybody asks a logger for its folder
+            # before anybody asks a logger for its folder
+            self._ckpt_path = resuming.newest_checkpoint(self, self._session)
         modules.set_up_profiler(self, module)
         self.data.prepare_data()
         self._call_setup_hooks()

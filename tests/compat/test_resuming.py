@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.checkpoint import files
-from trainer.errors import ConfigurationError
+from trainer.checkpoint import files, folders
+from trainer.errors import ConfigurationError, FolderInUseError
 
 BATCHES = make_batches(4)
 
@@ -121,6 +121,18 @@ def test_a_run_that_has_come_to_its_end_has_nothing_left_to_do(tmp_path: Path) -
     assert (fitted.current_epoch, fitted.global_step) == (3, 12)
     assert (rows(tmp_path), checkpoints(tmp_path)) == before
     assert script(tmp_path, max_epochs=4).global_step == 16
+
+
+def test_of_a_run_that_is_under_way_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, kill=7)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(rows(tmp_path)) > 10  # more than the checkpoint's
+    monkeypatch.setattr(folders, "_try_lock", lambda handle: False)
+    with pytest.raises(FolderInUseError):
+        script(tmp_path)
+    (lock,) = tmp_path.rglob(folders.LOCK)  # of the other run
+    lock.unlink()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_it_starts_anew_where_there_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+from contextlib import ExitStack, suppress
 from itertools import zip_longest
 from pathlib import Path
 from pickle import UnpicklingError
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from trainer.checkpoint import files
+from trainer.checkpoint.folders import held
 from trainer.checkpoint.state import OUR_KEY
 from trainer.compat import log_files
 from trainer.compat.checkpoint_folders import folders_of, on_first_rank
@@ -21,16 +23,18 @@ from trainer.errors import ConfigurationError
 _ROWS = "rows"
 
 
-def newest_checkpoint(trainer: Any) -> str | None:
+def newest_checkpoint(trainer: Any, session: ExitStack) -> str | None:
     """The newest good checkpoint in the folders of this run; None to start anew. The same on all ranks.
 
-    Loggers that number their folders are set to that of the run that wrote it, and those that we know how to continue
-    go on in its files.
+    The folders are this run's alone from here on, until ``session`` closes: before a file is touched. Loggers that
+    number their folders are set to that of the run that wrote it, and those that we know how to continue go on in its
+    files.
 
     Raises:
+        FolderInUseError: another run has one of the folders.
         ConfigurationError: the folders are not on this machine's file systems.
     """
-    path, versions = on_first_rank(trainer, lambda: _choose(trainer))
+    path, versions = on_first_rank(trainer, lambda: _choose(trainer, session))
     for index, version in versions.items():
         log_files.take_version(trainer.loggers[index], version)
     if path is not None:
@@ -42,7 +46,7 @@ def newest_checkpoint(trainer: Any) -> str | None:
     return path
 
 
-def _choose(trainer: Any) -> tuple[str | None, dict[int, Any]]:
+def _choose(trainer: Any, session: ExitStack) -> tuple[str | None, dict[int, Any]]:
     """The checkpoint, and the version of each logger that is numbered."""
     loggers = {index: logger for index, logger in enumerate(trainer.loggers) if log_files.is_numbered(logger)}
     former = None
@@ -59,6 +63,9 @@ def _choose(trainer: Any) -> tuple[str | None, dict[int, Any]]:
         )
     if (own := files_of(trainer.strategy)) is not None:
         own.wait()
+    for folder in folders:
+        if os.path.isdir(folder):  # one that is not there has nothing to offer, and may not be the one to be made
+            session.enter_context(held(folder))
     path = files.newest_good(folders)
     if path is None:
         if folders:
