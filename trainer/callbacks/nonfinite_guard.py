@@ -131,8 +131,6 @@ class NonFiniteGuard(Callback):
         if self.policy == "go_on" or trainer.state.fn != "fit" or trainer.state.status != "running":
             return
         if broken := _broken(pl_module):
-            return
-        if broken := _broken(pl_module):
             raise NonFiniteError(
                 f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
                 f" were not saved, and the checkpoints from before are as they were: {names_of(broken)}."
