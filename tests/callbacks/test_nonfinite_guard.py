@@ -355,6 +355,12 @@ def test_by_default_only_checkpoints_are_looked_at(tmp_path: Path) -> None:
     assert (mine.policy, mine.every_step) == ("skip", True)
 
 
+def test_by_default_a_step_costs_nothing(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Regression(), loader_of(make_batches(2)))
+    assert trainer.loop.hooks.on_after_optimizer_step.is_empty
+
+
 @pytest.mark.parametrize("arguments", [{"policy": "ignore"}, {"max_in_a_row": 0}, {"max_in_a_row": 1.5}])
 def test_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(arguments))):

@@ -79,6 +79,8 @@ class NonFiniteGuard(Callback):
         self.policy = policy
         self.every_step = every_step and policy != "go_on"
         self.max_in_a_row = max_in_a_row
+        if not self.every_step:
+            vars(self)["on_after_optimizer_step"] = None  # a hook that nobody has costs a step nothing
         self._scaler: Any = None  # the Trainer's own, while a guard stands in its place
         self._watch: _Watch | None = None
         self._in_a_row = 0
@@ -129,8 +131,6 @@ class NonFiniteGuard(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse to replace a good checkpoint by weights that are not finite. A host-device synchronisation."""
         if self.policy == "go_on" or trainer.state.fn != "fit" or trainer.state.status != "running":
-            return
-        if broken := _broken(pl_module):
             return
         if broken := _broken(pl_module):
             raise NonFiniteError(

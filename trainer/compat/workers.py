@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
 
 from trainer.failures import DEAD_WORKER
 
@@ -97,8 +97,7 @@ class _Patience:
             self._waits_since = now - timeout
         waited = now - self._waits_since
         if waited >= self._seconds:
-            for worker in getattr(iterator, "_workers", ()):
-                worker.kill()  # who hangs may not listen, and python would wait for them at its end
+            _kill_workers(iterator)
             raise RuntimeError(f"DataLoader timed out after {self._seconds:g} seconds")
         if waited >= self._seconds / 6 and not self._has_warned:
             self._has_warned = True
@@ -108,6 +107,16 @@ class _Patience:
                 stacklevel=2,
             )
         return found
+
+
+def _kill_workers(iterator: Any) -> None:
+    """End those that hang: they may not listen, and python would wait for them at its end."""
+    if getattr(iterator, "_worker_pids_set", False):
+        # otherwise torch's handler of SIGCHLD raises in the middle of this: that workers were killed, which is no news
+        signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+        iterator._worker_pids_set = False
+    for worker in getattr(iterator, "_workers", ()):
+        worker.kill()
 
 
 def _signals_of(iterator: Any) -> str:
