@@ -140,11 +140,11 @@ def last_words(error: BaseException, *, waited_for: bool) -> Iterator[None]:
         waited_for: whether other processes may wait for this one, or it for them: it has to come to an end.
     """
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    others.expected.add(code)
     if not waited_for:
         yield
         return
     others.has_failed, others.exit_status = True, code
-    others.expected.add(code)
     timer = _after(LAST_WORDS, _give_up, error, code)
     try:
         yield

@@ -140,8 +140,8 @@ class Signals:
     @contextmanager
     def ending(self, error: BaseException) -> Iterator[None]:
         """The run ends with ``error``. If that is because of a signal, further ones do not break into it."""
-        engine = self._trainer.engine
-        with last_words(error, waited_for=engine.runs_here and engine.world_size > 1):
+        engine, agreed = self._trainer.engine, error is self.interruption and self._agreement is not None
+        with last_words(error, waited_for=engine.runs_here and engine.world_size > 1 and not agreed):
             if not isinstance(error, KeyboardInterrupt) and error is not self.interruption:
                 yield
                 return
@@ -191,8 +191,8 @@ class Signals:
             self._tell()
             if is_first:
                 self._announce(number)
-            if number != signal.SIGINT:  # the terminal interrupts all processes
-                self._pass_on(number)
+            if self._agreement is None and self._trainer.engine.runs_here and number != signal.SIGINT:
+                others.send(number)  # of a Ctrl-C, the terminal has told them already
         before = self._handlers.get(number)
         if number == signal.SIGTERM and callable(before):
             before(number, frame)
@@ -207,10 +207,6 @@ class Signals:
             f"the step is finished, {then}" if self._trainer.state.fn is TrainerFn.FITTING else "the batch is finished"
         )
         os.write(2, f"\nReceived {signal.Signals(number).name}: {what}.{again}\n".encode())
-
-    def _pass_on(self, number: int) -> None:
-        if self._trainer.engine.runs_here:
-            others.send(number)
 
     def _tell(self) -> None:
         """Have the loops ask, where there is something to ask for."""
