@@ -136,8 +136,13 @@ def sigkill(bench: Bench, who: str) -> Outcome:
             "exact", f"{kills} kills in {lives} runs" + (f", {inside} of them inside a save" if inside else "")
         )
     lost = [outcome for outcome in wrong if outcome.word == "lost"]
-    said = f"{len(wrong)} of {lives} runs ({kills} kills), such as: {(lost or wrong)[0].detail}"
+    said = f"{len(wrong)} of {lives} runs ({kills} kills), such as: {worst(lost or wrong)}"
     return Outcome("lost" if lost else "inexact", said)
+
+
+def worst(outcomes: list[Outcome]) -> str:
+    """What the one that differs most says."""
+    return max((outcome.detail for outcome in outcomes), key=len)
 
 
 @case("kill-in-save", "SIGKILL inside of a save, the temporary folder on another file system")
@@ -160,7 +165,7 @@ def kill_in_save(bench: Bench, who: str) -> Outcome:
             "exact", f"{len(delays)} kills, {delays[0] * 1000:.0f} to {delays[-1] * 1000:.0f} ms into a save"
         )
     lost = [outcome for outcome in wrong if outcome.word == "lost"]
-    said = f"{len(lost or wrong)} of {len(delays)} runs, such as: {(lost or wrong)[0].detail}"
+    said = f"{len(lost or wrong)} of {len(delays)} runs, such as: {worst(lost or wrong)}"
     return Outcome("lost" if lost else "inexact", said)
 
 
