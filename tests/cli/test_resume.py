@@ -114,3 +114,16 @@ def test_a_run_goes_on_and_then_has_nothing_left_to_do(capsys, monkeypatch):
     assert result(folder) == told
     assert "Nothing was left to do" in (folder / "fit.log").read_text()
     assert [path.name for path in Path("outputs/line").iterdir()] == [folder.name]
+
+
+def test_a_run_that_is_refused_leaves_the_others_result_alone(monkeypatch, capsys):
+    from trainer.checkpoint import folders
+
+    words = [*FIT, *SHORT, "logger=none", "trainer.max_epochs=1"]
+    assert main(words) == 0
+    (folder,) = Path("outputs/line").iterdir()
+    told = result(folder)
+    monkeypatch.setattr(folders, "_try_lock", lambda handle: False)
+    assert main(words) == 1
+    assert "in use by another run" in capsys.readouterr().err
+    assert result(folder) == told

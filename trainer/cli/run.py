@@ -20,6 +20,7 @@ from trainer.cli.folders import merge_recipes
 from trainer.cli.processes import is_first
 from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import locate
+from trainer.errors import FolderInUseError
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def run(config: DictConfig) -> dict[str, float]:
     }
     for handler in logging.getLogger().handlers:
         handler.addFilter(redaction.Filter())
-    former = read_result(folder)
+    former, is_ours = read_result(folder), True
     trainer = None
     started = time.monotonic()
     try:
@@ -73,6 +74,7 @@ def run(config: DictConfig) -> dict[str, float]:
             raise KeyboardInterrupt from None
         raise
     except Exception as error:
+        is_ours = not isinstance(error, FolderInUseError)  # or another run will say how it went
         result["error"] = redaction.text(f"{type(error).__name__}: {error}")
         raise
     finally:
@@ -83,7 +85,7 @@ def run(config: DictConfig) -> dict[str, float]:
         if _has_added_nothing(trainer, result, former):
             result = former  # it tells more: how long it took, for example
             log.info("Nothing was left to do: the run in %s is complete.", folder)
-        if is_first():
+        if is_first() and is_ours:
             write_result(folder, result)
     return dict(result["metrics"])
 
