@@ -116,7 +116,8 @@ def sigkill(bench: Bench, who: str) -> Outcome:
         lives += 1
         while True:
             run = bench.train(who, folder, setup=setup)
-            if run.ends_within(bench.random.uniform(0.05, reference.seconds if life < 5 else 2 * END)):
+            if life == 6 or ended_before_a_random_instant(bench, run, folder, setup):
+                run.wait(END)
                 break
             run.kill()
             before = len(read_diary(folder / "batches_0.jsonl"))
@@ -138,6 +139,14 @@ def sigkill(bench: Bench, who: str) -> Outcome:
     lost = [outcome for outcome in wrong if outcome.word == "lost"]
     said = f"{len(wrong)} of {lives} runs ({kills} kills), such as: {worst(lost or wrong)}"
     return Outcome("lost" if lost else "inexact", said)
+
+
+def ended_before_a_random_instant(bench: Bench, run: Run, folder: Path, setup: Setup) -> bool:
+    """Wait for one: some milliseconds after one of the batches that are left, or after the start."""
+    diary = read_diary(folder / "batches_0.jsonl")
+    left = setup.batches * setup.epochs - len({line[:2] for line in diary})
+    after_batches(run, folder, len(diary) + bench.random.randint(0, max(left, 1)))
+    return run.ends_within(bench.random.uniform(0.0, 0.15))
 
 
 def worst(outcomes: list[Outcome]) -> str:

@@ -59,6 +59,7 @@ def write(path: Path, number: int) -> None:
 def run(request: dict[str, Any], folder: Path) -> NoReturn:
     """In the new process. Never returns: what is raised ends the interpreter, as in any process."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
