@@ -185,6 +185,12 @@ class TrainingBatches:
             self._skip = self.loaders.skip(skip)
         elif state and state["epoch"] + 1 == epoch and renewed is None:
             self._begin_after(state)
+        elif is_its_epoch and state["batches"]:
+            warnings.warn(
+                f"The checkpoint was written inside the first batch of epoch {epoch}, which begins again: what follows"
+                " is not what would have followed.",
+                stacklevel=2,
+            )
 
     def _begin_after(self, state: dict[str, Any]) -> None:
         assert self.loaders is not None

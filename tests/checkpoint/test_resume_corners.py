@@ -201,3 +201,15 @@ def test_batches_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="goes on without them"):
         train(Closures, tmp_path / "resumed", start=saved[0][0], exact_resume=False, **arguments)
     train(Closures, tmp_path / "between", start=saved[2][0], **arguments)
+
+
+def test_a_checkpoint_from_inside_the_first_batch_is_told(tmp_path: Path) -> None:
+    class Inside(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.progress.batch_idx == 0:
+                trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    train(Module, tmp_path / "whole", callbacks=[Inside()])
+    for epoch in range(2):
+        with pytest.warns(UserWarning, match=f"inside the first batch of epoch {epoch}"):
+            train(Module, tmp_path / f"from {epoch}", callbacks=[], start=tmp_path / f"{epoch}.ckpt")
