@@ -75,7 +75,7 @@ def go_on(
     again = bench.train(who, folder, setup=setup, **options)
     status = again.wait(END)
     if status != 0:
-        return Outcome("lost", f"the next start fails: {tools.last_line(again.log)[:160]}")
+        return Outcome("lost", f"the next start fails: {tools.last_line(again.log)[:90]}")
     if starts_over(folder, before):
         return Outcome("lost", "starts over from the first batch")
     return bench.verdict(folder, reference, detail, without=without)
@@ -121,13 +121,11 @@ def sigkill(bench: Bench, who: str) -> Outcome:
                 break
             run.kill()
             before = len(read_diary(folder / "batches_0.jsonl"))
-            inside += any(
-                file.suffix != ".ckpt" for kind in ("checkpoints", "best") for file in (folder / kind).glob("*")
-            )
+            inside += any(folder.glob("*/.*part"))  # files that were being written
             life, kills = life + 1, kills + 1
         outcome = bench.verdict(folder, reference)
         if run.status != 0:
-            outcome = Outcome("lost", f"the next start fails: {tools.last_line(run.log)[:160]}")
+            outcome = Outcome("lost", f"the next start fails: {tools.last_line(run.log)[:90]}")
         elif starts_over(folder, before):
             outcome = Outcome("lost", "starts over from the first batch")
         if outcome.word != "exact":
@@ -166,7 +164,7 @@ def kill_in_save(bench: Bench, who: str) -> Outcome:
         bench.train(who, folder, setup=setup, fault=fault, environment=elsewhere).wait(END)
         run = bench.train(who, folder, setup=setup, environment=elsewhere)
         if run.wait(END) != 0:
-            wrong.append(Outcome("lost", f"the next start fails: {tools.last_line(run.log)[:160]}"))
+            wrong.append(Outcome("lost", f"the next start fails: {tools.last_line(run.log)[:90]}"))
         elif (outcome := bench.verdict(folder, reference)).word != "exact":
             wrong.append(outcome)
     if not wrong:
@@ -349,7 +347,7 @@ def ranks_go_on(bench: Bench, who: str, folder: Path, setup: Setup) -> Outcome:
     before = len(read_diary(folder / "batches_0.jsonl"))
     for run in (runs := bench.ranks(who, folder, setup=setup)):
         if run.wait(END) != 0:
-            return Outcome("lost", f"the next start fails: {tools.last_line(runs[0].log)[:160]}")
+            return Outcome("lost", f"the next start fails: {tools.last_line(runs[0].log)[:90]}")
     if starts_over(folder, before):
         return Outcome("lost", "starts over from the first batch")
     return bench.verdict(folder, reference)
@@ -562,7 +560,7 @@ def at_each(name: str, setup: Setup, *, every: int = 1, ranks: int = 1) -> Body:
                 started.append((file, folder, runs))
             for file, folder, runs in started:
                 if any([run.wait(END) != 0 for run in runs]):  # noqa: C419  # all of them
-                    wrong[file.stem] = Outcome("lost", tools.last_line(runs[0].log)[:160])
+                    wrong[file.stem] = Outcome("lost", tools.last_line(runs[0].log)[:90])
                 elif (outcome := continued(bench, folder, reference)).word != "exact":
                     wrong[file.stem] = outcome
         if not wrong:
@@ -620,7 +618,7 @@ def cli_interrupted(name: str, expected: int) -> Body:
         run.send(name)
         status = run.wait(END)
         if (run := bench.command(cut, *words)).wait(END) != 0:
-            return Outcome("lost", f"ends with {status}; the next start fails: {tools.last_line(run.log)[:160]}")
+            return Outcome("lost", f"ends with {status}; the next start fails: {tools.last_line(run.log)[:90]}")
         if starts_over(cut, 16):
             return Outcome("lost", f"ends with {status}; starts over from the first batch")
         found = last_states_differ(whole, cut)
