@@ -54,7 +54,9 @@ def case(name: str, title: str, *, compares: bool = True) -> Callable[[Body], Bo
 def run_case(one: Case, bench: Bench, who: str) -> Outcome:
     """The outcome; a run that hangs, or fails without anything having happened to it, is one too."""
     try:
-        return one.body(bench, who)
+        outcome = one.body(bench, who)
+        outcome.detail = outcome.detail.replace(f"{bench.folder}/", "")
+        return outcome
     except HungError as error:
         return Outcome("hung", str(error))
     except tools.RefusedError as error:
