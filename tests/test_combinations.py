@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-import warnings
 import weakref
 from datetime import timedelta
 
@@ -144,7 +143,8 @@ def test_after_a_signal_others_may_ask_whether_the_fit_is_done_and_nobody_holds_
     with pytest.raises(SIGTERMException):
         trainer.fit(Signalled(), loader())
     assert answers == [False]
-    assert all(loop.interruption is None for loop in (trainer.loop.limits, *trainer.eval_loops.values()))
+    assert trainer._signal_connector.interruption is None
+    assert all(loop.attend is None for loop in (trainer.loop.limits, *trainer.eval_loops.values()))
 
 
 def test_an_epoch_that_ends_right_after_a_resume_steps_its_plateau_schedule(tmp_path):
@@ -216,20 +216,6 @@ def test_dataloaders_made_early_are_made_anew_before_they_are_told_their_place(t
     make(tmp_path, **options).fit(module, ckpt_path=path)
     assert module.seen == [1.0, 2.0, 3.0]
     assert [one.loaded for one in module.made] == [None, 1]
-
-
-def test_a_resume_inside_an_epoch_of_a_step_that_draws_says_that_batches_come_again(tmp_path):
-    class Draws(Net):
-        def training_step(self, dataloader_iter):
-            return super().training_step(next(dataloader_iter)[0], 0)
-
-    first, path = saved_after(tmp_path, BATCHES - 1)
-    first.fit(Draws(), loader())
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make(tmp_path).fit(Draws(), loader(), ckpt_path=path)
-    assert any("not resumable" in str(one.message) for one in caught)
 
 
 def test_predictions_of_processes_that_are_spawned_cannot_be_returned(tmp_path):

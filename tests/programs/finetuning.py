@@ -71,10 +71,10 @@ def main(folder):
     learned = Classifier(pretrained=known.backbone.state_dict())
     unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_ratio_lr=0.1, verbose=True)
     saving = ModelCheckpoint(folder, monitor="val_accuracy", mode="max", save_last=True)
-    trainer = Trainer(max_epochs=3, callbacks=[unfreezing, saving, ModelSummary(max_depth=2)], **options)
+    trainer = Trainer(max_epochs=2, callbacks=[unfreezing, saving, ModelSummary(max_depth=2)], **options)
     trainer.fit(learned, digits(5, 9, train=True), digits(5, 9, train=False))
 
-    # a later session goes on where this one stopped, with the backbone already free
+    # a later session goes on where this one stopped, and soon lets the backbone go
     resumed = Classifier()
     unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_ratio_lr=0.1)
     trainer = Trainer(max_epochs=5, callbacks=[unfreezing, saving], **options)
