@@ -386,7 +386,12 @@ def test_backbone_finetuning(tmp_path: Any, resumes_after: int | None) -> None:
         return [groups, state_of(module), [p.requires_grad for p in module.parameters()]]
 
     theirs, mine = run_both(scenario)
-    assert theirs == mine
+    if resumes_after == 3:  # Lightning freezes the backbone again; ours goes on as the run that was never interrupted
+        assert theirs[1:] != mine[1:]
+        resumes_after = None
+        assert mine[1:] == scenario(ours)[1:]
+    else:
+        assert theirs == mine
 
 
 @pytest.mark.parametrize(
