@@ -124,7 +124,7 @@ class FitLoop:
         self.hooks.on_train_start()
         if self.resume is not None:
             self.resume()
-        while self.progress.batches_this_epoch or not limits.fit_is_done():
+        while self.progress.batches_this_epoch or not limits.fit_is_done():  # an epoch that was resumed is ended
             self.start_epoch()
             for batch, batch_idx, is_last in self.batches:
                 self.train(batch, batch_idx, is_last)
