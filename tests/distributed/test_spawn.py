@@ -85,7 +85,11 @@ def test_signals_are_passed_on_to_spawned_processes(tmp_path: Path, number: int,
         fork(tmp_path, Signals(number, to_parent=True))
     assert raised.value.code == status
     assert signal.getsignal(number) == before
-    assert torch.load(tmp_path / "interrupted.ckpt", weights_only=True)["global_step"] in (3, 4)  # or just missed one
+    assert torch.load(tmp_path / "interrupted.ckpt", weights_only=True)["global_step"] in (
+        2,
+        3,
+        4,
+    )  # as the processes agree
 
 
 def test_a_spawned_process_that_is_killed_is_named(tmp_path: Path) -> None:
