@@ -11,6 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+_SECONDS = 120
+"""How long a worker outlives a SIGTERM: a step and a save take less, and a cluster gives less."""
+
+
 class Outliving:
     """A dataloader's ``worker_init_fn``, around its own: the workers outlive the signals, and end with the run.
 
@@ -42,5 +46,8 @@ def _do_nothing(number: int, frame: Any) -> None:
 
 
 def _do_nothing_once(number: int, frame: Any) -> None:
-    """The next one, of which the process that has started the worker sends as many as it takes, ends it."""
+    """The next one ends it; or time, where the process that has started the worker sends no other, and waits."""
     signal.signal(number, signal.SIG_DFL)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_SECONDS)

@@ -72,9 +72,11 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_dies_while_its_batch_is_on_the_way() -> None:
+    killed: list[int] = []
+
     class Broken:
-        _workers = [SimpleNamespace(pid=1, exitcode=None, join=lambda timeout: None),
-                    SimpleNamespace(pid=2, exitcode=-9, join=lambda timeout: None)]  # fmt: skip
+        _workers = [SimpleNamespace(pid=1, exitcode=None, join=lambda timeout: None, kill=lambda: killed.append(1)),
+                    SimpleNamespace(pid=2, exitcode=-9, join=lambda timeout: None, kill=lambda: None)]  # fmt: skip
 
         def _try_get_data(self, timeout: float) -> Any:
             raise ConnectionResetError
@@ -82,6 +84,7 @@ def test_one_that_dies_while_its_batch_is_on_the_way() -> None:
     broken = Broken()
     with pytest.raises(RuntimeError, match=r"worker \(pid\(s\) 2\) is killed by signal: Killed"):
         workers._Patience(broken, 36)()
+    assert killed == [1]  # it may wait for a lock that the other one held
     Broken._workers = Broken._workers[:1]
     with pytest.raises(ConnectionResetError):
         workers._Patience(broken, 36)()

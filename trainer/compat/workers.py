@@ -80,13 +80,19 @@ class _Patience:
         try:
             found: tuple[bool, Any] = self._look(iterator, timeout)
         except RuntimeError as error:
-            if DEAD_WORKER.search(str(error)) and (told := _signals_of(iterator)):
+            if not DEAD_WORKER.search(str(error)):
+                raise
+            told = _signals_of(iterator)
+            _kill_workers(iterator)
+            if told:
                 raise RuntimeError(told) from error
             raise
         except (ConnectionError, EOFError, FileNotFoundError) as error:  # it died while its batch was on the way
             for worker in getattr(iterator, "_workers", ()):
                 worker.join(_LAST_BREATH / len(iterator._workers))  # type: ignore[union-attr]
-            if told := _signals_of(iterator):
+            told = _signals_of(iterator)
+            _kill_workers(iterator)
+            if told:
                 raise RuntimeError(told) from error
             raise
         if found[0]:
@@ -110,7 +116,7 @@ class _Patience:
 
 
 def _kill_workers(iterator: Any) -> None:
-    """End those that hang: they may not listen, and python would wait for them at its end."""
+    """End those that hang, or wait for a lock that a dead one holds: they do not listen, and python waits for them."""
     if getattr(iterator, "_worker_pids_set", False):
         # otherwise torch's handler of SIGCHLD raises in the middle of this: that workers were killed, which is no news
         signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
