@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-
 _SECONDS = 120
 """How long a worker outlives a SIGTERM: a step and a save take less, and a cluster gives less."""
 
