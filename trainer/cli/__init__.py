@@ -16,10 +16,11 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from types import TracebackType
 
 from trainer import redaction
-from trainer.cli.arguments import RUNS, Arguments, UsageError, read
+from trainer.cli.arguments import COMMANDS, RUNS, TOOLS, Arguments, UsageError, read
 from trainer.cli.folders import search_here
 from trainer.errors import ConfigurationError
 
@@ -64,15 +65,14 @@ def _dispatch(arguments: Arguments) -> int:
 
         print(help_text(arguments.command, flags.get("--config-dir")))
         return OK
-    if arguments.command == "recipes":
-        from trainer.cli.recipes import table
-
-        print(table(flags.get("--config-dir")))
-        return OK
+    if arguments.command in TOOLS:
+        tool = import_module(f"trainer.cli.{arguments.command}")
+        status: int = tool.command(arguments)
+        return status
     if arguments.command is None:
         if not arguments.shows:
             raise UsageError(
-                f"No command given, expected one of {', '.join(RUNS)} or recipes:"
+                f"No command given, expected one of {', '.join(COMMANDS)}:"
                 f" `python -m trainer fit {' '.join(arguments.overrides)}`."
             )
         arguments.command = "fit"

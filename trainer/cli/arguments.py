@@ -18,7 +18,11 @@ from trainer.precision.names import ALIASES
 RUNS = ("fit", "validate", "test", "predict", "compare")
 """Subcommands that run something. All but ``compare``, a sweep of ``fit``, are methods of the Trainer."""
 
-COMMANDS = (*RUNS, "recipes")
+TOOLS = {"recipes": 0}
+"""Subcommands that run nothing, and how many words may follow them. Each is a module of `trainer.cli` with a function
+``command``, which gets the `Arguments` and returns the exit status."""
+
+COMMANDS = (*RUNS, *TOOLS)
 
 GROUPS_TO_ADD = ("recipe", "debug", "sweep")
 """Not in the default config: Hydra wants a ``+`` in front. It may be left out here."""
@@ -60,11 +64,13 @@ class Arguments:
 
     Args:
         command: one of `COMMANDS`, or None when none was given.
+        words: what followed one of `TOOLS`, such as the name of a recipe.
         overrides: Hydra's, in the order given; aliases are already replaced, ``command=`` is taken out.
         flags: value by long spelling, ``""`` for those that have none.
     """
 
     command: str | None = None
+    words: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     flags: dict[str, str] = field(default_factory=dict)
 
@@ -96,6 +102,8 @@ def read(argv: Sequence[str]) -> Arguments:
         word = words.pop(0)
         if word.startswith("-"):
             _read_flag(word, words, arguments)
+        elif len(arguments.words) < TOOLS.get(arguments.command or "", 0):
+            arguments.words.append(word)
         elif "=" in word or word.startswith("~"):
             _read_override(word, arguments)
         else:

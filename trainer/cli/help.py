@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 import trainer
-from trainer.cli.arguments import COMMANDS
+from trainer.cli.arguments import COMMANDS, TOOLS
 from trainer.cli.recipes import options
 
 _SUMMARY = {
@@ -38,6 +38,9 @@ bf16-mixed are compared.""",
     "recipes": """\
 Lists the recipes that come with the package and those in ./conf/recipe, with a line on each.""",
 }
+
+_WORDS = {"recipes": ""}
+"""What may follow a command that runs nothing."""
 
 _TRAIN = """\
   Train with the recipe's settings, then in another precision, then with other values:
@@ -119,8 +122,8 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
         command: one of `trainer.cli.arguments.COMMANDS`, or None.
         config_dir: what ``--config-dir`` was given, if anything.
     """
-    if command == "recipes":
-        return f"usage: python -m trainer recipes\n\n{_ABOUT[command]}"
+    if command in TOOLS:
+        return f"usage: python -m trainer {command} {_WORDS[command]}".rstrip() + f"\n\n{_ABOUT[command]}"
     if command is None:
         names = "\n".join(f"  {name:<9} {_SUMMARY[name]}" for name in COMMANDS)
         top = [

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.cli.arguments import Arguments
 from trainer.cli.folders import conf_folders
+
+
+def command(arguments: Arguments) -> int:
+    """``trainer recipes``."""
+    print(table(arguments.flags.get("--config-dir")))
+    return 0
 
 
 def options(group: str, config_dir: str | None = None) -> dict[str, Path]:
