@@ -418,7 +418,7 @@ def test_without_a_file(tmp_path, summary):
         ({"fast_dev_run": True}, set()),
         ({}, {"summary.json", "curves.json", "curves.png"}),
     ],
-    ids=str,
+    ids=["no logger", "fast_dev_run", "default"],
 )
 def test_a_fit_that_logs_nothing_leaves_nothing(tmp_path, arguments, files):
     trainer = make_trainer(tmp_path, **{"logger": None, "enable_progress_bar": True, **arguments})

@@ -42,7 +42,12 @@ def test_one_device() -> None:
         pass
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true", DDPStrategy()], ids=str)
+def named(value: Any) -> str:
+    """``value`` in a test's name, the same in every process: without addresses."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true", DDPStrategy()], ids=named)
 def test_ddp_by_name_and_by_object(strategy: Any) -> None:
     engine = engine_of(strategy=strategy, devices=2)
     assert isinstance(engine.strategy, DDPStrategy)
@@ -212,7 +217,7 @@ def _lightnings(launcher: Any) -> list[type]:
     ("options", "environment"),
     [(options, {}) for options in CHOICES]
     + [(options, environment) for options in TWO for environment in (SLURM, ELASTIC)],
-    ids=str,
+    ids=named,
 )
 def test_devices_and_processes_are_lightnings(
     options: dict[str, Any], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
