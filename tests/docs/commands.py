@@ -1,0 +1,93 @@
+"""What stands for ``python``, ``trainer``, ``torchrun``, ``pip``, ``git`` and ``scripts/*`` while a page is run.
+
+``python -I commands.py NAME WORDS...`` is what the shell finds under each of these names. Programs go to the warm
+Python; what trains gets limits; what would install or fetch something is looked at and not run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("python", "trainer", "torchrun", "pip", "git")
+AGAIN = "python-again"
+"""What programs start further processes with: as ``python``, without limits of its own."""
+
+BATCHES = {
+    "fit": ["limit_train_batches=2", "limit_val_batches=1", "max_epochs=1"],
+    "compare": ["limit_train_batches=2", "limit_val_batches=1", "max_epochs=1"],
+    "validate": ["limit_val_batches=1"],
+    "test": ["limit_test_batches=1"],
+    "predict": ["limit_predict_batches=1"],
+}
+
+
+def limits(words: list[str], given: str | None = None) -> list[str]:
+    """Settings that make a command short.
+
+    Args:
+        words: those after ``python -m trainer``.
+        given: by the author: settings, or "none".
+    """
+    if given is not None:
+        return [] if given == "none" else given.split()
+    command = next((word for word in words if word in BATCHES), None)
+    shows = {"--cfg", "-c", "--help", "-h", "--info", "-i"}.intersection(words)
+    if command is None or shows or "+debug=fast_dev_run" in words:
+        return []
+    chosen = [f"trainer.{limit}" for limit in BATCHES[command]]
+    recipes = [word.partition("=")[2] for word in words if re.match(r"\+?recipe=", word)]
+    if any((ROOT / "conf" / "recipe" / f"{recipe}.yaml").is_file() for recipe in recipes):
+        chosen.append("data.batch_size=4")
+    swept = {word.partition("=")[0] for word in words if "," in word.partition("=")[2]}
+    return [limit for limit in chosen if limit.partition("=")[0] not in swept]
+
+
+def main(name: str, words: list[str]) -> int:
+    """Do what the command does, or look at it."""
+    if words and words[0] == "-u":
+        words = words[1:]
+    if name == "pip" or words[:2] == ["-m", "pip"]:
+        return _check_pip(words)
+    if name == "git":
+        return 0
+    if name == "scripts/run":
+        name, words = "python", ["-m", "trainer", *words]
+    if name.startswith("scripts/"):
+        return 0  # that it is found says that it is there
+    if name == "trainer":
+        name, words = "python", ["-m", "trainer", *words]
+    if name == "torchrun":
+        words = ["-m", "torch.distributed.run", *words]
+    is_ours = words[:2] in (["-m", "trainer"], ["-m", "torch.distributed.run"])
+    if not words or (words[0].startswith("-") and not is_ours):
+        os.execv(sys.executable, [sys.executable, *words])
+    if name != AGAIN:
+        ours = [place for place, pair in enumerate(pairwise(words)) if pair == ("-m", "trainer")]
+        if ours:
+            words = [*words, *limits(words[ours[0] + 2 :], os.environ.get("DOCS_LIMITS"))]
+    sys.path.insert(0, str(Path(__file__).parent))
+    from warm_python import run
+
+    return run(os.environ["WARM_PYTHON"], words)
+
+
+def _check_pip(words: list[str]) -> int:
+    """Whether the extras that are asked for are there."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = {
+        extra.strip() for word in words for found in re.findall(r"\[([^\]]*)\]", word) for extra in found.split(",")
+    }
+    missing = asked - extras.keys()
+    if missing:
+        print(f"There is no extra {', '.join(sorted(missing))}; there are {', '.join(extras)}.", file=sys.stderr)
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

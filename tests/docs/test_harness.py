@@ -1,0 +1,188 @@
+"""What runs the pages notices what is wrong with one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.docs.commands import limits
+from tests.docs.execute import run
+from tests.docs.output import missing_line
+from tests.docs.pages import Block, PageError, anchors, blocks, links
+
+
+def page(text: str) -> list[Block]:
+    return blocks(textwrap.dedent(text))
+
+
+def test_reads_blocks_and_what_stands_before_them():
+    found = page(
+        """
+        Words.
+
+        <!-- file: conf/recipe/mine.yaml -->
+        ```yaml
+        seed: 7
+        ```
+
+        - in a list:
+
+          <!-- limits: none --> <!-- fails -->
+          ```bash
+          false
+          ```
+
+        <!-- a remark -->
+
+        ```text
+        shown
+        ```
+        """
+    )
+    assert found == [
+        Block("yaml", "seed: 7\n", 5, {"file": "conf/recipe/mine.yaml"}),
+        Block("bash", "false\n", 12, {"limits": "none", "fails": ""}),
+        Block("text", "shown\n", 18, {}),
+    ]
+    assert [block.is_checked for block in found] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Words.\n\n    python -m trainer fit\n", "page:3: an indented block"),
+        ("```\nls\n```\n", "page:1: language ''"),
+        ("```console\nls\n```\n", "language 'console'"),
+        ("<!-- not run -->\n```bash\nls\n```\n", "expected <!-- not run: ... -->"),
+        ("<!-- output: 3 -->\n```text\nls\n```\n", "expected <!-- output -->"),
+        ("<!-- file: ../mine.yaml -->\n```yaml\n```\n", "not in the reader's folder"),
+    ],
+)
+def test_refuses_what_would_not_be_run(text: str, message: str):
+    with pytest.raises(PageError) as error:
+        blocks(text)
+    assert message in str(error.value)
+
+
+def test_finds_links_and_headings():
+    text = "# A `b-c`: d?\n\n## A [link](x.md)\n## Same\n## Same\n[one](y.md#z) `[no](n)`\n```bash\n# no\n```\n"
+    assert anchors(text) == {"a-b-c-d", "a-link", "same", "same-1"}
+    assert links(text) == ["x.md", "y.md#z"]
+
+
+def test_limits_what_trains():
+    short = ["trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.max_epochs=1"]
+    assert limits(["fit", "+recipe=mine"]) == short
+    assert limits(["fit", "+recipe=resnet50"]) == [*short, "data.batch_size=4"]
+    assert limits(["fit", "-m", "+recipe=mine", "trainer.max_epochs=1,2"]) == short[:2]
+    assert limits(["test", "ckpt=outputs/x"]) == ["trainer.limit_test_batches=1"]
+    assert limits(["fit", "+recipe=mine"], "none") == []
+    assert limits(["fit", "+recipe=mine"], "trainer.max_epochs=2") == ["trainer.max_epochs=2"]
+    for shows in (["recipes"], ["fit", "--help"], ["fit", "+recipe=mine", "--cfg", "job"]):
+        assert limits(shows) == []
+
+
+def test_compares_outputs():
+    printed = "fit finished\n  loss    0.25\n │ it overflows in 'a' (Linear) │\n16-mixed at scale 65536\n"
+    assert missing_line("fit finished\nloss 1.5e-3\n...\n16-mixed at scale 1\n", printed) is None
+    assert missing_line("it ... in 'a'\n", printed) is None
+    assert missing_line("it overflows in 'b'\n", printed) == "it overflows in 'b'"
+    assert missing_line("16-mixed\nfit finished\n", printed) == "fit finished"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
+class TestRunning:
+    def run(self, text: str, tmp_path: Path, server: Path, timeout: float = 60.0) -> str:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        return run(page(text), folder, tmp_path / "tools", server, timeout)
+
+    def fails(self, text: str, tmp_path: Path, server: Path, timeout: float = 60.0) -> str:
+        with pytest.raises(AssertionError) as error:
+            self.run(text, tmp_path, server, timeout)
+        return str(error.value)
+
+    def test_blocks_share_folder_and_environment(self, tmp_path: Path, server: Path):
+        said = self.run(
+            """
+            <!-- file: package/mine.py -->
+            ```python
+            VALUE = 7
+            ```
+
+            ```bash
+            pip install '.[recipes]'
+            export WORD=kept
+            cd package
+            ```
+
+            ```python
+            import os, sys, mine
+            from trainer import __version__
+            print(mine.VALUE, os.environ["WORD"], os.path.basename(os.getcwd()), sys.argv)
+            ```
+
+            <!-- output -->
+            ```text
+            8 kept ...
+            ```
+
+            <!-- fails -->
+            ```bash
+            python -m trainer fitt
+            ```
+
+            ```bash
+            python -m trainer recipes
+            scripts/run recipes || ../scripts/run --version
+            ```
+            """,
+            tmp_path,
+            server,
+        )
+        assert "7 kept package ['block_13.py']" in said
+        assert "There is no command 'fitt'. Did you mean 'fit'?" in said
+        assert "resnet50  ResNet-50" in said
+        assert "hydra-core" in said
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("```bash\ntrue\nfalse\ntrue\n```\n", "The block in line 1 ended with status 1"),
+            ("```bash\nnobody_has_this_command\n```\n", "ended with status 127"),
+            ("```bash\nscripts/nothing\n```\n", "ended with status 127"),
+            ("```bash\npip install '.[nothing]'\n```\n", "There is no extra nothing"),
+            ("```bash\npython -m trainer fit +recipe=nothing\n```\n", "ended with status 2"),
+            ("```python\nraise SystemExit(3)\n```\n", "ended with status 3"),
+            ("```python\nimport os; os.kill(os.getpid(), 9)\n```\n", "ended with status 137"),
+            ("```yaml\na: [\n```\n", "is no yaml"),
+            ("<!-- fails -->\n```bash\ntrue\n```\n", "It was to fail, and did not."),
+            ("```bash\necho one\n```\n<!-- output -->\n```text\ntwo\n```\n", "'two', which was not printed"),
+        ],
+    )
+    def test_notices(self, text: str, message: str, tmp_path: Path, server: Path):
+        assert message in self.fails(text, tmp_path, server)
+
+    def test_what_hangs_is_ended(self, tmp_path: Path, server: Path):
+        sleeps = """
+            ```python
+            import os, subprocess, sys, time
+            open("process", "w").write(str(os.getpid()))
+            time.sleep(300)
+            ```
+        """
+        assert "Not ready after 5 s" in self.fails(sleeps, tmp_path, server, timeout=5.0)
+        process = int((tmp_path / "folder" / "process").read_text())
+        for _ in range(100):
+            try:
+                os.kill(process, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.1)
+        pytest.fail("It sleeps on.")

@@ -1,0 +1,51 @@
+"""Whatever README and docs show works: commands, programs, configs, outputs, links."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.docs.execute import run
+from tests.docs.pages import PAGES, ROOT, anchors, links, read
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
+
+UNCHECKED = {
+    "docs/architecture.md": 1,  # the layers
+    "docs/migrating-from-lightning.md": 1,  # the one import that changes
+}
+"""How many blocks of a page nobody checks: "text" and "diff" without a marker, and those that are not run. Of pages
+that are not named: none. Raise a number only for what cannot run on a machine with one CPU and no network."""
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_most_of_it_is_checked(page: Path) -> None:
+    unchecked = [block.line for block in read(page) if not block.is_checked]
+    assert len(unchecked) == UNCHECKED.get(name_of(page), 0), f"lines {unchecked}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_everything_runs(page: Path, tmp_path: Path, server: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    run(read(page), folder, tmp_path / "tools", server, timeout=280)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_its_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in links(text):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), link
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path.read_text(encoding="utf-8")), link

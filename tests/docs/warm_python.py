@@ -1,0 +1,204 @@
+"""A Python that has imported everything already, and forks for each program, which so starts within milliseconds.
+
+Documentation is a hundred short commands, and importing torch and Lightning would be most of their time.
+
+``warm_python.py serve SOCKET`` waits for programs; ``run`` hands one over, with its words, folder, environment and
+standard streams, and ends as it ends. Killing who has handed it over kills the program and what it has started.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+IMPORTED = (
+    "torch", "torchvision", "torchmetrics", "sklearn.datasets", "sklearn.model_selection", "lightning.pytorch",
+    "lightning.pytorch.loggers", "torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg",
+    "PIL.PngImagePlugin", "PIL.JpegImagePlugin", "hydra.main", "hydra._internal.hydra", "rich.table", "rich.progress",
+    "trainer.trainer", "trainer.callbacks", "trainer.cli.run", "recipes.image_classification", "recipes.data",
+)  # fmt: skip
+"""Modules that programs are likely to want. What is not there is left to them."""
+
+_PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+
+
+def run(socket_path: str, words: list[str]) -> int:
+    """Hand a program over and wait for it.
+
+    Args:
+        socket_path: of the server.
+        words: what would follow ``python``: ``-m MODULE ...``, or ``FILE ...``.
+
+    Returns:
+        Its exit status, as a shell would say it.
+    """
+    request = json.dumps({"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(socket_path)
+        streams = array.array("i", [0, 1, 2])
+        head = struct.pack("!I", len(request))
+        connection.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+        connection.sendall(request)
+        group = struct.unpack("!i", _exactly(connection, 4))[0]
+        for name in _PASSED_ON:
+            signal.signal(getattr(signal, name), lambda number, _: os.kill(group, number))
+        status: int = struct.unpack("!i", _exactly(connection, 4))[0]
+        return status
+
+
+def serve(socket_path: str) -> None:
+    """Import, listen, and run what comes, until standard input ends."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent]
+    for name in IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for module in [module for name, module in sys.modules.items() if name.startswith(("trainer.", "recipes."))]:
+        for public in getattr(module, "__all__", ()):
+            getattr(module, public, None)  # those that are imported when they are used
+    Server(socket_path).loop()
+
+
+class Server:
+    """Forks, and tells who has asked how it ended."""
+
+    def __init__(self, socket_path: str) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.asked: dict[int, socket.socket] = {}  # by the program's process
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(socket_path)
+        self.listener.listen(16)
+        self.wake_up, woken = socket.socketpair()
+        woken.setblocking(False)
+        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.woken = woken
+        for source in (self.listener, self.wake_up, sys.stdin):
+            self.selector.register(source, selectors.EVENT_READ)
+        print("ready", flush=True)
+
+    def loop(self) -> None:
+        """Until the owner is gone."""
+        while True:
+            for key, _ in self.selector.select():
+                source: Any = key.fileobj
+                if source is sys.stdin:
+                    for process in list(self.asked):
+                        self._kill(process)
+                    return
+                if source is self.listener:
+                    self._start()
+                elif source is self.wake_up:
+                    self.wake_up.recv(4096)
+                    self._reap()
+                else:  # nobody writes to us: the one who asked was killed
+                    self.selector.unregister(source)
+                    for process in [process for process, asker in self.asked.items() if asker is source]:
+                        self._kill(process)
+
+    def _start(self) -> None:
+        connection, _ = self.listener.accept()
+        head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+        streams = array.array("i", ancillary[0][2])
+        request = json.loads(_exactly(connection, struct.unpack("!I", head)[0]))
+        process = os.fork()
+        if process == 0:
+            self.listener.close()
+            _become(request, list(streams))
+        for stream in streams:
+            os.close(stream)
+        self.asked[process] = connection
+        self.selector.register(connection, selectors.EVENT_READ)
+        connection.sendall(struct.pack("!i", process))
+
+    def _reap(self) -> None:
+        for process in list(self.asked):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if not ended:
+                continue
+            self._kill(process)  # what it has left behind
+            connection = self.asked.pop(process)
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(connection)
+            code = os.waitstatus_to_exitcode(status)
+            with contextlib.suppress(OSError):
+                connection.sendall(struct.pack("!i", code if code >= 0 else 128 - code))
+            connection.close()
+
+    @staticmethod
+    def _kill(process: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+
+
+def _become(request: dict[str, Any], streams: list[int]) -> None:
+    """Be the program that was asked for. Does not return."""
+    status = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        sys.executable = os.environ.get("WARM_PYTHON_AGAIN", sys.executable)
+        status = _execute(request["words"])
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            import atexit
+            import threading
+
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def _execute(words: list[str]) -> int:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("The warm Python is gone.")
+        data += part
+    return data
+
+
+if __name__ == "__main__":
+    serve(sys.argv[2])
