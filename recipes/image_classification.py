@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
+from recipes.schedules import with_schedule
+
 
 class ImageClassifier(L.LightningModule):
     """Trains a network on ``(images, labels)`` with the cross-entropy loss.
@@ -88,17 +90,7 @@ class ImageClassifier(L.LightningModule):
         Raises:
             ValueError: there is a schedule and the run has no end.
         """
-        optimizer = self.make_optimizer(self._trainable_parameters())
-        if self.make_scheduler is None:
-            return optimizer
-        total_steps = self.trainer.estimated_stepping_batches
-        if total_steps == float("inf"):
-            raise ValueError(
-                "The learning-rate schedule spans the whole run, and this run has no end. "
-                "Set trainer.max_epochs or trainer.max_steps, or scheduler=none."
-            )
-        scheduler = self.make_scheduler(optimizer, int(total_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return with_schedule(self.make_optimizer(self._trainable_parameters()), self.make_scheduler, self.trainer)
 
     def _evaluate(self, stage: str, accuracy: MulticlassAccuracy, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch

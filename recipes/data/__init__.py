@@ -1,10 +1,13 @@
-"""Image data sets as LightningDataModules. Every batch is ``(images, labels)``.
+"""Data sets as LightningDataModules.
 
-``images`` is float32 of shape (batch, 3, height, width), normalised; ``labels`` is int64 of shape (batch,).
+Images come in batches ``(images, labels)``: ``images`` is float32 of shape (batch, 3, height, width), normalised;
+``labels`` is int64 of shape (batch,). What the others give is in their docstrings.
 """
 
 from recipes.data.cifar10 import CIFAR10
 from recipes.data.digits import Digits
 from recipes.data.image_folder import ImageFolder, UnreadableImageError
+from recipes.data.random_vectors import RandomVectors
+from recipes.data.tabular import Tabular
 
-__all__ = ["CIFAR10", "Digits", "ImageFolder", "UnreadableImageError"]
+__all__ = ["CIFAR10", "Digits", "ImageFolder", "RandomVectors", "Tabular", "UnreadableImageError"]

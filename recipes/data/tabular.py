@@ -1,0 +1,95 @@
+"""The tables that come with scikit-learn: classification and regression without a download."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
+from torch.utils.data import TensorDataset
+
+from recipes.data.loading import SplitDataModule, check_num_classes, stratified_split
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "breast_cancer": load_breast_cancer,
+    "diabetes": lambda **options: load_diabetes(scaled=False, **options),  # in the units they were measured in
+    "wine": load_wine,
+}
+BINS = 10  # of a regression's targets, each of which is in every split
+
+
+class Tabular(SplitDataModule):
+    """One of scikit-learn's tables: 70% of the rows to train on, 15% to validate, 15% to test.
+
+    A batch is ``(features, targets)``: ``features`` is float32 of shape (batch, ``num_features``), standardised;
+    ``targets`` has shape (batch,) and is int64 for classification, and for regression float32 in the table's own unit.
+    Mean and standard deviation are those of the training rows, so that nothing of the others is known in training.
+
+    Args:
+        name: ``breast_cancer`` (569 rows, benign or malignant), ``wine`` (178 rows, three cultivars) or ``diabetes``
+            (442 rows, regression: disease progression after a year).
+        batch_size: rows in a batch, on one rank.
+        num_workers: processes that prepare batches; there is nothing to prepare.
+        num_features: of the model; must be the table's.
+        num_classes: of the model; must be the table's. None: regression.
+        split_seed: of the three splits, and of nothing else. They are stratified: by class, or by the target's decile.
+
+    Attributes:
+        target_mean: of the training rows, for a regression; otherwise 0.
+        target_std: of the training rows, for a regression; otherwise 1.
+
+    Raises:
+        ValueError: there is no such table, or it has another number of features or classes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        batch_size: int = 32,
+        *,
+        num_workers: int = 0,
+        num_features: int,
+        num_classes: int | None,
+        split_seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, num_workers)
+        if name not in LOADERS:
+            raise ValueError(f"name is {name}, expected one of {', '.join(LOADERS)}.")
+        self.name = name
+        self.num_features = num_features
+        self.num_classes = num_classes
+        self.split_seed = split_seed
+        self.target_mean, self.target_std = 0.0, 1.0
+
+    def setup(self, stage: str) -> None:
+        """Load, split and standardise the table; a second stage finds it done."""
+        if self.splits:
+            return
+        features, targets = LOADERS[self.name](return_X_y=True)
+        strata = self._check(features, targets)
+        held_out = round(0.15 * len(targets))
+        positions = stratified_split(strata, held_out=(held_out, held_out), seed=self.split_seed)
+        train = positions[0]
+        features = (features - features[train].mean(axis=0)) / features[train].std(axis=0)
+        if self.num_classes is None:
+            self.target_mean, self.target_std = float(targets[train].mean()), float(targets[train].std())
+        inputs = torch.from_numpy(features).float()
+        outputs = torch.from_numpy(targets).to(torch.float32 if self.num_classes is None else torch.int64)
+        for split, chosen in zip(("train", "val", "test"), positions, strict=True):
+            self.splits[split] = TensorDataset(inputs[chosen], outputs[chosen])
+
+    def _check(self, features: Any, targets: Any) -> Any:
+        """Hold the configured sizes against the table's; returns what the split is stratified by."""
+        if features.shape[1] != self.num_features:
+            raise ValueError(
+                f"num_features is {self.num_features}, but {self.name} has {features.shape[1]} features. "
+                f"Set data.num_features={features.shape[1]}."
+            )
+        is_regression = targets.dtype.kind == "f"
+        if is_regression != (self.num_classes is None):
+            wanted = "null: its targets are numbers" if is_regression else f"{len(np.unique(targets))}: it has classes"
+            raise ValueError(f"num_classes is {self.num_classes}, but {self.name} wants {wanted}.")
+        if is_regression:
+            return np.digitize(targets, np.quantile(targets, np.linspace(0, 1, BINS + 1)[1:-1]))
+        check_num_classes(self.num_classes or 0, len(np.unique(targets)), self.name)
+        return targets

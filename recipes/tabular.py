@@ -1,0 +1,126 @@
+"""Tables of numbers: classification or regression with a small multilayer perceptron."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import MeanAbsoluteError, Metric, R2Score
+from torchmetrics.classification import MulticlassAccuracy
+
+from recipes.mlp import mlp
+from recipes.schedules import with_schedule
+
+
+class TabularMLP(L.LightningModule):
+    """Trains an `mlp` on ``(features, targets)``: classes with the cross-entropy loss, numbers with the squared error.
+
+    ``features`` is float of shape (batch, ``num_features``), ``targets`` has shape (batch,): int64 classes, or float
+    numbers in a unit of their own. Logged are ``train_loss`` at every step and, over an epoch, for validation and test:
+
+    - classification: ``val_loss`` in nats per row, and ``val_acc`` in [0, 1];
+    - regression: ``val_loss``, the squared error over the variance of the training targets; ``val_mae``, the mean
+      absolute error in the targets' unit; ``val_r2``, the share of their variance that is explained, at most 1.
+
+    A regression takes the mean and the standard deviation of the training targets from the data module's
+    ``target_mean`` and ``target_std``, where it has them, and keeps them in its checkpoint.
+
+    Args:
+        optimizer: called with the parameters and returns the optimizer, such as
+            ``functools.partial(torch.optim.SGD, lr=0.1)``; in a config, ``_partial_: true``.
+        scheduler: called with the optimizer and the number of optimizer steps of the run, returns a schedule
+            that is stepped after every optimizer step (see `recipes.schedules`). None: the rate stays.
+        num_features: numbers in a row.
+        num_classes: number of classes; None for regression.
+        width: size of the hidden vectors.
+        layers: number of linear layers.
+        dropout: probability that a hidden value is set to zero in training.
+    """
+
+    target_mean: Tensor
+    target_std: Tensor
+
+    def __init__(
+        self,
+        optimizer: Callable[[Iterable[Any]], Optimizer],
+        scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
+        *,
+        num_features: int,
+        num_classes: int | None,
+        width: int = 64,
+        layers: int = 3,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters("num_features", "num_classes", "width", "layers", "dropout")
+        self.is_regression = num_classes is None
+        self.net = mlp(num_features, num_classes or 1, width=width, layers=layers, dropout=dropout)
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self.register_buffer("target_mean", torch.tensor(0.0))
+        self.register_buffer("target_std", torch.tensor(1.0))
+        for stage in ("val", "test"):
+            for name, metric in _metrics(num_classes).items():
+                setattr(self, f"{stage}_{name}", metric)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits of shape (batch, ``num_classes``); for regression numbers in the targets' unit, of shape (batch,)."""
+        outputs = self.net(features)
+        return outputs.squeeze(1) * self.target_std + self.target_mean if self.is_regression else outputs
+
+    def on_fit_start(self) -> None:
+        """Learn the unit of the targets from the data module."""
+        data = getattr(self.trainer, "datamodule", None)
+        self.target_mean.fill_(getattr(data, "target_mean", 0.0))
+        self.target_std.fill_(getattr(data, "target_std", 1.0))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The loss of one batch, a scalar."""
+        features, targets = batch
+        loss = self._loss(self(features), targets)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log ``val_loss`` and the metrics."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log ``test_loss`` and the metrics."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Probabilities of shape (batch, ``num_classes``), or a regression's numbers of shape (batch,); float32."""
+        outputs = self(batch[0]).float()
+        return outputs if self.is_regression else outputs.softmax(dim=1)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimizer and, if there is one, the schedule, stepped once per optimizer step."""
+        return with_schedule(self.make_optimizer(self.net.parameters()), self.make_scheduler, self.trainer)
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.is_regression:
+            return F.mse_loss(outputs / self.target_std, targets / self.target_std)
+        return F.cross_entropy(outputs, targets)
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        features, targets = batch
+        outputs = self(features)
+        options = {"prog_bar": True, "on_step": False, "on_epoch": True, "batch_size": len(targets)}
+        self.log(f"{stage}_loss", self._loss(outputs, targets), sync_dist=True, **options)
+        for name in ("mae", "r2") if self.is_regression else ("acc",):
+            metric = getattr(self, f"{stage}_{name}")
+            metric.update(outputs, targets)
+            self.log(f"{stage}_{name}", metric, **options)
+
+
+def _metrics(num_classes: int | None) -> dict[str, Metric]:
+    if num_classes is None:
+        return {"mae": MeanAbsoluteError(), "r2": R2Score()}
+    # Without checking its arguments, which would stall a GPU at every batch.
+    return {"acc": MulticlassAccuracy(num_classes, average="micro", validate_args=False)}

@@ -1,0 +1,100 @@
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from recipes.data import RandomVectors
+from recipes.mlp import MLPRegressor, mlp
+from recipes.schedules import cosine
+from tests.support import AUTOCAST_DTYPES, make_trainer, native_fp16
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+SIZES = {"in_features": 16, "out_features": 8, "width": 32, "layers": 3}
+
+
+def data() -> RandomVectors:
+    return RandomVectors(batch_size=12, num_batches=5, in_features=16, out_features=8)
+
+
+def test_the_net_is_linear_layers_with_relu_between():
+    net = mlp(5, 2, width=7, layers=3)
+    assert [type(part) for part in net] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
+    assert [tuple(part.weight.shape) for part in net[::2]] == [(7, 5), (7, 7), (2, 7)]
+    assert [type(part) for part in mlp(5, 2, width=7, layers=2, dropout=0.5)] == [
+        nn.Linear, nn.ReLU, nn.Dropout, nn.Linear,
+    ]  # fmt: skip
+    assert [tuple(part.weight.shape) for part in mlp(5, 2, width=7, layers=1)] == [(2, 5)]
+    with pytest.raises(ValueError, match="layers is 0, expected at least 1"):
+        mlp(5, 2, width=7, layers=0)
+
+
+def test_the_articles_model_has_fifty_million_weights():
+    with torch.device("meta"):
+        net = mlp(4096, 4096, width=4096, layers=3)
+    assert sum(p.numel() for p in net.parameters()) == 3 * (4096 * 4096 + 4096)
+
+
+def test_the_vectors_depend_on_their_seed_alone():
+    first, again, other = data(), data(), RandomVectors(12, num_batches=5, in_features=16, out_features=8, data_seed=1)
+    first.setup("fit")
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    again.setup("fit")
+    other.setup("fit")
+    assert torch.equal(torch.get_rng_state(), state)
+    (x, y), *rest = first.train_dataloader()
+    assert (x.shape, y.shape, len(rest)) == ((12, 16), (12, 8), 4)
+    assert abs(x.mean()) < 0.2
+    assert abs(x.std() - 1) < 0.2
+    assert torch.equal(next(iter(again.train_dataloader()))[1], y)
+    assert not torch.equal(next(iter(other.train_dataloader()))[1], y)
+    assert not torch.equal(x, rest[0][0])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_trains_as_the_loop_written_by_hand(precision, tmp_path):
+    torch.manual_seed(0)
+    module = MLPRegressor(SGD, **SIZES)
+    net = mlp(16, 8, width=32, layers=3)
+    net.load_state_dict(module.net.state_dict())
+    vectors = data()
+    trainer = make_trainer(tmp_path, max_epochs=2, precision=native_fp16() if precision == "16-mixed" else precision)
+    trainer.fit(module, datamodule=vectors)
+
+    optimizer, dtype = SGD(net.parameters()), AUTOCAST_DTYPES.get(precision)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
+    losses = []
+    for _ in range(2):
+        for x, y in vectors.train_dataloader():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = F.mse_loss(net(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+
+    assert all(torch.equal(a, b) for a, b in zip(module.net.parameters(), net.parameters(), strict=True))
+    assert trainer.callback_metrics["train_loss"].item() == losses[-1]
+    assert trainer.skipped_steps == 0
+    first, second = sum(losses[:5]) / 5, sum(losses[5:]) / 5
+    assert 0.8 < second < first < 1.3  # noise has a variance of 1, and that is nearly all there is to it
+
+
+def test_a_schedule_is_taken_where_there_is_one(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.fit(MLPRegressor(SGD, cosine, **SIZES), datamodule=data())
+    assert set(trainer.callback_metrics) == {"train_loss"}
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
+
+
+def test_a_checkpoint_loads_with_weights_only(tmp_path):
+    module = MLPRegressor(SGD, **SIZES)
+    trainer = make_trainer(tmp_path)
+    trainer.fit(module, datamodule=data())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = MLPRegressor.load_from_checkpoint(tmp_path / "last.ckpt", optimizer=SGD, weights_only=True)
+    assert torch.equal(loaded.net[4].weight, module.net[4].weight)
+    assert loaded.hparams.layers == 3

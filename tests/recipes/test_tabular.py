@@ -1,0 +1,141 @@
+import re
+import runpy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from lightning import seed_everything
+from torch.nn import functional as F
+from torchmetrics.functional import r2_score
+
+from recipes.data import Tabular
+from recipes.tabular import TabularMLP
+from tests.support import make_trainer
+
+ADAMW = partial(torch.optim.AdamW, lr=2e-3)
+TABLES = {"breast_cancer": (30, 2), "wine": (13, 3), "diabetes": (10, None)}
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "tabular.py"
+
+
+def table(name: str, **options) -> Tabular:
+    features, classes = TABLES[name]
+    return Tabular(name, num_features=features, num_classes=classes, **options)
+
+
+def model(name: str, **options) -> TabularMLP:
+    features, classes = TABLES[name]
+    return TabularMLP(ADAMW, num_features=features, num_classes=classes, width=32, **options)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_training_rows_alone_are_standardised(name):
+    data = table(name)
+    data.setup("fit")
+    features, _ = data.splits["train"].tensors
+    assert features.dtype == torch.float32
+    assert torch.allclose(features.mean(0), torch.zeros(features.shape[1]), atol=1e-5)
+    assert torch.allclose(features.std(0, correction=0), torch.ones(features.shape[1]), atol=1e-5)
+    held_out = torch.cat([data.splits["val"].tensors[0], data.splits["test"].tensors[0]])
+    assert held_out.mean(0).abs().max() > 0.05  # which are not
+
+
+def test_splits_are_disjoint_complete_stratified_and_fixed():
+    data, again, other = table("wine"), table("wine"), table("wine", split_seed=1)
+    for one in (data, again, other):
+        torch.manual_seed(id(one) % 1000)
+        one.setup("fit")
+    sizes = [len(data.splits[name]) for name in ("train", "val", "test")]
+    assert sizes == [124, 27, 27]
+    shares = [data.splits[name].tensors[1].bincount() / len(data.splits[name]) for name in ("train", "val", "test")]
+    assert torch.allclose(shares[0], shares[1], atol=0.02)
+    assert torch.allclose(shares[0], shares[2], atol=0.02)
+    rows = torch.cat([data.splits[name].tensors[0] for name in ("train", "val", "test")])
+    assert len(rows.unique(dim=0)) == 178
+    assert torch.equal(data.splits["test"].tensors[0], again.splits["test"].tensors[0])
+    assert not torch.equal(data.splits["test"].tensors[0], other.splits["test"].tensors[0])
+
+
+def test_a_regression_has_targets_of_every_size_in_every_split():
+    data = table("diabetes")
+    data.setup("fit")
+    targets = {name: split.tensors[1] for name, split in data.splits.items()}
+    assert targets["train"].dtype == torch.float32
+    assert data.target_mean == pytest.approx(targets["train"].mean().item())
+    assert data.target_std == pytest.approx(targets["train"].std(correction=0).item())
+    deciles = torch.cat(list(targets.values())).quantile(torch.linspace(0.1, 0.9, 9))
+    for held_out in (targets["val"], targets["test"]):
+        assert len(held_out) == 66
+        assert set(torch.bucketize(held_out, deciles, right=True).bincount(minlength=10).tolist()) <= {6, 7, 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "titanic"}, "name is titanic, expected one of breast_cancer, diabetes, wine"),
+        ({"num_features": 4}, "num_features is 4, but wine has 13 features. Set data.num_features=13"),
+        ({"num_classes": 2}, "num_classes is 2, but wine has 3 classes. Set data.num_classes=3"),
+        ({"num_classes": None}, "num_classes is None, but wine wants 3: it has classes"),
+        ({"name": "diabetes", "num_features": 10}, "num_classes is 3, but diabetes wants null: its targets are num"),
+    ],
+)  # fmt: skip
+def test_sizes_that_are_not_the_tables_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Tabular(**{"name": "wine", "num_features": 13, "num_classes": 3} | options).setup("fit")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("name", "metric", "least"), [("breast_cancer", "acc", 0.94), ("wine", "acc", 0.96), ("diabetes", "r2", 0.45)]
+)
+def test_learns_every_table_in_every_precision(name, metric, least, precision, tmp_path):
+    seed_everything(0, verbose=False)
+    module, data = model(name), table(name)
+    trainer = make_trainer(tmp_path, max_epochs=12, precision=precision)
+    trainer.fit(module, datamodule=data)
+    names = {"val_loss", "val_acc"} if metric == "acc" else {"val_loss", "val_mae", "val_r2"}
+    assert set(trainer.callback_metrics) == {"train_loss", *names}
+    assert trainer.callback_metrics[f"val_{metric}"] >= least
+    (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    assert set(tested) == {each.replace("val", "test") for each in names}
+
+
+def test_a_regression_speaks_in_the_targets_unit(tmp_path):
+    seed_everything(0, verbose=False)
+    module, data = model("diabetes"), table("diabetes")
+    trainer = make_trainer(tmp_path, max_epochs=4)
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = TabularMLP.load_from_checkpoint(tmp_path / "last.ckpt", optimizer=ADAMW, weights_only=True)
+
+    predictions = torch.cat(make_trainer(tmp_path).predict(loaded, datamodule=data))
+    _, targets = data.splits["test"].tensors
+    assert (predictions.shape, predictions.dtype) == (targets.shape, torch.float32)
+    assert predictions.mean() == pytest.approx(targets.mean().item(), rel=0.2)
+    (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    assert tested["test_mae"] == pytest.approx((predictions - targets).abs().mean().item(), rel=1e-4)
+    assert tested["test_r2"] == pytest.approx(r2_score(predictions, targets).item(), rel=1e-4)
+    assert tested["test_loss"] == pytest.approx(F.mse_loss(predictions, targets).item() / data.target_std**2, rel=1e-4)
+
+
+def test_a_classification_predicts_probabilities(tmp_path):
+    seed_everything(0, verbose=False)
+    module, data = model("wine", dropout=0.5), table("wine")
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = TabularMLP.load_from_checkpoint(tmp_path / "last.ckpt", optimizer=ADAMW, weights_only=True)
+    predictions = torch.cat(make_trainer(tmp_path).predict(loaded, datamodule=data))
+    assert predictions.shape == (27, 3)
+    assert torch.allclose(predictions.sum(1), torch.ones(27))
+    (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    right = (predictions.argmax(1) == data.splits["test"].tensors[1]).float().mean().item()
+    assert tested["test_acc"] == pytest.approx(right)
+
+
+def test_the_example_for_newcomers_runs_and_is_right(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLE), run_name="__main__")  # warnings are errors here
+    said = capsys.readouterr().out.splitlines()[-1]
+    accuracy = float(re.fullmatch(r"accuracy (0\.\d\d\d), 0 skipped steps", said)[1])
+    assert accuracy >= 0.94
