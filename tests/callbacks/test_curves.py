@@ -25,6 +25,8 @@ class FakeTrainer:
     precision = "16-mixed"
     accumulate_grad_batches = 1
     num_training_batches = 5
+    world_size = 1
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
 
     def __init__(self, folder, curves):
         self.default_root_dir = folder
@@ -106,8 +108,32 @@ def test_picture(tmp_path, curves, monkeypatch):
 def test_the_points_are_left_beside_the_picture(tmp_path, curves):
     FakeTrainer(tmp_path, curves).fit()
     written = json.loads((tmp_path / "curves.json").read_text())
-    assert written == curves.state_dict()
+    assert written == curves.state_dict() | {"pace": curves.pace.state_dict()}
+    assert written["pace"]["seconds"]["steps"] == [*range(1, 11)]
     assert written["metrics"]["val"]["val_acc"] == {"steps": [5, 10], "values": [0.5, 0.75], "stride": 1}
+
+
+def test_the_points_are_written_while_the_fit_goes_on(tmp_path, curves, monkeypatch):
+    trainer = FakeTrainer(tmp_path, curves)
+    seconds = 0.0
+    monkeypatch.setattr("trainer.callbacks.curves.time.monotonic", lambda: seconds)
+    curves.on_train_start(trainer, trainer.module)
+    trainer.train_batch(0.5)
+    trainer.end_epoch()
+    assert list(tmp_path.iterdir()) == []
+    seconds = 11.0
+    trainer.train_batch(0.25)
+    trainer.validate(val_loss=0.75)
+    assert [file.name for file in tmp_path.iterdir()] == ["curves.json"]
+    written = json.loads((tmp_path / "curves.json").read_text())
+    assert written["losses"]["values"] == [0.5, 0.25]
+    assert written["metrics"]["val"]["val_loss"]["values"] == [0.75]
+    trainer.train_batch(0.125)
+    trainer.end_epoch()
+    assert json.loads((tmp_path / "curves.json").read_text()) == written
+    trainer.is_global_zero, seconds = False, 30.0
+    trainer.end_epoch()
+    assert json.loads((tmp_path / "curves.json").read_text()) == written
 
 
 def test_panels(tmp_path, curves):
@@ -218,6 +244,20 @@ def test_resume(tmp_path, curves):
     assert points(resumed.losses) == pytest.approx({1: 1, 2: 1 / 2, 3: 1 / 3, 4: 1 / 4, 5: 1 / 5, 6: 0.75})
     assert points(resumed.metrics["val"]["val_loss"]) == {5: 0.5}
     assert resumed.draw() is not None
+
+
+def test_the_pace_of_a_resumed_run_goes_on_in_the_same_folder(tmp_path, curves):
+    FakeTrainer(tmp_path, curves).fit()
+    seconds = points(curves.pace.seconds)
+    resumed = Curves()
+    again = FakeTrainer(tmp_path, resumed)
+    again.global_step = 5
+    resumed.on_train_start(again, again.module)
+    assert points(resumed.pace.seconds) == {step: seconds[step] for step in range(1, 6)}
+    (tmp_path / "curves.json").write_text('{"losses": {')
+    resumed = Curves()
+    resumed.on_train_start(again, again.module)
+    assert points(resumed.pace.seconds) == {}
 
 
 def test_a_new_run_starts_afresh(tmp_path, curves):

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import re
 import resource
 from dataclasses import dataclass
@@ -122,7 +123,17 @@ def test_values(tmp_path, summary):
 def test_json_is_the_summary(tmp_path, summary):
     FakeTrainer(tmp_path / "new", summary).fit()
     assert json.loads((tmp_path / "new" / "summary.json").read_text()) == summary.summary
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["summary.json"]  # nothing temporary
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {"environment.json", "summary.json"}  # nothing temporary
+
+
+def test_where_the_fit_takes_place_is_written_when_it_begins(tmp_path, summary):
+    trainer = FakeTrainer(tmp_path, summary)
+    summary.on_fit_start(trainer, None)
+    assert json.loads((tmp_path / "environment.json").read_text())["pid"] == os.getpid()
+    (tmp_path / "environment.json").write_text("{}")  # the command line's own
+    summary.on_fit_start(trainer, None)
+    assert (tmp_path / "environment.json").read_text() == "{}"
 
 
 def test_table(tmp_path, summary, monkeypatch):
@@ -416,7 +427,7 @@ def test_without_a_file(tmp_path, summary):
     [
         ({"logger": False}, set()),
         ({"fast_dev_run": True}, set()),
-        ({}, {"summary.json", "curves.json", "curves.png"}),
+        ({}, {"summary.json", "curves.json", "curves.png", "environment.json"}),
     ],
     ids=["no logger", "fast_dev_run", "default"],
 )

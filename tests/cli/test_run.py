@@ -45,6 +45,7 @@ def test_fit_writes_everything_into_the_runs_folder(project):
     folder = only("outputs/line/*")
     assert {"result.json", "checkpoints", ".hydra", "csv"} <= {file.name for file in folder.iterdir()}
     assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert json.loads((folder / "environment.json").read_text())["directory"] == str(project)
     assert (folder / ".hydra" / "overrides.yaml").read_text().splitlines() == [
         "- +recipe=line",
         "- callbacks.learning_rate_monitor=null",

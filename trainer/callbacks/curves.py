@@ -3,19 +3,21 @@
 import json
 import logging
 import os
+import time
 import warnings
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from trainer.callbacks.pace import Pace
 from trainer.callbacks.plotting import INK, PALETTE, fit_loss_axis, label_ends, smooth, style, without_spikes
+from trainer.callbacks.series import Series
 
 if TYPE_CHECKING:  # takes a second to import, and is needed at the end of a fit only
     from matplotlib.axes import Axes
@@ -25,13 +27,15 @@ log = logging.getLogger(__name__)
 
 _TRAIN, _VAL, *_OTHERS = PALETTE
 _SKIPPED = "#cc3311"
+_SECONDS_BETWEEN_WRITES = 10.0
 
 
 class Curves(Callback):
     """Draws loss, accuracy and loss scale over the optimizer steps into ``curves.png`` when a fit has ended.
 
     The points go to ``curves.json`` beside it, in the form of `state_dict`: to draw them otherwise, or together with
-    those of other runs.
+    those of other runs. It is there while the fit goes on, too, written when an epoch or a validation has ended and the
+    last time was 10 seconds ago; with the time and the memory that the training has taken (`Pace`).
 
     It needs no logger: the points are its own, at most `max_points` of each curve (then every second one is
     dropped), and they are saved in checkpoints, so that the picture of a resumed run is whole. What is drawn:
@@ -53,6 +57,7 @@ class Curves(Callback):
         scales: Loss scale: the first step with it, for each change.
         skipped: Loss scale of the skipped steps.
         metrics: By stage ("train" or "val") and name, a point for each time that stage came to an end.
+        pace: Time and memory over the steps.
 
     Raises:
         ValueError: If `max_points` is less than 2.
@@ -66,8 +71,10 @@ class Curves(Callback):
         self.scales = Series(max_points)
         self.skipped = Series(max_points)
         self.metrics: dict[str, dict[str, Series]] = {"train": {}, "val": {}}
+        self.pace = Pace(max_points)
         self._dirpath = dirpath
         self._max_points = max_points
+        self._written = 0.0  # when, by time.monotonic
         self._batches = 0
         self._outcome: object = None
         self._scale: float | None = None
@@ -82,6 +89,9 @@ class Curves(Callback):
         scales = self.scales.read()
         self._scale = scales[-1] if scales else None
         self._known = dict(trainer.callback_metrics)
+        self._take_up_pace(trainer)
+        self.pace.start(trainer)
+        self._written = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -91,6 +101,8 @@ class Curves(Callback):
         self._batches = batches + 1
         if batches % self.losses.stride:
             return
+        if not batches % self.pace.stride:  # the same, or a multiple where some batches have no loss
+            self.pace.note(trainer, batch)
         loss = training_loss(trainer, outputs)
         if loss is not None:
             # On a GPU `item` would wait for the device. A copy, because CUDA graphs reuse their outputs.
@@ -113,17 +125,21 @@ class Curves(Callback):
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Notes what the training has logged up to here."""
+        self.pace.pause()
         self._known = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Records what the validation has logged."""
         if self._fitting:
             self._record(trainer, "val")
+            self._write_now_and_then(trainer)
+            self.pace.go_on()
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Records what the training has logged for the epoch, and reads the losses."""
         self._record(trainer, "train")
         self.losses.read()
+        self._write_now_and_then(trainer)
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Draws."""
@@ -201,11 +217,35 @@ class Curves(Callback):
         self.path = None
         figure = self.draw(f"{type(pl_module).__name__}, {trainer.precision}")
         if figure is not None:
-            folder = Path(self._dirpath or logging_folder(trainer)).absolute()
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "curves.json").write_text(json.dumps(self.state_dict()) + "\n", encoding="utf-8")
+            folder = self._write(trainer)
             figure.savefig(folder / "curves.png")
             self.path = folder / "curves.png"
+
+    def _take_up_pace(self, trainer: "pl.Trainer") -> None:
+        """Goes on with an earlier run's in the same folder; not a checkpoint's, in which it would differ each time."""
+        if trainer.global_step and not self.pace.seconds and trainer.is_global_zero:
+            with suppress(OSError, ValueError, LookupError, TypeError):  # none, or half a file, or an older one
+                written = json.loads((self._folder(trainer) / "curves.json").read_text(encoding="utf-8"))
+                self.pace.load_state_dict(written["pace"])
+
+    def _write_now_and_then(self, trainer: "pl.Trainer") -> None:
+        if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
+            with suppress(OSError):  # the fit's end will tell
+                self._write(trainer)
+            self._written = time.monotonic()
+
+    def _write(self, trainer: "pl.Trainer") -> Path:
+        """Writes the points so that a reader sees all of them, or those of before. Returns the folder."""
+        folder = self._folder(trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".curves.json.{os.getpid()}"
+        points = self.state_dict() | {"pace": self.pace.state_dict()}
+        temporary.write_text(json.dumps(points) + "\n", encoding="utf-8")
+        temporary.replace(folder / "curves.json")
+        return folder
+
+    def _folder(self, trainer: "pl.Trainer") -> Path:
+        return Path(self._dirpath or logging_folder(trainer)).absolute()
 
     def _record(self, trainer: "pl.Trainer", stage: str) -> None:
         for name, value in trainer.callback_metrics.items():
@@ -216,18 +256,18 @@ class Curves(Callback):
                 self._metric(stage, name).append(trainer.global_step, float(value))
         self._known = dict(trainer.callback_metrics)
 
-    def _metric(self, stage: str, name: str) -> "Series":
+    def _metric(self, stage: str, name: str) -> Series:
         return self.metrics[stage].setdefault(name, Series(self._max_points))
 
-    def _all(self) -> Iterable["Series"]:
+    def _all(self) -> Iterable[Series]:
         yield from (self.losses, self.scales, self.skipped)
         for metrics in self.metrics.values():
             yield from metrics.values()
 
-    def _named(self, stage: str, word: str) -> Iterable[tuple[str, "Series"]]:
+    def _named(self, stage: str, word: str) -> Iterable[tuple[str, Series]]:
         return ((name, series) for name, series in self.metrics[stage].items() if len(series) and word in name.lower())
 
-    def _scores(self) -> Iterable[tuple[str, str, "Series"]]:
+    def _scores(self) -> Iterable[tuple[str, str, Series]]:
         for stage, metrics in self.metrics.items():
             for name, series in metrics.items():
                 wanted = "acc" in name.lower() or (stage == "val" and "loss" not in name.lower())
@@ -283,64 +323,6 @@ class Curves(Callback):
             )
             labels.append((self.skipped.read()[-1], "x skipped", _SKIPPED))
         label_ends(axes, labels)
-
-
-class Series:
-    """Points of a curve, thinned out to every second one whenever there are too many.
-
-    Args:
-        max_points: The most points that are kept.
-
-    Attributes:
-        steps: x-values, in optimizer steps, ascending.
-        stride: How many points there were for one that is kept: a power of two.
-    """
-
-    def __init__(self, max_points: int) -> None:
-        self.steps: list[int] = []
-        self.stride = 1
-        self._max_points = max_points
-        self._floats: list[float] = []  # y-values
-        self._tensors: list[Tensor] = []  # those that follow, still unread on their device; all 0-dim
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def append(self, step: int, value: float | Tensor) -> None:
-        """Adds a point; a 0-dim tensor stays on its device until `read`."""
-        if len(self.steps) >= self._max_points:
-            self.read()  # host-device synchronisation, once in `max_points / 2` points
-            del self.steps[1::2], self._floats[1::2]
-            self.stride *= 2
-        self.steps.append(step)
-        if isinstance(value, Tensor):
-            self._tensors.append(value)
-        else:
-            self.read()
-            self._floats.append(value)
-
-    def read(self) -> list[float]:
-        """Returns the y-values. One host-device synchronisation, if any are still on the device."""
-        if self._tensors:
-            self._floats += torch.stack(self._tensors).float().tolist()
-            self._tensors.clear()
-        return self._floats
-
-    def truncate(self, step: int) -> None:
-        """Drops the points after `step`."""
-        keep = bisect_right(self.steps, step)
-        del self.steps[keep:], self.read()[keep:]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The points, as lists of numbers."""
-        return {"steps": list(self.steps), "values": list(self.read()), "stride": self.stride}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes up the points of a checkpoint in place of its own."""
-        self.steps = list(state_dict["steps"])
-        self._floats = list(state_dict["values"])
-        self._tensors.clear()
-        self.stride = state_dict["stride"]
 
 
 def logging_folder(trainer: "pl.Trainer") -> str:

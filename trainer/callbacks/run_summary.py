@@ -6,8 +6,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,18 @@ from rich import box, get_console
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from trainer.callbacks.curves import Curves, logging_folder
+from trainer.callbacks.pace import batch_size
+from trainer.environment import ENVIRONMENT, write_environment
 
 log = logging.getLogger(__name__)
 
 
 class RunSummary(Callback):
     """Prints one table when a fit has ended, in whatever way, and writes the same as ``summary.json``.
+
+    When a fit begins it writes ``environment.json`` beside it (`trainer.environment`), if there is none yet.
 
     Per batch it costs one addition. Only rank zero prints and writes. Put it behind `Curves` among the
     callbacks, so that it can say where the picture is.
@@ -86,6 +89,8 @@ class RunSummary(Callback):
         self._train_seconds = 0.0
         self._samples = 0
         self._begin_epoch(trainer)
+        if self._writes and trainer.is_global_zero:
+            self._tell_environment(trainer)
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -148,6 +153,13 @@ class RunSummary(Callback):
             except Exception:  # what the user has to see is the exception that ended the fit
                 log.warning("The run's summary could not be written.", exc_info=True)
 
+    def _tell_environment(self, trainer: "pl.Trainer") -> None:
+        folder = Path(self._dirpath or logging_folder(trainer)).absolute()
+        if (folder / ENVIRONMENT).exists():  # the command line has written it before it built anything
+            return
+        with suppress(OSError):  # no reason to fail a fit, whose end will tell
+            write_environment(folder)
+
     def _now(self, trainer: "pl.Trainer") -> float:
         device = trainer.strategy.root_device
         if device.type == "cuda":
@@ -207,20 +219,6 @@ class RunSummary(Callback):
             _write(path, json.dumps(self.summary, indent=2) + "\n")
         except OSError as problem:  # no reason to fail a fit that went through
             warnings.warn(f"The run's summary could not be written to {path}: {problem}", stacklevel=2)
-
-
-def batch_size(batch: object) -> int:
-    """The length of the first tensor in a batch, 1 for a 0-dim one; 0 without any tensor."""
-    if isinstance(batch, Tensor):
-        return batch.size(0) if batch.ndim else 1
-    parts: Iterable[object] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
-    elif is_dataclass(batch):
-        parts = (getattr(batch, field.name) for field in fields(batch))
-    return next((size for size in map(batch_size, parts) if size), 0)
 
 
 def devices_of(trainer: "pl.Trainer") -> str:

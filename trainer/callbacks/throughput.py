@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from trainer.callbacks.run_summary import batch_size
+from trainer.callbacks.pace import batch_size
 
 
 class Throughput(Callback):

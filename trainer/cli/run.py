@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainer.cli.folders import merge_recipes
 from trainer.cli.processes import is_first
 from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import locate
+from trainer.environment import write_environment
 from trainer.errors import FolderInUseError
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ def run(config: DictConfig) -> dict[str, float]:
         settings = resolve(config)
         if is_first():
             _redact_dumps(folder, hydra.output_subdir)
+            with suppress(OSError):  # no reason to fail a run
+                write_environment(folder)
         module, data, trainer = assemble(settings, folder)
         started = time.monotonic()  # importing and building is not what a run is compared by
         _execute(settings, folder, module, data, trainer)
