@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
+from trainer.cli.objective import best
 from trainer.cli.sweep import report
 
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
@@ -83,6 +84,37 @@ def test_the_table_shows_what_differs_and_what_came_out(tmp_path, monkeypatch, c
     out = capsys.readouterr().out
     assert "0.9877" in out
     assert "Job 10 failed: Oops: no" in out
+
+
+def goal(value: float | None, mode: str = "min", metric: str = "loss") -> dict:
+    return {"metric": metric, "mode": mode, "value": value}
+
+
+def test_the_best_job_is_told_and_those_without_a_value_do_not_win(tmp_path, capsys):
+    jobs = [
+        result(0, objective=goal(0.4), metrics={"loss": 0.4, "val_acc": 1.0}),
+        result(1, objective=goal(0.2)),
+        result(2, objective=goal(None), metrics={"loss": float("nan")}),
+        result(3, objective=goal(0.1), status="failed", error="Oops"),
+        result(4, objective=goal(0.15), status="pruned"),
+        result(5, objective=goal(0.2)),
+    ]
+    write(tmp_path, {f"{job['job']}/result.json": json.dumps(job) for job in jobs})
+    assert report(tmp_path) == 1  # a job that was pruned has not failed
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    assert [job["job"] for job in numbers if job["best"]] == [1]
+    header, _, *rows, empty, said = (tmp_path / "summary.md").read_text().splitlines()
+    assert header.startswith("| job | overrides | status | epochs | time | loss | test_acc | val_acc |")
+    assert rows[1].startswith("| 1 (best) | optimizer.lr=1 | completed |")
+    assert [row.split(" | ")[0] for row in rows if "best" in row] == ["| 1 (best)"]
+    assert (empty, said) == ("", "Best: job 1, with loss 0.2, the lowest: optimizer.lr=1")
+    assert said in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_has_no_best():
+    assert best([result(0), result(1)]) is None
+    assert best([result(0, objective=goal(1.0)), result(1, objective=goal(1.0, "max"))]) is None
+    assert best([result(0, objective=goal(1.0, "max")), result(1, objective=goal(2.0, "max")), result(2)])["job"] == 1
 
 
 def test_an_earlier_sweep_in_the_same_folder_is_left_out(tmp_path, capsys):

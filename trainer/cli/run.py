@@ -18,17 +18,22 @@ from trainer.cli.arguments import UsageError
 from trainer.cli.build import build, check
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
+from trainer.cli.objective import choose, monitored, reached, value_of
 from trainer.cli.processes import is_first
 from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import locate
 from trainer.environment import write_environment
-from trainer.errors import FolderInUseError
+from trainer.errors import FolderInUseError, did_you_mean
 
 log = logging.getLogger(__name__)
 
 
-def task(config: DictConfig) -> dict[str, float]:
-    """What Hydra calls: the run itself or, in a sweep, the start of one."""
+def task(config: DictConfig) -> float | None:
+    """What Hydra calls: the run itself or, in a sweep, the start of one.
+
+    Returns:
+        The value of the objective, for the sweeper.
+    """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         from trainer.cli.compare import as_fit
         from trainer.cli.sweep import run_job
@@ -37,11 +42,11 @@ def task(config: DictConfig) -> dict[str, float]:
     return run(config)
 
 
-def run(config: DictConfig) -> dict[str, float]:
+def run(config: DictConfig) -> float | None:
     """Build the objects, do ``config.command``, and write down how it went.
 
     Returns:
-        The metrics at the end.
+        The value of the objective at the end; None without one.
 
     Raises:
         UsageError: a config that cannot be resolved, or a ``_target_`` that cannot be built.
@@ -84,6 +89,7 @@ def run(config: DictConfig) -> dict[str, float]:
     finally:
         result["seconds"] = round(time.monotonic() - started, 3)
         result |= _facts(trainer)
+        result["objective"] = _objective(config, result)
         if trainer is not None:
             result["precision"] = trainer.precision  # the one that `auto` has become
         if _has_added_nothing(trainer, result, former):
@@ -91,7 +97,7 @@ def run(config: DictConfig) -> dict[str, float]:
             log.info("Nothing was left to do: the run in %s is complete.", folder)
         if is_first() and is_ours:
             write_result(folder, result)
-    return dict(result["metrics"])
+    return value_of(result)
 
 
 def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
@@ -225,6 +231,20 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "peak_memory": _peak_memory(),
     }
     return facts if trainer is None else facts | _measured(trainer)
+
+
+def _objective(config: DictConfig, result: dict[str, Any]) -> dict[str, Any] | None:
+    """The metric that is optimised, and its value; None where nothing says which that is."""
+    metrics, asked = result["metrics"], OmegaConf.select(config, "objective.metric")
+    if config.command == "fit" and result["status"] == "completed" and asked is not None and asked not in metrics:
+        log.warning(
+            "objective.metric is %s, which the run has not logged.%s Logged: %s.",
+            asked,
+            did_you_mean(asked, metrics),
+            ", ".join(metrics) or "nothing",
+        )
+    monitor = result.get("monitor") or monitored(config.get("callbacks"))
+    return reached(choose(config.get("objective"), monitor), metrics)
 
 
 def _measured(trainer: Any) -> dict[str, Any]:

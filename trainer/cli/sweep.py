@@ -23,12 +23,16 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from trainer.cli.arguments import read
+from trainer.cli.objective import best, value_of
 from trainer.cli.processes import clean_environment
 from trainer.cli.results import RESULT, write_result
 from trainer.cli.workdir import quoted
 
 if TYPE_CHECKING:  # takes a moment to import
     from rich.console import Console
+
+ENDED_WELL = ("completed", "pruned")
+"""What a job's status is when nothing went wrong. A sweeper stops ("prunes") a job that is not worth finishing."""
 
 # Hydra's settings for the sweep, which are none of a job's business.
 _SWEEP_ONLY = (
@@ -41,14 +45,14 @@ _SWEEP_ONLY = (
 )
 
 
-def run_job(own: Callable[[list[str]], list[str]] = list) -> dict[str, float]:
+def run_job(own: Callable[[list[str]], list[str]] = list) -> float | None:
     """Run the job that Hydra has composed, in a process of its own, and wait for it. Its failure is not ours.
 
     Args:
         own: makes the overrides that the process is started with from those of the job.
 
     Returns:
-        The job's metrics; none if it failed.
+        The value of its objective; None if it has none, or failed.
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
@@ -85,7 +89,7 @@ def run_job(own: Callable[[list[str]], list[str]] = list) -> dict[str, float]:
         result = _finish(folder, hydra.job.num, overrides, process.returncode)
     if received:
         raise SystemExit(128 + received[-1])
-    return dict(result["metrics"])
+    return value_of(result)
 
 
 @contextmanager
@@ -155,15 +159,20 @@ def report(folder: Path, since: float = 0.0) -> int:
     results = read_results(folder, since)
     if not results:
         return 0
+    winner = best(results)
+    for result in results:
+        result["best"] = result is winner
     (folder / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     header, rows = _rows(results, folder)
-    (folder / "summary.md").write_text(markdown_table(header, rows) + "\n", encoding="utf-8")
+    said = _best(results)
+    text = f"{markdown_table(header, rows)}\n" + (f"\n{said}\n" if said else "")
+    (folder / "summary.md").write_text(text, encoding="utf-8")
     _print(header, rows, results, folder)
-    return sum(result["status"] != "completed" for result in results)
+    return sum(result["status"] not in ENDED_WELL for result in results)
 
 
 def _rows(results: list[dict[str, Any]], folder: Path) -> tuple[list[str], list[list[str]]]:
-    common = set.intersection(*(set(result["overrides"]) for result in results)) if len(results) > 1 else set()
+    common = _common(results)
     metrics = _metrics(results)
     header = [
         "job",
@@ -183,7 +192,7 @@ def _rows(results: list[dict[str, Any]], folder: Path) -> tuple[list[str], list[
         values = result["metrics"]
         rows.append(
             [
-                str(result["job"]),
+                f"{result['job']}{' (best)' if result['best'] else ''}",
                 " ".join(own),
                 result["status"],
                 _number(result.get("epochs")),
@@ -198,12 +207,31 @@ def _rows(results: list[dict[str, Any]], folder: Path) -> tuple[list[str], list[
     return header, rows
 
 
+def _common(results: list[dict[str, Any]]) -> set[str]:
+    """The overrides that all jobs have."""
+    return set.intersection(*(set(result["overrides"]) for result in results)) if len(results) > 1 else set()
+
+
+def _best(results: list[dict[str, Any]]) -> str:
+    """A sentence on the best job; empty where there is none."""
+    for result in results:
+        if result["best"]:
+            objective, common = result["objective"], _common(results)
+            own = " ".join(word for word in shown(result["overrides"]) if word not in common)
+            way = "lowest" if objective["mode"] == "min" else "highest"
+            what = f"{objective['metric']} {objective['value']:.4g}, the {way}"
+            return f"Best: job {result['job']}, with {what}{f': {own}' if own else ''}"
+    return ""
+
+
 def _metrics(results: list[dict[str, Any]], most: int = 4) -> list[str]:
-    """The metrics worth a column: those of validation and test, or the others where there are none."""
+    """The metrics worth a column: the objective, and those of validation and test, or all where there are none."""
     names = sorted({name for result in results for name in result["metrics"]})
+    objectives = {objective["metric"] for result in results if (objective := result.get("objective"))}
     evaluated = [name for name in names if name.startswith(("val", "test"))]
     whole = [name for name in evaluated or names if not name.endswith(("_step", "_epoch"))]
-    return (whole or evaluated or names)[:most]
+    others = [name for name in whole or evaluated or names if name not in objectives]
+    return [*(name for name in names if name in objectives), *others][:most]
 
 
 def _number(value: float | None) -> str:
@@ -214,6 +242,8 @@ def _print(header: list[str], rows: list[list[str]], results: list[dict[str, Any
     jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
     console = print_table(f"Sweep of {jobs}", header, narrow, left=("overrides", "status", "run dir"))
+    if said := _best(results):
+        console.print(said, style="bold green", soft_wrap=True, markup=False, highlight=False)
     for result in results:
         if "error" in result:
             console.print(f"Job {result['job']} {result['status']}: {result['error']}", markup=False, highlight=False)
@@ -226,7 +256,9 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> Console:
-    """Print a table; rows in which something failed or was interrupted are red.
+    """Print a table; rows in which something failed or was interrupted are red, those of pruned jobs dim.
+
+    The row of the best job, whose first cell says so, is bold.
 
     Args:
         title: above the table.
@@ -247,7 +279,14 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
     for name in header:
         table.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
     for cells in rows:
-        style = "red" if "failed" in cells or "interrupted" in cells else None
-        table.add_row(*map(Text, cells), style=style)
+        table.add_row(*map(Text, cells), style=_style(cells))
     console.print(table)
     return console
+
+
+def _style(cells: Sequence[str]) -> str | None:
+    if "failed" in cells or "interrupted" in cells:
+        return "red"
+    if "pruned" in cells:
+        return "dim"
+    return "bold green" if cells[0].endswith("(best)") else None

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli import compare, hydra_node, places
+from trainer.cli import compare, hydra_node, objective, places
 from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import Composer, resolve
 from trainer.cli.recipes import options
@@ -290,6 +290,7 @@ def _check_whole(
     if problem := mistake({**TrainerSettings().__dict__, **settings}):
         raise UsageError(problem)
     hydra_node.check_all_targets(plain, overrides, resolved=runs)
+    objective.check(plain["objective"])
     if runs:
         places.check(plain, _set_keys(composer, overrides))
         _check_model(plain, config_dir)

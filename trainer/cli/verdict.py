@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainer.cli.arguments import UsageError
+from trainer.cli.objective import is_lower_better
 from trainer.cli.schema import describe
 from trainer.errors import did_you_mean
 
@@ -20,7 +20,6 @@ MIN_MEMORY_SAVING = 0.3
 """Share of the peak in 32 bits: activations take half the room, so 30 to 50% is usual where they are most of it."""
 
 _SAME_SPEED = 1.05  # ratios nearer to 1 than this are called equal
-_LOWER_IS_BETTER = {"cer", "err", "error", "fid", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"}
 
 
 @dataclass(frozen=True)
@@ -196,18 +195,14 @@ def choose_metric(runs: Sequence[Run], thresholds: Thresholds) -> tuple[Metric |
             return Metric(monitor["metric"], higher), remark
     validation = [name for name in names if name.startswith("val")]
     accuracies = [name for name in [*validation, *names] if "acc" in name.lower()]
-    scores = [name for name in validation if not _is_lower_better(name)]
+    scores = [name for name in validation if not is_lower_better(name)]
     found = [*accuracies, *scores, *validation]
     return (_metric(found[0], thresholds) if found else None), remark
 
 
 def _metric(name: str | None, thresholds: Thresholds) -> Metric:
     assert name is not None
-    return Metric(name, thresholds.mode == "max" if thresholds.mode else not _is_lower_better(name))
-
-
-def _is_lower_better(name: str) -> bool:
-    return "loss" in name.lower() or not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
+    return Metric(name, thresholds.mode == "max" if thresholds.mode else not is_lower_better(name))
 
 
 def judge(run: Run, first: Run, metric: Metric | None, thresholds: Thresholds) -> Verdict:

@@ -1,0 +1,82 @@
+"""What a run is judged by: which metric, which way, and its value at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import main
+from trainer.cli.objective import choose, monitored, reached
+
+pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
+
+LINE = ["+recipe=line", "logger=none", "hydra.run.dir=run"]
+MONITOR = {"metric": "val_f1", "mode": "max"}
+
+
+@pytest.mark.parametrize(
+    ("node", "monitor", "chosen"),
+    [
+        (None, None, None),
+        ({"metric": None, "mode": None}, MONITOR, ("val_f1", "max")),
+        ({"metric": None, "mode": "min"}, MONITOR, ("val_f1", "min")),
+        ({"metric": "val_loss", "mode": None}, MONITOR, ("val_loss", "min")),
+        ({"metric": "val_acc", "mode": None}, None, ("val_acc", "max")),
+        ({"metric": "test_rmse"}, None, ("test_rmse", "min")),
+        ({"metric": "a", "mode": "min"}, None, ("a", "min")),
+        ({"metric": "val_f1"}, {"metric": "val_f1", "mode": "min"}, ("val_f1", "min")),
+    ],
+)
+def test_which_metric_and_which_way(node, monitor, chosen):
+    assert choose(node, monitor) == chosen
+
+
+def test_checkpoints_come_before_early_stopping():
+    stopping = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "b", "mode": "max"}
+    checkpoint = {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "monitor": "a"}
+    other = {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "monitor": None}
+    assert monitored({"x": None, "y": stopping, "z": checkpoint}) == {"metric": "a", "mode": "min"}
+    assert monitored({"y": stopping, "z": other}) == {"metric": "b", "mode": "max"}
+    assert monitored({"z": other}) is None
+    assert monitored({}) is None
+
+
+@pytest.mark.parametrize(("value", "told"), [(0.5, 0.5), (float("nan"), None), (float("inf"), None)])
+def test_only_a_finite_value_counts(value, told):
+    assert reached(("a", "max"), {"a": value}) == {"metric": "a", "mode": "max", "value": told}
+    assert reached(("b", "max"), {"a": value}) == {"metric": "b", "mode": "max", "value": None}
+
+
+def test_a_run_tells_the_value_of_its_objective(project, monkeypatch):
+    from trainer.cli import run
+
+    returned = []
+    monkeypatch.setattr(run, "task", lambda config, task=run.task: returned.append(task(config)))
+    assert main(["fit", *LINE, "objective.metric=val_loss"]) == 0
+    told = json.loads(Path("run/result.json").read_text())
+    assert told["objective"] == {"metric": "val_loss", "mode": "min", "value": told["metrics"]["val_loss"]}
+    assert returned == [told["metrics"]["val_loss"]]
+
+
+def test_a_metric_that_is_not_logged_is_told_of(project, capsys):
+    assert main(["fit", *LINE, "objective={metric: val_los, mode: min}"]) == 0
+    assert "objective.metric is val_los, which the run has not logged. Did you mean 'val_loss'?" in (
+        capsys.readouterr().err
+    )
+    assert json.loads(Path("run/result.json").read_text())["objective"]["value"] is None
+
+
+@pytest.mark.parametrize(
+    ("word", "complaint"),
+    [
+        ("objective.mode=mix", "objective.mode is mix, expected min, max or null. Did you mean 'min'?"),
+        ("objective.metric=3", "objective.metric is 3, expected the name of a logged metric, or null."),
+        ("objective=val_loss", "objective is val_loss, expected a node with settings of its own."),
+        ("objective.metrics=a", "There is no setting 'objective.metrics'. Did you mean 'objective.metric'?"),
+    ],
+)
+def test_mistakes(project, capsys, word, complaint):
+    assert main(["fit", "+recipe=line", word]) == 2
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""The one number a run is judged by: what a sweep names the best job by, and a sweeper optimises. Imports no torch.
+
+It is the metric ``objective.metric`` or, where that is null, the one that the run's checkpoints, else its early
+stopping, go by. Its value is the one at the end of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.cli.arguments import UsageError
+from trainer.cli.schema import describe
+from trainer.errors import did_you_mean
+
+MODES = ("min", "max")
+
+_LOWER_IS_BETTER = frozenset(
+    ("bits", "bpc", "cer", "err", "error", "fid", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer")
+)
+
+
+def check(node: Any) -> None:
+    """Look at the node ``objective`` of a config.
+
+    Raises:
+        UsageError: it has other settings than ``metric`` and ``mode``, or other values than it may.
+    """
+    if not isinstance(node, Mapping) or not set(node) <= {"metric", "mode"}:
+        raise UsageError(f"objective is {describe(node)}, expected its two settings: metric and mode.")
+    metric, mode = node.get("metric"), node.get("mode")
+    if metric is not None and not isinstance(metric, str):
+        raise UsageError(f"objective.metric is {describe(metric)}, expected the name of a logged metric, or null.")
+    if mode is not None and mode not in MODES:
+        hint = did_you_mean(str(mode), MODES)
+        raise UsageError(f"objective.mode is {describe(mode)}, expected min, max or null.{hint}")
+
+
+def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) -> tuple[str, str] | None:
+    """Which metric is optimised, and which way it is better: ``"min"`` or ``"max"``; None where nothing says so.
+
+    Args:
+        node: the config's ``objective``.
+        monitor: metric and mode that checkpoints or early stopping go by.
+    """
+    node, monitor = node or {}, monitor or {}
+    metric = node.get("metric") or monitor.get("metric")
+    if metric is None:
+        return None
+    mode = node.get("mode") or (monitor.get("mode") if metric == monitor.get("metric") else None)
+    return str(metric), str(mode or ("min" if is_lower_better(str(metric)) else "max"))
+
+
+def monitored(callbacks: Any) -> dict[str, Any] | None:
+    """Metric and mode that the checkpoints, else the early stopping, among a config's ``callbacks`` go by, if any."""
+    nodes = [node for node in (callbacks or {}).values() if isinstance(node, Mapping) and node.get("monitor")]
+    nodes.sort(key=lambda node: "Checkpoint" not in str(node.get("_target_")))
+    return {"metric": nodes[0]["monitor"], "mode": nodes[0].get("mode", "min")} if nodes else None
+
+
+def reached(chosen: tuple[str, str] | None, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+    """The entry ``objective`` of a run's ``result.json``.
+
+    Args:
+        chosen: by `choose`.
+        metrics: of the run, at its end. A value that is not finite counts as none.
+    """
+    if chosen is None:
+        return None
+    name, mode = chosen
+    value = metrics.get(name)
+    return {"metric": name, "mode": mode, "value": value if value is not None and math.isfinite(value) else None}
+
+
+def value_of(result: Mapping[str, Any]) -> float | None:
+    """What a run that completed has reached; None for one that did not, or has no finite value."""
+    objective = result.get("objective") or {}
+    return objective.get("value") if result.get("status") == "completed" else None
+
+
+def best(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The result of the best job, the first of equals; None where jobs cannot be compared, or none has a value."""
+    rated = [result for result in results if value_of(result) is not None]
+    ways = {(result["objective"]["metric"], result["objective"]["mode"]) for result in rated}
+    if len(ways) != 1:
+        return None
+    ((_, mode),) = ways
+    return (min if mode == "min" else max)(rated, key=lambda result: result["objective"]["value"])
+
+
+def is_lower_better(name: str) -> bool:
+    """Whether the name of a metric says that less of it is better."""
+    return "loss" in name.lower() or not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
