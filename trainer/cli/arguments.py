@@ -18,7 +18,7 @@ from trainer.precision.names import ALIASES
 RUNS = ("fit", "validate", "test", "predict", "compare")
 """Subcommands that run something. All but ``compare``, a sweep of ``fit``, are methods of the Trainer."""
 
-TOOLS = {"recipes": 0}
+TOOLS = {"recipes": 0, "checks": 1}
 """Subcommands that run nothing, and how many words may follow them. Each is a module of `trainer.cli` with a function
 ``command``, which gets the `Arguments` and returns the exit status."""
 
@@ -102,10 +102,10 @@ def read(argv: Sequence[str]) -> Arguments:
         word = words.pop(0)
         if word.startswith("-"):
             _read_flag(word, words, arguments)
-        elif len(arguments.words) < TOOLS.get(arguments.command or "", 0):
-            arguments.words.append(word)
         elif "=" in word or word.startswith("~"):
             _read_override(word, arguments)
+        elif len(arguments.words) < TOOLS.get(arguments.command or "", 0):
+            arguments.words.append(word)
         else:
             _read_command(word, arguments)
     if arguments.command == "compare":

@@ -15,6 +15,7 @@ _SUMMARY = {
     "predict": "run a model over data and save what it says",
     "compare": "train in several precisions, and say what each of them gains and costs",
     "recipes": "list the recipes, with a line on each",
+    "checks": "say what this machine can do, how fast, and which precision to use",
 }
 
 _ABOUT = {
@@ -35,11 +36,16 @@ samples per second, peak memory and skipped steps, the loss curves in one pictur
 The report, compare.md, and compare.png and compare.json go to multirun/RECIPE/DATE_TIME, each run to a
 folder in there. The exit status is 0 when all runs completed. Where no precision is given, 32, 16-mixed and
 bf16-mixed are compared.""",
+    "checks": """\
+Tells the versions of what is installed, the devices, what each precision does on them (native, emulated or
+unsupported), the measured speed of float32, float16 and bfloat16 (two seconds), how many dataloader workers to
+begin with, memory and disks, and which precision to use here. `checks json` writes all of it as JSON. The exit
+status is 1 when something is broken: torch cannot be imported, or nothing can be written.""",
     "recipes": """\
 Lists the recipes that come with the package and those in ./conf/recipe, with a line on each.""",
 }
 
-_WORDS = {"recipes": ""}
+_WORDS = {"recipes": "", "checks": "[json]"}
 """What may follow a command that runs nothing."""
 
 _TRAIN = """\
