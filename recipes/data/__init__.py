@@ -5,9 +5,10 @@ Images come in batches ``(images, labels)``: ``images`` is float32 of shape (bat
 """
 
 from recipes.data.cifar10 import CIFAR10
+from recipes.data.digit_scans import DigitScans
 from recipes.data.digits import Digits
 from recipes.data.image_folder import ImageFolder, UnreadableImageError
 from recipes.data.random_vectors import RandomVectors
 from recipes.data.tabular import Tabular
 
-__all__ = ["CIFAR10", "Digits", "ImageFolder", "RandomVectors", "Tabular", "UnreadableImageError"]
+__all__ = ["CIFAR10", "DigitScans", "Digits", "ImageFolder", "RandomVectors", "Tabular", "UnreadableImageError"]

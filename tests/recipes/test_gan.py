@@ -1,0 +1,189 @@
+import copy
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from lightning import Callback, seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image
+from scipy.linalg import sqrtm
+from torch.nn import functional as F
+from torchvision.transforms.functional import pil_to_tensor
+
+from recipes.data import DigitScans
+from recipes.gan import GAN, SamplePictures, frechet_distance
+from tests.support import AUTOCAST_DTYPES, make_trainer, native_fp16
+
+ADAM = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
+
+
+@pytest.fixture(scope="module")
+def scans() -> DigitScans:
+    data = DigitScans()
+    data.setup("fit")
+    return data
+
+
+class Watch(Callback):
+    """The losses and the scale of each batch, and how often the scale was adjusted."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[float, float]] = []
+        self.scales: list[float] = []
+        self.trackers: list[int] = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        metrics = trainer.callback_metrics
+        self.losses.append((metrics["d_loss"].item(), metrics["g_loss"].item()))
+        self.scales.append(trainer.scaler.get_scale())
+        self.trackers.append(trainer.scaler.state_dict().get("_growth_tracker", 0))
+
+
+def train_by_hand(gan: GAN, batches, precision: str, scaler: torch.amp.GradScaler):
+    """The same training in plain torch. Yields losses and scale after each batch."""
+    generator, discriminator = gan.generator, gan.discriminator
+    d_optimizer, g_optimizer = ADAM(discriminator.parameters()), ADAM(generator.parameters())
+    dtype = AUTOCAST_DTYPES.get(precision)
+    autocast = partial(torch.autocast, "cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    real, fake = torch.ones(64), torch.zeros(64)
+    loss = F.binary_cross_entropy_with_logits
+    for images, _ in batches:
+        d_optimizer.zero_grad()
+        with autocast():
+            generated = generator(torch.randn(64, gan.latent_size))
+            truth, fiction = discriminator(images), discriminator(generated.detach())
+            d_loss = 0.5 * (loss(truth, real.to(truth.dtype)) + loss(fiction, fake.to(truth.dtype)))
+        scaler.scale(d_loss).backward()
+        scaler.step(d_optimizer)
+        g_optimizer.zero_grad()
+        with autocast():
+            fiction = discriminator(generated)
+            g_loss = loss(fiction, real.to(fiction.dtype))
+        scaler.scale(g_loss).backward()
+        scaler.step(g_optimizer)
+        scaler.update()
+        yield (d_loss.item(), g_loss.item()), scaler.get_scale()
+
+
+@pytest.mark.parametrize("init_scale", [2.0**10, 2.0**24])  # the second overflows, and more than once
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_equals_the_loop_written_by_hand(precision, init_scale, scans, tmp_path):
+    torch.manual_seed(0)
+    gan = GAN(ADAM, width=16)
+    twin = copy.deepcopy(gan)
+    is_scaled, watch = precision == "16-mixed", Watch()
+    plugin = native_fp16(init_scale=init_scale) if is_scaled else precision
+    trainer = make_trainer(
+        tmp_path, precision=plugin, limit_train_batches=8, limit_val_batches=0, max_epochs=1, callbacks=[watch]
+    )
+    torch.manual_seed(1)
+    trainer.fit(gan, datamodule=scans)
+
+    torch.manual_seed(1)
+    batches = (batch for _, batch in zip(range(8), scans.train_dataloader(), strict=False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=is_scaled)
+    by_hand = list(train_by_hand(twin, batches, precision, scaler))
+
+    assert watch.losses == [losses for losses, _ in by_hand]
+    assert watch.scales == [scale for _, scale in by_hand]
+    weights, others = gan.state_dict(), twin.state_dict()
+    assert all(torch.equal(weights[name], others[name]) for name in others)
+    assert trainer.global_step == 2 * 8
+    before = [init_scale if is_scaled else 1.0, *watch.scales]
+    assert trainer.skipped_steps == sum(a > b for a, b in pairwise(before))
+    if is_scaled and init_scale < 2**20:
+        assert watch.trackers == [1, 2, 3, 4, 5, 6, 7, 8]  # one adjustment in a batch, although two networks step
+    if is_scaled and init_scale > 2**20:
+        assert trainer.skipped_steps >= 2
+
+
+def trained(folder: Path, precision: str = "32-true", epochs: int = 5, **options) -> tuple[GAN, object]:
+    seed_everything(0, verbose=False)
+    gan = GAN(ADAM, width=32)
+    trainer = make_trainer(folder, precision=precision, max_epochs=epochs, **options)
+    trainer.fit(gan, datamodule=DigitScans())
+    return gan, trainer
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_generated_images_become_like_the_digits(precision, scans, tmp_path):
+    gan, trainer = trained(tmp_path, precision)
+    assert set(trainer.callback_metrics) == {"d_loss", "g_loss", "val_frechet"}
+    assert trainer.callback_metrics["val_frechet"] < 15  # noise: 40; the training images: 0.5
+    real, generated = scans.splits["train"].images, gan.sample(1000)
+    assert generated.shape == (1000, 1, 8, 8)
+    assert generated.dtype == torch.float32
+    assert (real.mean(0) - generated.mean(0)).square().mean().sqrt() < 0.25  # pixels lie in [-1, 1]
+    assert generated.var(0).sum() > 0.5 * real.var(0).sum()  # and are not all the same
+
+
+def test_the_same_seed_trains_the_same_gan(tmp_path):
+    (gan, first), (twin, second) = (trained(tmp_path / name, epochs=2) for name in "ab")
+    assert first.callback_metrics["val_frechet"] == second.callback_metrics["val_frechet"]
+    assert torch.equal(gan.sample(4), twin.sample(4))
+
+
+def test_samples_depend_on_their_seed_alone():
+    gan = GAN(ADAM, width=16)
+    state = torch.get_rng_state()
+    first = gan.sample(3)
+    assert gan.training
+    assert gan.generator.training
+    assert torch.equal(gan.sample(3), first)
+    assert torch.equal(gan.sample(3, seed=0), first)
+    assert not torch.equal(gan.sample(3, seed=1), first)
+    assert torch.equal(torch.get_rng_state(), state)
+    gan.eval()
+    assert not gan.generator.training
+    gan.sample(1)
+    assert not gan.generator.training
+
+
+def test_a_picture_is_written_for_every_epoch(tmp_path):
+    logger = TensorBoardLogger(tmp_path / "logs")
+    pictures = SamplePictures(str(tmp_path / "samples"), count=6, columns=3, zoom=2)
+    gan, _ = trained(
+        tmp_path, epochs=2, limit_train_batches=2, log_every_n_steps=1, callbacks=[pictures], logger=logger
+    )
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["epoch_000.png", "epoch_001.png"]
+    picture = pil_to_tensor(Image.open(tmp_path / "samples" / "epoch_001.png"))
+    assert picture.shape == (3, 2 * 18 + 2, 3 * 18 + 2)  # images of 16 pixels, and 2 around each
+    first = gan.sample(6)[0, 0] / 2 + 0.5
+    expected = first.repeat_interleave(2, 0).repeat_interleave(2, 1) * 255
+    assert torch.allclose(picture[0, 2:18, 2:18].float(), expected, atol=1.0)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert [event.step for event in events.Images("samples")] == [4, 8]
+
+
+def test_the_frechet_distance_is_that_of_the_formula():
+    torch.manual_seed(0)
+    images, others = torch.randn(40, 1, 2, 3), torch.rand(50, 1, 2, 3) * 2
+    a, b = images.flatten(1).double(), others.flatten(1).double()
+    product = sqrtm(a.T.cov().numpy() @ b.T.cov().numpy()).real
+    expected = (a.mean(0) - b.mean(0)).square().sum() + a.var(0).sum() + b.var(0).sum() - 2 * product.trace()
+    assert frechet_distance(images, others).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert frechet_distance(images, images).item() == pytest.approx(0.0, abs=1e-6)
+    assert frechet_distance(images, images + 2.0).item() == pytest.approx(6 * 4.0, rel=1e-5)
+
+
+def test_predictions_are_images_and_a_checkpoint_loads(scans, tmp_path):
+    gan, trainer = trained(tmp_path, epochs=1, limit_train_batches=2)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = GAN.load_from_checkpoint(tmp_path / "last.ckpt", optimizer=ADAM, weights_only=True)
+    first, second, *_ = make_trainer(tmp_path).predict(loaded, datamodule=scans)
+    assert torch.allclose(first, gan.sample(64), atol=1e-6)
+    assert not torch.allclose(first, second)
+    assert first.abs().max() <= 1
+
+
+def test_the_scans_are_those_of_scikit_learn(scans):
+    assert {name: len(split) for name, split in scans.splits.items()} == {"train": 1257, "val": 270, "test": 270}
+    images = torch.cat([split.images for split in scans.splits.values()])
+    assert (images.min(), images.max(), images.dtype) == (-1, 1, torch.float32)
+    assert images.mean().item() == pytest.approx(4.884 / 8 - 1, abs=1e-3)  # 4.884 of 16 grey levels
+    assert len(torch.cat([split.labels for split in scans.splits.values()]).unique()) == 10
