@@ -4,10 +4,11 @@ Images come in batches ``(images, labels)``: ``images`` is float32 of shape (bat
 ``labels`` is int64 of shape (batch,). What the others give is in their docstrings.
 """
 
+from recipes.data.caltech256 import Caltech256
 from recipes.data.cifar10 import CIFAR10
 from recipes.data.digits import Digits
 from recipes.data.image_folder import ImageFolder, UnreadableImageError
 from recipes.data.random_vectors import RandomVectors
 from recipes.data.tabular import Tabular
 
-__all__ = ["CIFAR10", "Digits", "ImageFolder", "RandomVectors", "Tabular", "UnreadableImageError"]
+__all__ = ["CIFAR10", "Caltech256", "Digits", "ImageFolder", "RandomVectors", "Tabular", "UnreadableImageError"]
