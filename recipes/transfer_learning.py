@@ -126,8 +126,8 @@ def load_weights(architecture: str, weights: str) -> Weights:
     if not file.is_file():
         raise FileNotFoundError(
             f"weights is {weights}: there is no such file ({file.resolve()}), and torchvision has no weights of that"
-            f" name for {architecture}. Set model.weights to the path of a file, to one of {', '.join(known)}, or to null"
-            " for random weights."
+            f" name for {architecture}. Set model.weights to the path of a file, to one of {', '.join(known)}, or to"
+            " null for random weights."
         )
     return _read(file)
 
@@ -143,8 +143,8 @@ def _torchvisions(weights: Any, what: str) -> Weights:
         raise FileNotFoundError(
             f"The weights {what} are not in {file} and could not be downloaded from {weights.url}"
             f" ({type(error).__name__}: {error}). Without a network, fetch that file elsewhere and save it there, or"
-            f" anywhere, and set model.weights to its path. model.weights=null starts from random weights; so does,"
-            " at no loss, what takes all weights from a checkpoint."
+            f" anywhere, and set model.weights to its path. model.weights=null starts from random weights, which is all"
+            " that is needed where a checkpoint brings the weights."
         ) from error
 
 

@@ -99,8 +99,8 @@ class Caltech256(SplitDataModule):
             raise FileNotFoundError(
                 f"Caltech-256 is not in {self.root.resolve()}: expected the folder {FOLDER} or the file {ARCHIVE} in"
                 f" it. Fetch that file (1.2 GB, MD5 {MD5}) from {ADDRESS} and save it as {archive.resolve()}; it is"
-                " unpacked on the next run. Or set data.root to a folder that has it. For images of your own: data=imagefolder"
-                " data.root=... data.num_classes=..."
+                " unpacked on the next run. Or set data.root to a folder that has it. For images of your own:"
+                " data=imagefolder data.root=... data.num_classes=..."
             )
         unpack(archive, FOLDER)
 
