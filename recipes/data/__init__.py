@@ -4,6 +4,7 @@ Images come in batches ``(images, labels)``: ``images`` is float32 of shape (bat
 ``labels`` is int64 of shape (batch,). What the others give is in their docstrings.
 """
 
+from recipes.data.caltech256 import Caltech256
 from recipes.data.cifar10 import CIFAR10
 from recipes.data.digit_scans import DigitScans
 from recipes.data.digits import Digits
@@ -11,4 +12,13 @@ from recipes.data.image_folder import ImageFolder, UnreadableImageError
 from recipes.data.random_vectors import RandomVectors
 from recipes.data.tabular import Tabular
 
-__all__ = ["CIFAR10", "DigitScans", "Digits", "ImageFolder", "RandomVectors", "Tabular", "UnreadableImageError"]
+__all__ = [
+    "CIFAR10",
+    "Caltech256",
+    "DigitScans",
+    "Digits",
+    "ImageFolder",
+    "RandomVectors",
+    "Tabular",
+    "UnreadableImageError",
+]

@@ -1,8 +1,14 @@
 """CIFAR-10, downloaded by torchvision."""
 
+import pickle
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from torch.utils.data import Subset
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
 from torchvision import datasets
 from torchvision.transforms import v2
 
@@ -12,20 +18,31 @@ from recipes.data.loading import SplitDataModule, check_num_classes, image_to_te
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 
+SIZE = 32  # pixels, height and width
+
 
 class CIFAR10(SplitDataModule):
     """60,000 colour images of 3x32x32: 45,000 to train on, 5,000 to validate, 10,000 to test.
 
     The validation images are held out of the 50,000 training images. Those trained on are shifted by up to
-    four pixels and mirrored.
+    four pixels and mirrored. For networks that were made for larger images, all of them can be enlarged.
 
     Args:
         root: folder of the data; 170 MB are downloaded into it when it does not hold them yet.
         batch_size: images in a batch, on one rank.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
-        augment: shift and mirror the training images.
+        augment: shift and mirror the training images, before they are enlarged.
+        resize_size: enlarge the images to this height and width, in pixels; None leaves them as they are.
+        crop_size: height and width of the square at the centre that the model sees; None for the whole image.
+        mean: subtracted from each channel in [0, 1]; those of CIFAR-10 by default.
+        std: each channel is divided by.
+        limit: train on the first so many of the training images; None for all of them.
+        val_size: images to validate on, held out of the training images that come after the first ``limit``;
+            None for a tenth of all of them.
         split_seed: of the validation split, which is stratified and depends on nothing else.
         num_classes: of the model; must be 10.
+        check_md5: hold the files against the original's checksums, and download those that differ. False is for
+            files of your own in the same format; they are read without a network.
 
     Raises:
         ValueError: ``num_classes`` is not 10.
@@ -38,14 +55,34 @@ class CIFAR10(SplitDataModule):
         *,
         num_workers: int = 2,
         augment: bool = True,
+        resize_size: int | None = None,
+        crop_size: int | None = None,
+        mean: Sequence[float] = MEAN,
+        std: Sequence[float] = STD,
+        limit: int | None = None,
+        val_size: int | None = None,
         split_seed: int = 0,
         num_classes: int = 10,
+        check_md5: bool = True,
     ) -> None:
         super().__init__(batch_size, num_workers)
         check_num_classes(num_classes, 10, "CIFAR-10")
         self.root = Path(root).expanduser()
-        self.augment = augment
+        self.limit = limit
+        self.val_size = val_size
         self.split_seed = split_seed
+        self.check_md5 = check_md5
+        sizes: list[Any] = [] if resize_size is None else [v2.Resize((resize_size, resize_size))]
+        sizes += [] if crop_size is None else [v2.CenterCrop(crop_size)]
+        shifts = [v2.RandomCrop(SIZE, padding=4), v2.RandomHorizontalFlip()] if augment else []
+        to_tensor = image_to_tensor(mean, std)
+        self.evaluation = v2.Compose([*sizes, to_tensor])
+        self.training = v2.Compose([*shifts, *sizes, to_tensor])
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self.root / datasets.CIFAR10.base_folder
 
     def prepare_data(self) -> None:
         """Download the data unless it is there.
@@ -53,6 +90,9 @@ class CIFAR10(SplitDataModule):
         Raises:
             FileNotFoundError: it is neither there nor to be had; says what was tried and where to put it.
         """
+        if not self.check_md5:
+            self._check_files()
+            return
         try:
             datasets.CIFAR10(self.root, download=True)
         except (OSError, RuntimeError) as error:  # no network, a proxy's page for an archive, no permission
@@ -66,18 +106,112 @@ class CIFAR10(SplitDataModule):
             ) from error
 
     def setup(self, stage: str) -> None:
-        """Read and split the data; a second stage finds it done."""
+        """Read and split the data; a second stage finds it done.
+
+        Raises:
+            ValueError: ``limit`` and ``val_size`` ask for more images than there are, or a file that is not in
+                CIFAR-10's format.
+        """
         if self.splits:
             return
-        evaluation = image_to_tensor(MEAN, STD)
-        training = evaluation
-        if self.augment:
-            training = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), evaluation])
-        augmented = datasets.CIFAR10(self.root, transform=training)
-        plain = datasets.CIFAR10(self.root, transform=evaluation)
-        train, val = stratified_split(plain.targets, held_out=[len(plain) // 10], seed=self.split_seed)
+        images, labels = read_batches(self.folder, [name for name, _ in datasets.CIFAR10.train_list])
+        train, val = self._split(labels)
         self.splits = {
-            "train": Subset(augmented, train),
-            "val": Subset(plain, val),
-            "test": datasets.CIFAR10(self.root, train=False, transform=evaluation),
+            "train": Subset(Pictures(images, labels, self.training), train),
+            "val": Subset(Pictures(images, labels, self.evaluation), val),
+            "test": Pictures(
+                *read_batches(self.folder, [name for name, _ in datasets.CIFAR10.test_list]), self.evaluation
+            ),
         }
+
+    def _split(self, labels: list[int]) -> tuple[list[int], list[int]]:
+        """Positions to train on, and to validate on."""
+        first = self.limit or 0
+        val_size = len(labels) // 10 if self.val_size is None else self.val_size
+        if first < 0 or val_size < 1 or first + val_size > len(labels):
+            raise ValueError(
+                f"limit is {self.limit} and val_size is {val_size}, but there are {len(labels)} training images in"
+                f" {self.folder}, which both come from. Set data.limit and data.val_size to smaller numbers."
+            )
+        if first + val_size == len(labels):
+            return list(range(first)), list(range(first, len(labels)))
+        rest, val = stratified_split(labels[first:], held_out=[val_size], seed=self.split_seed)
+        train = rest if self.limit is None else range(first)
+        return list(train), [first + position for position in val]
+
+    def _check_files(self) -> None:
+        for name, _ in datasets.CIFAR10.train_list + datasets.CIFAR10.test_list:
+            if not (self.folder / name).is_file():
+                raise FileNotFoundError(
+                    f"There is no file {(self.folder / name).resolve()}. Set data.root to the folder that holds"
+                    f" {datasets.CIFAR10.base_folder}, or data.check_md5=true to have CIFAR-10 downloaded."
+                )
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Images in memory, each transformed when it is asked for.
+
+    Args:
+        data: uint8, shape (images, height, width, 3).
+        targets: class of each.
+        transform: from a PIL image to what the model sees.
+    """
+
+    def __init__(self, data: np.ndarray, targets: list[int], transform: Callable[[Image.Image], Tensor]) -> None:
+        self.data = data
+        self.targets = targets
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(Image.fromarray(self.data[index])), self.targets[index]
+
+
+def read_batches(folder: Path, names: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+    """Read files of CIFAR-10's python version, one after the other.
+
+    They are pickles. Unpickled are arrays and plain containers, nothing else: files without the original's checksum
+    may be anybody's.
+
+    Returns:
+        Images, uint8 of shape (images, 32, 32, 3), and the class of each.
+
+    Raises:
+        ValueError: a file that holds something else.
+    """
+    images, labels = [], []
+    for name in names:
+        try:
+            with (folder / name).open("rb") as file:
+                content = _ArraysOnly(file, encoding="latin1").load()
+            images.append(np.asarray(content["data"], dtype=np.uint8).reshape(-1, 3, SIZE, SIZE))
+            labels += [int(label) for label in content["labels"]]
+        except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{folder / name} is not a file of CIFAR-10's python version ({type(error).__name__}: {error})."
+                " Expected a pickled dict with 'data', uint8 of shape (images, 3072), and 'labels'."
+            ) from error
+    return np.concatenate(images).transpose(0, 2, 3, 1), labels
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Numpy's arrays, under the names by which numpy 1 and 2 pickle them, and Python's containers."""
+
+    NAMES = frozenset(
+        [
+            ("_codecs", "encode"),
+            ("numpy", "dtype"),
+            ("numpy", "ndarray"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("numpy._core.numeric", "_frombuffer"),
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy.core.numeric", "_frombuffer"),
+        ]
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.NAMES:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module.replace("numpy.core", "numpy._core"), name)

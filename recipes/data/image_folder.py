@@ -7,6 +7,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 from torchvision import datasets
@@ -151,17 +152,12 @@ class Images(datasets.ImageFolder):
         """
         path, label = self.samples[index]
         try:
-            image = self.loader(path)
-        except Exception as error:  # a damaged file breaks a decoder in any way
-            if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
-                raise  # the system's, not the file's
+            image = read_image(path)
+        except UnreadableImageError:
             self.unreadable[index] = 1
             if self.skips:
                 return None
-            raise UnreadableImageError(
-                f"{path} cannot be read as an image ({type(error).__name__}: {error}). Mend it or take it away; or set"
-                " data.on_error=skip, which leaves such files out and says which."
-            ) from error
+            raise
         return self.transform(image), label
 
     def take_unreadable(self) -> Tensor:
@@ -169,6 +165,24 @@ class Images(datasets.ImageFolder):
         taken = self.unreadable.clone()
         self.unreadable.zero_()
         return taken
+
+
+def read_image(path: str | Path) -> Image.Image:
+    """The image in a file, with three channels: grey ones are repeated, a palette is looked up, alpha is dropped.
+
+    Raises:
+        UnreadableImageError: it is none; names the file.
+        OSError: the system cannot read the file.
+    """
+    try:
+        return datasets.folder.default_loader(str(path))
+    except Exception as error:  # a damaged file breaks a decoder in any way
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+            raise  # the system's, not the file's
+        raise UnreadableImageError(
+            f"{path} cannot be read as an image ({type(error).__name__}: {error}). Mend it or take it away; or, with"
+            " data=imagefolder, set data.on_error=skip, which leaves such files out and says which."
+        ) from error
 
 
 def collate_readable(samples: list[tuple[Tensor, int] | None]) -> Any:

@@ -127,14 +127,18 @@ def test_config_dir_is_looked_into_as_well(project, tmp_path, capsys):
     write(tmp_path, {"elsewhere/recipe/far.yaml": "# @package _global_\n# Far away.\nseed: 5\n"})
     assert shown(capsys, "fit", "--config-dir", "elsewhere", "+recipe=far")["seed"] == 5
     assert main(["recipes", "--config-dir", "elsewhere"]) == 0
-    assert "far       Far away." in capsys.readouterr().out
+    assert ["far", "Far away."] in [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_recipes_lists_ours_and_the_users_with_a_line_on_each(project, capsys):
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["line      A straight line through sixteen points.", "other     Another line, steeper."]
-    assert lines[2].startswith("resnet50  ResNet-50 on ")
+    told = dict(line.split(maxsplit=1) for line in lines)
+    assert told["line"] == "A straight line through sixteen points."
+    assert told["other"] == "Another line, steeper."
+    assert told["resnet50"].startswith("ResNet-50 on ")
+    assert len({line.index(text) for line, text in zip(lines, told.values(), strict=True)}) == 1  # a column
+    assert list(told) == sorted(told)
 
 
 def test_recipes_in_a_folder_without_a_conf(tmp_path, monkeypatch, capsys):

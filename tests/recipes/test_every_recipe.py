@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipes.samples import sample_for
 from trainer.cli import main
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "recipe").glob("*.yaml"))
@@ -25,7 +26,8 @@ def test_states_its_command(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_runs_a_batch(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["fit", f"+recipe={name}", "+debug=fast_dev_run", "data.batch_size=4"]) == 0
+    sample = sample_for(name, tmp_path / "sample")
+    assert main(["fit", f"+recipe={name}", "+debug=fast_dev_run", "data.batch_size=4", *sample]) == 0
     (result,) = tmp_path.glob(f"outputs/{name}/*/result.json")
     assert '"status": "completed"' in result.read_text()
 

@@ -48,7 +48,7 @@ class OverflowReport(Callback):
             from the default scale, 2**16, down to 1, three times over.
         at_floor: skipped steps in a row, all at the scaler's ``min_scale``, that stop the run: the scale
             cannot fall any further. None to go on.
-        dirpath: folder of the files. Default: ``trainer.log_dir``.
+        dirpath: folder of the files. Default: ``trainer.log_dir``; on the command line the run's folder.
         console: where to print. Default: rich's global console, which writes to ``sys.stdout``.
 
     Attributes:
@@ -79,7 +79,7 @@ class OverflowReport(Callback):
         self.collapse_after = collapse_after
         self.at_floor = at_floor
         self.reports: list[Report] = []
-        self._dirpath = dirpath
+        self.dirpath = dirpath
         self._console = console
         self._demand: Recorder | None = None  # for at_step
         self._recorder: Recorder | None = None  # while steps are skipped
@@ -178,7 +178,8 @@ class OverflowReport(Callback):
         path = None if trainer.fast_dev_run else folder / f"overflow_report_step_{step}.md"
         if path is not None:
             _write(path, report.markdown())
-        console.print(report.table(path))
+        if not self._has_reported:  # once on a row of skips is enough; the file is there of both
+            console.print(report.table(path))
 
     def _collapse(self, trainer: Any, step: int) -> None:
         before, module = self._before, trainer.lightning_module
@@ -215,7 +216,7 @@ class OverflowReport(Callback):
         raise LossScaleCollapse("\n".join(lines))
 
     def _folder(self, trainer: Any) -> Path:
-        return Path(self._dirpath or trainer.log_dir or trainer.default_root_dir)
+        return Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
 
 
 class _BeforeSkips:

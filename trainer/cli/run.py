@@ -110,7 +110,7 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     import lightning as L
     from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 
-    from trainer.callbacks import ScaleMonitor
+    from trainer.callbacks import OverflowReport, ScaleMonitor
 
     logging.getLogger("lightning").handlers.clear()  # the terminal and the file that Hydra has set up are enough
     merge_recipes()
@@ -145,6 +145,9 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
         trainer = trainer_class(**arguments)
     except ModuleNotFoundError as error:  # of an accelerator, or of a strategy
         raise UsageError(f"The trainer's settings ask for what is not installed: {error}.") from error
+    for callback in trainer.callbacks:
+        if isinstance(callback, OverflowReport) and callback.dirpath is None:
+            callback.dirpath = folder
     if is_first() and (said := getattr(arguments["precision"], "said", "")):
         print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
     return module, data, trainer

@@ -9,7 +9,8 @@ import torch
 from torchvision import datasets
 
 from recipes.data import CIFAR10
-from recipes.data.cifar10 import MEAN, STD
+from recipes.data.cifar10 import MEAN, STD, read_batches
+from tests.recipes.samples import cifar10
 
 
 @pytest.fixture
@@ -109,3 +110,82 @@ def test_without_a_network_the_error_says_where_to_put_the_file(
 def test_another_number_of_classes_is_refused():
     with pytest.raises(ValueError, match="num_classes is 100, but CIFAR-10 has 10 classes"):
         CIFAR10(num_classes=100)
+
+
+def test_the_first_images_are_trained_on_and_later_ones_validated(root: Path):
+    module = CIFAR10(root, limit=30, val_size=20, augment=False)
+    module.setup("fit")
+    train, val = module.splits["train"], module.splits["val"]
+    assert train.indices == list(range(30))
+    assert len(val) == 20
+    assert min(val.indices) >= 30
+    assert np.bincount([val.dataset.targets[i] for i in val.indices]).tolist() == [2] * 10
+
+
+def test_without_a_limit_the_rest_is_trained_on(root: Path):
+    module = CIFAR10(root, val_size=20)
+    module.setup("fit")
+    assert len(module.splits["train"]) == 80
+    assert sorted(module.splits["train"].indices + module.splits["val"].indices) == list(range(100))
+
+
+@pytest.mark.parametrize("sizes", [{"limit": 95}, {"limit": 90, "val_size": 20}, {"val_size": 101}, {"limit": -1}])
+def test_more_images_than_there_are_are_refused(root: Path, sizes: dict[str, int]):
+    with pytest.raises(ValueError, match=r"there are 100 training images in .* Set data.limit and data.val_size"):
+        CIFAR10(root, **sizes).setup("fit")
+
+
+def test_images_can_be_enlarged_and_cropped(root: Path):
+    module = CIFAR10(root, augment=False, resize_size=64, crop_size=32, mean=(0, 0, 0), std=(1, 1, 1))
+    module.setup("fit")
+    image, _ = module.splits["train"][0]
+    pixels = torch.from_numpy(module.splits["train"].dataset.data[module.splits["train"].indices[0]]) / 255
+    assert image.shape == (3, 32, 32)
+    # The centre: each of 16x16 pixels has become 2x2, whose mean is near to it (other noise is at 0.33).
+    assert (image.view(3, 16, 2, 16, 2).mean((2, 4)) - pixels[8:24, 8:24].permute(2, 0, 1)).abs().mean() < 0.15
+    assert module.splits["test"][0][0].shape == (3, 32, 32)
+
+
+def test_files_of_ones_own_are_read_without_checksums_or_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(datasets.CIFAR10, "download", lambda self: pytest.fail("asked for the network"))
+    module = CIFAR10(cifar10(tmp_path), check_md5=False)
+    module.prepare_data()
+    module.setup("fit")
+    assert {name: len(split) for name, split in module.splits.items()} == {"train": 180, "val": 20, "test": 40}
+    with pytest.raises(FileNotFoundError, match=r"no file .*data_batch_1. Set data.root"):
+        CIFAR10(tmp_path / "elsewhere", check_md5=False).prepare_data()
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> object:
+        return Path.touch, (self.file,)
+
+
+def test_a_file_cannot_run_code(tmp_path: Path):
+    cifar10(tmp_path)
+    batch = tmp_path / "cifar-10-batches-py" / "data_batch_2"
+    batch.write_bytes(pickle.dumps({"data": Runs(tmp_path / "ran"), "labels": []}))
+    with pytest.raises(ValueError, match=r"data_batch_2 is not a file of CIFAR-10's python version .*it asks for"):
+        CIFAR10(tmp_path, check_md5=False).setup("fit")
+    assert not (tmp_path / "ran").exists()
+    batch.write_bytes(b"<html>")
+    with pytest.raises(ValueError, match="data_batch_2 is not a file of CIFAR-10's"):
+        CIFAR10(tmp_path, check_md5=False).setup("fit")
+
+
+def test_files_of_the_original_kind_are_read(tmp_path: Path):
+    # The original was pickled by Python 2 and numpy 1: other names, and texts in the place of bytes.
+    cifar10(tmp_path)
+    batch = tmp_path / "cifar-10-batches-py" / "data_batch_1"
+    content = pickle.loads(batch.read_bytes())
+    written = pickle.dumps(content, protocol=2).replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+    assert b"numpy.core.multiarray" in written
+    batch.write_bytes(written)
+    images, labels = read_batches(batch.parent, ["data_batch_1"])
+    assert labels == content["labels"]
+    assert np.array_equal(images, content["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))

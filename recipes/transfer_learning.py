@@ -1,0 +1,187 @@
+"""torchvision's networks with weights that were trained elsewhere, and a new last layer."""
+
+import difflib
+import pickle
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchvision import models
+
+from recipes.image_classification import ImageClassifier
+
+Weights = dict[str, Tensor]
+
+
+def transfer_classifier(
+    architecture: str,
+    optimizer: Callable[[Iterable[Any]], Optimizer],
+    scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
+    *,
+    num_classes: int,
+    weights: str | None = None,
+    frozen: bool = False,
+    **options: Any,
+) -> ImageClassifier:
+    """An `ImageClassifier` with a `TransferNet`. Weights are loaded here, before a run touches its data.
+
+    Args:
+        architecture: see `TransferNet`.
+        optimizer: see `ImageClassifier`; it is given the parameters that are not frozen.
+        scheduler: see `ImageClassifier`.
+        num_classes: number of classes.
+        weights: see `TransferNet`.
+        frozen: see `TransferNet`.
+        **options: further arguments of `ImageClassifier`.
+
+    Raises:
+        FileNotFoundError: as `load_weights`.
+        ValueError: as `TransferNet`.
+    """
+    net = TransferNet(architecture, num_classes, weights=weights, frozen=frozen)
+    if frozen:  # that is what was asked for
+        warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode at the start of training")
+    return ImageClassifier(net, optimizer, scheduler, num_classes=num_classes, **options)
+
+
+class TransferNet(nn.Module):
+    """A classification network of torchvision whose last linear layer, its head, is new.
+
+    Args:
+        architecture: its name in ``torchvision.models``, such as ``"resnet50"``.
+        num_classes: outputs of the head.
+        weights: what the rest of the network starts from: the name of weights that torchvision has, such as
+            ``"IMAGENET1K_V2"``, or a file with the network's ``state_dict``, such as torchvision's own. The head
+            that comes with them is not used. None for random weights.
+        frozen: train the head and nothing else: the rest has no gradients, and stays in eval mode, so that
+            BatchNorm keeps its statistics and dropout is off.
+
+    Attributes:
+        net: torchvision's network.
+
+    Raises:
+        FileNotFoundError: as `load_weights`.
+        ValueError: an unknown architecture, one without a linear layer, or weights of another one.
+    """
+
+    def __init__(
+        self, architecture: str, num_classes: int, *, weights: str | None = None, frozen: bool = False
+    ) -> None:
+        super().__init__()
+        known = models.list_models(module=models)
+        if architecture not in known:
+            near = ", ".join(difflib.get_close_matches(str(architecture), known, n=3)) or "resnet50, vit_b_16, ..."
+            raise ValueError(f"architecture is {architecture!r}, expected a name in torchvision.models: {near}")
+        self.frozen = frozen
+        self.net = models.get_model(architecture, weights=None)
+        name = _last_linear(self.net, architecture)
+        if weights is not None:
+            _load_all_but(name, self.net, load_weights(architecture, weights), f"{weights} of {architecture}")
+        self.net.requires_grad_(not frozen)
+        parent, _, last = name.rpartition(".")
+        head = nn.Linear(self.net.get_submodule(name).in_features, num_classes)
+        setattr(self.net.get_submodule(parent), last, head)
+        self._head = name
+        self.train()
+
+    @property
+    def head(self) -> nn.Module:
+        """The new last layer."""
+        return self.net.get_submodule(self._head)
+
+    def train(self, mode: bool = True) -> "TransferNet":
+        """Set train or eval mode; what is frozen stays in eval mode."""
+        super().train(mode)
+        if self.frozen:
+            self.net.eval()
+            self.head.train(mode)
+        return self
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of shape (batch, ``num_classes``)."""
+        return self.net(images)
+
+
+def load_weights(architecture: str, weights: str) -> Weights:
+    """The weights of a network of torchvision, of the original number of classes, on the CPU.
+
+    Args:
+        architecture: its name in ``torchvision.models``.
+        weights: the name of weights that torchvision has for it, which are taken from torch's cache or
+            downloaded into it; or a file that holds a ``state_dict``, loaded with ``weights_only=True``.
+
+    Raises:
+        FileNotFoundError: they are neither there nor to be had; says what was tried, and where to put them.
+        ValueError: a file that holds something else.
+    """
+    known = models.get_model_weights(architecture).__members__
+    if weights in known:
+        return _torchvisions(known[weights], f"{weights} of {architecture}")
+    file = Path(weights).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"weights is {weights}: there is no such file ({file.resolve()}), and torchvision has no weights of that"
+            f" name for {architecture}. Set model.weights to the path of a file, to one of {', '.join(known)}, or to"
+            " null for random weights."
+        )
+    return _read(file)
+
+
+def _torchvisions(weights: Any, what: str) -> Weights:
+    """Weights of torchvision, from its cache or its server."""
+    file = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rpartition("/")[2]
+    if file.is_file():
+        return _read(file)
+    try:
+        return weights.get_state_dict(check_hash=True, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError) as error:  # no network, a proxy's page for a file, no permission
+        raise FileNotFoundError(
+            f"The weights {what} are not in {file} and could not be downloaded from {weights.url}"
+            f" ({type(error).__name__}: {error}). Without a network, fetch that file elsewhere and save it there, or"
+            f" anywhere, and set model.weights to its path. model.weights=null starts from random weights, which is all"
+            " that is needed where a checkpoint brings the weights."
+        ) from error
+
+
+def _read(file: Path) -> Weights:
+    try:
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).partition(chr(10))[0]
+        raise ValueError(
+            f"{file.resolve()} cannot be read as weights ({type(error).__name__}: {reason}). Expected what torch.save"
+            " makes of a state_dict, such as torchvision's files. If it is damaged, delete it and fetch it anew."
+        ) from error
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ValueError(
+            f"{file.resolve()} holds no weights by name. Expected a state_dict, such as torchvision's files; of a"
+            " checkpoint: torch.save(checkpoint['state_dict'], FILE)."
+        )
+    return weights
+
+
+def _last_linear(net: nn.Module, architecture: str) -> str:
+    """Its name in ``net``."""
+    names = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
+    if not names:
+        raise ValueError(f"architecture is {architecture!r}, which has no linear layer to replace. Choose another one.")
+    return names[-1]
+
+
+def _load_all_but(head: str, net: nn.Module, weights: Weights, what: str) -> None:
+    """Load everything outside of ``head``, which may have any number of classes in ``weights``."""
+    rest = {name: value for name, value in weights.items() if not name.startswith(f"{head}.")}
+    expected = {name: value.shape for name, value in net.state_dict().items() if not name.startswith(f"{head}.")}
+    wrong = [name for name in rest if name not in expected or rest[name].shape != expected[name]]
+    missing = [name for name in expected if name not in rest]
+    if wrong or missing:
+        raise ValueError(
+            f"The weights {what} do not fit: {len(missing)} are missing ({', '.join(missing[:3])}) and {len(wrong)} are"
+            f" unknown or of another shape ({', '.join(wrong[:3])}). Are they of another model.architecture?"
+        )
+    net.load_state_dict(rest, strict=False)

@@ -1,0 +1,159 @@
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from recipes.data import Caltech256, UnreadableImageError
+from recipes.data.caltech256 import ADDRESS, class_folders, jpegs
+from recipes.data.image_folder import MEAN, STD
+from tests.recipes.samples import THINGS, caltech256
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return caltech256(tmp_path)
+
+
+def data(root: Path, **options: object) -> Caltech256:
+    return Caltech256(root, **{"num_classes": 4, "num_workers": 0, "batch_size": 8, "image_size": 32, **options})
+
+
+def test_clutter_and_what_is_no_jpeg_are_left_out(root: Path):
+    folder = root / "256_ObjectCategories"
+    (folder / THINGS[0] / "._001_0001.jpg").write_text("what macOS leaves in archives")
+    assert [one.name for one in class_folders(folder)] == THINGS
+    assert {one.name: len(jpegs(one)) for one in class_folders(folder)} == dict.fromkeys(THINGS, 12)
+    assert {one.name for one in (folder / THINGS[0]).iterdir()} > {"RENAME2", "001_0012.jpg"}
+
+
+def test_splits_and_batches(root: Path):
+    module = data(root)
+    module.prepare_data()
+    module.setup("fit")
+    train, val = module.splits["train"], module.splits["val"]
+    assert (len(train), len(val)) == (44, 4)
+    assert sorted(train.indices + val.indices) == list(range(48))
+    for images, labels in module.train_dataloader():
+        assert images.shape == (8, 3, 32, 32)
+        assert images.dtype == torch.float32
+        assert labels.dtype == torch.int64
+    (batch,) = module.val_dataloader()
+    assert batch[1].tolist() == [0, 1, 2, 3]  # stratified, and in order
+    assert module.splits["test"] is val
+
+
+def test_a_tenth_is_held_out_by_its_seed_alone(tmp_path: Path):
+    caltech256(tmp_path, images=20)
+    first, again, other = data(tmp_path), data(tmp_path), data(tmp_path, split_seed=1)
+    for module in (first, again, other):
+        torch.rand(1)
+        module.setup("fit")
+    assert len(first.splits["val"]) == 8
+    assert first.splits["val"].indices == again.splits["val"].indices != other.splits["val"].indices
+
+
+def test_grey_photographs_have_three_equal_channels(root: Path):
+    module = data(root, mean=(0, 0, 0), std=(1, 1, 1))
+    module.setup("fit")
+    file = root / "256_ObjectCategories" / THINGS[1] / "056_0003.jpg"
+    with Image.open(file) as photo:
+        assert photo.mode == "L"
+    photos = module.splits["val"].dataset
+    image, label = photos[[path for path, _ in photos.samples].index(file)]
+    assert label == 1
+    assert torch.equal(image[0], image[1])
+    assert torch.equal(image[0], image[2])
+    assert image.std() > 0.05
+
+
+def test_images_are_squeezed_and_normalised_and_only_training_ones_changed(root: Path):
+    flag = Image.new("RGB", (90, 30), (255, 0, 0))
+    flag.paste((0, 0, 255), (0, 0, 30, 30))  # the left third
+    file = root / "256_ObjectCategories" / THINGS[0] / "001_0001.jpg"
+    flag.save(file, quality=100)
+    module, plain = data(root), data(root, augment=False)
+    module.setup("fit")
+    plain.setup("fit")
+    image, _ = module.splits["val"].dataset[0]
+    back = image * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+    assert back[:, 16, 4].tolist() == pytest.approx([0, 0, 1], abs=0.05)
+    assert back[:, 16, 16].tolist() == pytest.approx([1, 0, 0], abs=0.05)
+    assert torch.equal(plain.splits["train"].dataset[0][0], image)
+    torch.manual_seed(0)
+    assert not torch.equal(module.splits["train"].dataset[0][0], image)
+
+
+def test_images_can_be_mirrored_and_nothing_else(root: Path):
+    module = data(root, flip=1.0, degrees=0.0, shift=0.0, scale=0.0)
+    module.setup("fit")
+    changed, _ = module.splits["train"].dataset[0]
+    plain, _ = module.splits["val"].dataset[0]
+    assert torch.allclose(changed, plain.flip(2), atol=1e-5)
+
+
+def test_the_archive_is_unpacked_once(root: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    other.mkdir()
+    with tarfile.open(other / "256_ObjectCategories.tar", "w") as tar:
+        tar.add(root / "256_ObjectCategories", "256_ObjectCategories")
+    module = data(other)
+    module.prepare_data()
+    assert sorted(file.name for file in other.iterdir()) == ["256_ObjectCategories", "256_ObjectCategories.tar"]
+    module.setup("fit")
+    assert len(module.splits["train"]) == 44
+    (other / "256_ObjectCategories.tar").write_text("not looked at any more")
+    module.prepare_data()
+
+
+def test_a_damaged_archive_leaves_nothing_behind(tmp_path: Path):
+    whole = tmp_path / "whole"
+    caltech256(whole)
+    archive = tmp_path / "256_ObjectCategories.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.add(whole / "256_ObjectCategories", "256_ObjectCategories")
+    archive.write_bytes(archive.read_bytes()[:20_000])
+    with pytest.raises(ValueError, match=r"256_ObjectCategories.tar cannot be unpacked .* Fetch it anew"):
+        data(tmp_path).prepare_data()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["256_ObjectCategories.tar", "whole"]
+
+
+def test_an_archive_cannot_write_elsewhere(tmp_path: Path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "evil").write_text("x")
+    with tarfile.open(tmp_path / "in" / "256_ObjectCategories.tar", "w") as tar:
+        tar.add(tmp_path / "evil", "../../evil2")
+    with pytest.raises(ValueError, match="OutsideDestinationError"):
+        data(tmp_path / "in").prepare_data()
+    assert not (tmp_path / "evil2").exists()
+
+
+def test_without_the_data_the_error_says_where_to_put_it(tmp_path: Path):
+    with pytest.raises(FileNotFoundError) as caught:
+        data(tmp_path).prepare_data()
+    message = str(caught.value)
+    assert ADDRESS in message
+    assert str(tmp_path / "256_ObjectCategories.tar") in message
+    assert "data.root" in message
+
+
+def test_another_number_of_classes_is_refused(root: Path):
+    with pytest.raises(ValueError, match=r"num_classes is 256, but .* has 4 classes. Set data.num_classes=4"):
+        data(root, num_classes=256).setup("fit")
+
+
+def test_classes_of_a_single_image_are_named(root: Path):
+    folder = root / "256_ObjectCategories" / "003.backpack"
+    folder.mkdir()
+    with pytest.raises(ValueError, match=r"fewer than two JPEGs in 003.backpack of "):
+        data(root, num_classes=5).setup("fit")
+
+
+def test_a_damaged_photograph_is_named(root: Path):
+    file = root / "256_ObjectCategories" / THINGS[0] / "001_0001.jpg"
+    file.write_bytes(file.read_bytes()[:100])
+    module = data(root)
+    module.setup("fit")
+    with pytest.raises(UnreadableImageError, match=r"001_0001.jpg cannot be read as an image"):
+        module.splits["val"].dataset[0]

@@ -1,0 +1,93 @@
+"""Small samples, in the right format, of data that a recipe cannot have without a network."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+THINGS = ["001.ak47", "056.dog", "145.motorbikes-101", "252.car-side-101"]
+
+
+def sample_for(recipe: str, folder: Path) -> list[str]:
+    """Write what ``recipe`` needs into ``folder``.
+
+    Returns:
+        Overrides with which the recipe runs on it, without a network; none for recipes that need nothing.
+    """
+    write = _SAMPLES.get(recipe)
+    return [] if write is None else write(folder)
+
+
+def cifar10(folder: Path, *, images: int = 40) -> Path:
+    """``cifar-10-batches-py`` with six files of ``images`` images each, of ten kinds that are easy to tell apart."""
+    target = folder / "cifar-10-batches-py"
+    target.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        labels = [index % 10 for index in range(images)]
+        pixels = np.stack([_bars(label, draw) for label in labels]).reshape(images, -1)
+        files = [f"{NAMES[label]}_{index:06d}.png" for index, label in enumerate(labels)]
+        content = {"batch_label": name, "labels": labels, "data": pixels, "filenames": files}
+        (target / name).write_bytes(pickle.dumps(content))
+    meta = {"num_cases_per_batch": images, "label_names": NAMES, "num_vis": 3072}
+    (target / "batches.meta").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+def caltech256(folder: Path, *, images: int = 12) -> Path:
+    """``256_ObjectCategories`` with four classes of JPEGs (one of them grey), the clutter, and files of other kinds."""
+    target = folder / "256_ObjectCategories"
+    draw = np.random.default_rng(0)
+    for number, name in enumerate([*THINGS, "257.clutter"]):
+        (target / name).mkdir(parents=True)
+        for index in range(1, images + 1):
+            photo = _shape(number, draw)
+            photo = photo.convert("L") if (number, index) == (1, 3) else photo
+            photo.save(target / name / f"{name[:3]}_{index:04d}.jpg", quality=95)
+    (target / THINGS[0] / "RENAME2").write_text("#!/bin/sh\n")  # the original has such a file in 198.spider
+    (target / THINGS[1] / "greg").mkdir()  # and such a folder in 056.dog
+    Image.new("RGB", (8, 8)).save(target / THINGS[1] / "thumbnail.png")
+    return folder
+
+
+def _bars(label: int, draw: np.random.Generator) -> np.ndarray:
+    """uint8, shape (3, 32, 32): noise, and a bright bar whose place and colour say the class."""
+    image = draw.integers(0, 100, (3, 32, 32), dtype=np.uint8)
+    place = label % 5 * 6 + int(draw.integers(0, 3))
+    image[label // 5, :, place : place + 5] = 255
+    return image
+
+
+def _shape(number: int, draw: np.random.Generator) -> Image.Image:
+    """A disc or a bar on noise, in one of two colours; of any proportions."""
+    width, height = (int(side) for side in draw.integers(60, 120, 2))
+    image = Image.fromarray(draw.integers(0, 90, (height, width, 3), dtype=np.uint8))
+    colour = (250, 60, 40) if number % 2 else (40, 80, 250)
+    box = (0.2 * width, 0.2 * height, 0.8 * width, 0.8 * height)
+    pen = ImageDraw.Draw(image)
+    if number // 2:
+        pen.ellipse(box, fill=colour)
+    else:
+        pen.rectangle((0, 0.4 * height, width, 0.6 * height), fill=colour)
+    return image
+
+
+def _cifar10(folder: Path) -> list[str]:
+    small = ["data.limit=40", "data.val_size=20", "data.resize_size=64", "data.crop_size=56", "data.num_workers=0"]
+    return [f"data.root={cifar10(folder).as_posix()}", "data.check_md5=false", *small]
+
+
+def _caltech256(folder: Path) -> list[str]:
+    small = [f"data.num_classes={len(THINGS)}", "data.image_size=64", "data.num_workers=0"]
+    return [f"data.root={caltech256(folder).as_posix()}", "model.weights=null", *small]
+
+
+_SAMPLES: dict[str, Callable[[Path], list[str]]] = {
+    "resnet50_cifar10": _cifar10,
+    "resnet50_caltech256": _caltech256,
+}

@@ -1,0 +1,165 @@
+import urllib.error
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torchvision import models
+
+from recipes.transfer_learning import TransferNet, load_weights, transfer_classifier
+from tests.support import loader_of, make_trainer
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A file of resnet18's weights, with statistics that cannot be fresh ones."""
+    torch.manual_seed(7)
+    net = models.resnet18()
+    for layer in net.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.running_mean += 0.125
+    file = tmp_path / "resnet18.pth"
+    torch.save(net.state_dict(), file)
+    return file
+
+
+def test_the_weights_are_those_of_the_file_but_for_a_new_head(weights: Path):
+    stored = torch.load(weights, weights_only=True)
+    net = TransferNet("resnet18", 5, weights=str(weights))
+    loaded = net.net.state_dict()
+    assert loaded["fc.weight"].shape == (5, 512)
+    assert net.head is net.net.fc
+    rest = [name for name in stored if not name.startswith("fc.")]
+    assert len(rest) == len(loaded) - 2
+    assert all(torch.equal(stored[name], loaded[name]) for name in rest)
+
+
+def test_the_number_of_classes_in_the_file_does_not_matter(tmp_path: Path):
+    torch.save(models.resnet18(num_classes=7).state_dict(), tmp_path / "seven.pth")
+    assert TransferNet("resnet18", 3, weights=str(tmp_path / "seven.pth")).head.out_features == 3
+
+
+@pytest.mark.parametrize(("architecture", "head"), [("resnet18", "fc"), ("mobilenet_v3_small", "classifier.3")])
+def test_the_head_is_the_last_linear_layer(architecture: str, head: str):
+    net = TransferNet(architecture, 5, frozen=True)
+    assert net.net.get_submodule(head) is net.head
+    assert {name for name, p in net.net.named_parameters() if p.requires_grad} == {f"{head}.weight", f"{head}.bias"}
+    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 5)
+
+
+def test_what_is_frozen_stays_in_eval_mode():
+    net = TransferNet("resnet18", 5, frozen=True)
+    for module in (net, nn.Sequential(net).train()[0]):  # as made, and through a parent
+        assert [name for name, part in module.net.named_modules() if part.training] == ["fc"]
+        assert module.training
+    net.eval()
+    assert not any(part.training for part in net.modules())
+    free = TransferNet("resnet18", 5)
+    assert all(part.training for part in free.modules())
+    assert all(p.requires_grad for p in free.parameters())
+
+
+class Modes(Callback):
+    """Notes in which mode batches are trained."""
+
+    def __init__(self) -> None:
+        self.training: set[str] = set()
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.training |= {name for name, part in module.net.net.named_modules() if part.training}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_a_frozen_net_trains_its_head_and_nothing_else(weights: Path, tmp_path: Path, precision: str):
+    torch.manual_seed(0)
+    module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=str(weights), frozen=True)
+    before = {name: value.clone() for name, value in module.net.state_dict().items()}
+    batches = [(torch.randn(4, 3, 32, 32) + 2.0 * label, torch.full((4,), label)) for label in (0, 1)] * 8
+    modes = Modes()
+    trainer = make_trainer(tmp_path, precision=precision, callbacks=[modes])
+    trainer.fit(module, loader_of(batches), loader_of(batches[:2]))
+
+    changed = {name for name, value in module.net.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"net.fc.weight", "net.fc.bias"}
+    assert modes.training == {"fc"}
+    assert len(trainer.optimizers[0].param_groups[0]["params"]) == 2
+    assert trainer.callback_metrics["val_acc"] == 1.0
+
+
+def test_all_of_it_trains_where_nothing_is_frozen(tmp_path: Path):
+    module = transfer_classifier("resnet18", ADAM, num_classes=2, label_smoothing=0.1)
+    assert module.train_loss.label_smoothing == 0.1
+    before = {name: value.clone() for name, value in module.net.named_parameters()}
+    batches = loader_of([(torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 0, 1]))])
+    make_trainer(tmp_path).fit(module, batches, batches)
+    assert not any(torch.equal(value, before[name]) for name, value in module.net.named_parameters() if value.ndim > 1)
+
+
+def test_torchvisions_cache_is_used_without_a_network(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    weights.rename(tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
+    loaded = load_weights("resnet18", "IMAGENET1K_V1")
+    assert loaded["bn1.running_mean"].tolist() == [0.125] * 64
+
+
+def test_without_a_network_the_error_says_what_to_fetch_and_where_to_put_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*arguments: object, **options: object) -> None:
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr("torch.hub.urlopen", refuse)
+    with pytest.raises(FileNotFoundError) as caught:
+        load_weights("resnet50", "IMAGENET1K_V2")
+    message = str(caught.value)
+    assert "IMAGENET1K_V2 of resnet50" in message
+    assert "https://download.pytorch.org/models/resnet50-11ad3fa6.pth" in message
+    assert str(tmp_path / "checkpoints" / "resnet50-11ad3fa6.pth") in message
+    assert "no route to host" in message
+    assert "model.weights" in message
+
+
+def test_a_name_that_is_neither_file_nor_weights_is_refused():
+    with pytest.raises(FileNotFoundError, match=r"no such file .* one of IMAGENET1K_V1, DEFAULT, or to null"):
+        load_weights("resnet18", "IMAGENET1K_V3")
+
+
+def test_weights_of_another_network_are_refused(weights: Path):
+    with pytest.raises(ValueError, match=r"do not fit: .* Are they of another model.architecture"):
+        TransferNet("resnet50", 5, weights=str(weights))
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> object:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("content", ["damaged", "code", "checkpoint"])
+def test_a_file_that_holds_something_else_is_refused(weights: Path, tmp_path: Path, content: str):
+    if content == "damaged":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif content == "code":
+        torch.save({"fc.weight": Runs(tmp_path / "ran")}, weights)
+    else:
+        torch.save({"state_dict": {}}, weights)
+    with pytest.raises(ValueError, match=r"resnet18.pth (cannot be read as weights|holds no weights by name)"):
+        load_weights("resnet18", str(weights))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_unknown_and_unfit_architectures_are_refused():
+    with pytest.raises(ValueError, match=r"'resnet5', expected a name in torchvision.models: resnet50"):
+        TransferNet("resnet5", 5)
+    with pytest.raises(ValueError, match=r"'squeezenet1_1', which has no linear layer"):
+        TransferNet("squeezenet1_1", 5)

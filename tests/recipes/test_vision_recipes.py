@@ -1,0 +1,50 @@
+"""The recipes on photographs train, by the command line, on small samples in the right format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.samples import sample_for
+from trainer.cli import main
+
+SMALL = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
+
+
+def fit(name: str, folder: Path, *overrides: str) -> dict[str, Any]:
+    """Run a recipe on its sample; returns what the run says of itself."""
+    sample = sample_for(name, folder / "sample")
+    assert main(["fit", f"+recipe={name}", *sample, *SMALL, *overrides]) == 0
+    (result,) = folder.glob(f"outputs/{name}/*/result.json")
+    assert json.loads(result.read_text())["status"] == "completed"
+    curves = json.loads(result.with_name("curves.json").read_text())
+    assert result.with_name("curves.png").stat().st_size > 10_000
+    assert {"val_loss", "val_acc"} <= set(curves["metrics"]["val"])  # both are in the picture
+    return json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_resnet_learns_generated_images_in_the_format_of_cifar10(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    smaller = ["model.architecture=resnet18", "data.limit=128", "data.batch_size=16", "data.resize_size=36"]
+    result = fit("resnet50_cifar10", tmp_path, f"precision={precision}", *smaller, "data.crop_size=32")
+    assert result["steps"] == 40  # five epochs of eight batches: the first 128 images and no others
+    assert result["metrics"]["val_acc"] > 0.6  # ten classes
+    assert result["metrics"]["train_loss"] < 1.0
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_the_new_layer_of_a_frozen_net_learns_photographs(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Random weights will do: even these tell discs from bars, and blue from red.
+    monkeypatch.chdir(tmp_path)
+    smaller = ["model.architecture=resnet18", "data.batch_size=8", "data.image_size=48", "optimizer.lr=0.01"]
+    result = fit("resnet50_caltech256", tmp_path, f"precision={precision}", *smaller)
+    assert result["steps"] == 50
+    assert result["metrics"]["val_acc"] >= 0.75  # four classes, four images
