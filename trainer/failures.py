@@ -24,6 +24,10 @@ DEAD_WORKER = re.compile(
 _HUNG = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _RAISED = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory thread)")
 _NO_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)|_ALLOC_FAILED", re.IGNORECASE)
+_ABOUT_BATCHES = (IndexError, RuntimeError, TypeError, ValueError)
+_SHAPES = re.compile(
+    r"shape|sizes? (of|mismatch)|channels|dimension|out of bounds|scalar type|dtype|\d+D", re.IGNORECASE
+)
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -46,6 +50,8 @@ def explain(error: BaseException, trainer: Any) -> DataLoaderError | None:
         return _about_worker(trainer, [int(pid) for pid in found["pids"].split(",")], found["how"])
     elif isinstance(error, RuntimeError) and (found := _HUNG.search(text)):
         return _about_worker(trainer, [], f"have sent nothing for {found['seconds']} seconds")
+    elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text) and trainer.active_metrics is not None:
+        add_note(error, f"It was raised by {_where(trainer)}: {describe_batch(trainer.active_metrics.batch)}.")
     elif is_out_of_memory(error):
         add_note(error, _about_memory(trainer))
         let_go(error)
@@ -141,6 +147,22 @@ def batch_size_of(batch: Any) -> int | None:
     return next((size for size in sizes if size is not None), None)
 
 
+def describe_batch(batch: Any) -> str:
+    """What a batch consists of.
+
+    >>> describe_batch([torch.zeros(4, 3), {"label": torch.zeros(4, dtype=torch.int64)}])
+    '[Tensor[4, 3] float32, {label: Tensor[4] int64}]'
+    """
+    if isinstance(batch, Tensor):
+        return f"Tensor{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, dict):
+        return f"{{{', '.join(f'{name}: {describe_batch(part)}' for name, part in batch.items())}}}"
+    if isinstance(batch, (list, tuple)):
+        shown = [describe_batch(part) for part in batch[:8]]
+        return f"[{', '.join(shown)}{', ...' if len(batch) > 8 else ''}]"
+    return type(batch).__name__
+
+
 def _about_memory(trainer: Any) -> str:
     device = trainer.engine.device
     metrics = trainer.active_metrics
@@ -164,7 +186,7 @@ def _about_memory(trainer: Any) -> str:
             "callbacks=[ActivationCheckpointing('net.layer*')] computes activations a second time in the place of"
             " keeping them."
         )
-    return " ".join(lines)
+    return "\n".join([lines[0], " ".join(lines[1:])]).rstrip()
 
 
 def _peak(device: torch.device) -> str:

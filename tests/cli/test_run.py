@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,16 +155,57 @@ def test_fresh_weights_are_warned_of(capsys):
     assert "validate uses fresh weights, because ckpt_path is not set" in capsys.readouterr().err
 
 
-def test_an_error_in_a_run_shows_its_own_traceback(capsys):
-    assert main(["fit", *LINE, "model.fail_at=2"]) == 1
+def test_an_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys):
+    assert main(["fit", *LINE, "model.fail_at=2", "hydra.run.dir=run"]) == 1
+    assert capsys.readouterr().err == (
+        "trainer: RuntimeError: asked to fail\n"
+        '  Raised in line_fit.py:23, in training_step: raise RuntimeError("asked to fail")\n'
+        f"  The full traceback is in {Path('run', 'fit.log')}; --debug shows it here.\n"
+    )
+    logged = Path("run/fit.log").read_text()
+    assert "Traceback (most recent call last):" in logged
+    assert logged.rstrip().endswith("RuntimeError: asked to fail")
+    told = result(Path("run"))
+    assert (told["status"], told["error"], told["steps"]) == ("failed", "RuntimeError: asked to fail", 2)
+
+
+def test_debug_shows_the_traceback_of_the_run(capsys, monkeypatch):
+    assert main(["fit", *LINE, "model.fail_at=2", "--debug"]) == 1
     err = capsys.readouterr().err
-    assert err.rstrip().endswith("RuntimeError: asked to fail")
-    assert 'line_fit.py", line' in err
+    assert 'line_fit.py", line 23, in training_step' in err
+    assert "trainer: RuntimeError: asked to fail\n" in err
     assert "HYDRA_FULL_ERROR" not in err
     assert "hydra/_internal" not in err
-    assert result()["status"] == "failed"
-    assert result()["error"] == "RuntimeError: asked to fail"
-    assert result()["steps"] == 2
+    assert "TRAINER_DEBUG" not in os.environ
+
+
+QUIET = ["trainer.enable_progress_bar=true", "trainer.enable_model_summary=true", "hydra.run.dir=run"]
+
+
+@pytest.mark.parametrize("flag", ["-q", "--quiet"])
+def test_quiet_leaves_one_line(flag, capfd):
+    assert main(["fit", *LINE, *QUIET, flag, "precision=16", "trainer.max_epochs=5"]) == 0
+    out, err = capfd.readouterr()
+    assert re.fullmatch(r"fit completed in \d+\.\d s: val_loss=[\d.]+, amp/[^\n]*\. Everything is in run\n", out)
+    assert err == ""
+    assert json.loads(Path("run/summary.json").read_text())["steps"] == 20
+
+
+def test_quiet_still_warns_and_shows_no_table(capfd):
+    assert main(["test", *LINE, *QUIET, "-q"]) == 0
+    out, err = capfd.readouterr()
+    assert re.fullmatch(r"test completed in \d+\.\d s: test_loss=1\.511\. Everything is in run\n", out)
+    assert "WARNING: test uses fresh weights" in err
+
+
+ADVISED = ["+recipe=line", "callbacks=alignment_advisor", "callbacks.alignment_advisor.everywhere=true"]
+
+
+def test_advice_reaches_the_terminal(capfd):
+    assert main(["fit", *ADVISED]) == 0
+    assert capfd.readouterr().err.startswith("Tensor Cores are fastest where sizes of 16-bit products are multiples")
+    assert main(["fit", *ADVISED, "-q"]) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_what_cannot_be_built_is_a_mistake_in_the_config(capsys):
@@ -227,7 +269,7 @@ def test_gradcheck_names_the_parameter_whose_gradient_is_wrong(project, capsys):
     write(project, {"wrong_line.py": WRONG})
     assert main(["fit", *LINE, "+debug=gradcheck", "model._target_=wrong_line.WrongLine"]) == 1
     err = capsys.readouterr().err
-    assert "The gradients of 1 parameters are not the derivatives of the loss, at 3 points:\n  net.weight: " in err
+    assert "The gradients of 1 parameters are not the derivatives of the loss, at 3 points:\n    net.weight: " in err
     assert result()["status"] == "failed"
 
 

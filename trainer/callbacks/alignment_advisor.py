@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from trainer.errors import ConfigurationError
 from trainer.precision.devices import tensor_cores
 from trainer.precision.fp32_modules import plain_name, running_in_float32
+
+log = logging.getLogger("lightning.pytorch.advice")
+"""Lightning shows what loggers of its name say; on the command line ``hydra/job_logging: trainer`` shows this one."""
 
 MULTIPLE = 8
 """Elements of 16 bits that make the 16 bytes by which Tensor Cores like their operands aligned."""
@@ -77,7 +80,8 @@ class AlignmentAdvisor(Callback):
         message = self._message(found)
         if found and message != self._said:
             self._said = message  # once, also where the same module is fitted again
-            rank_zero_info(message)
+            if trainer.is_global_zero:
+                log.info(message)
 
     def _message(self, found: list[Misaligned]) -> str:
         layers = "1 layer has others" if len(found) == 1 else f"{len(found)} layers have others"

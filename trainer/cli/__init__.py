@@ -12,17 +12,19 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
-from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
 
-from trainer import redaction
 from trainer.cli.arguments import COMMANDS, RUNS, TOOLS, Arguments, UsageError, read
 from trainer.cli.folders import search_here
+from trainer.cli.processes import DEBUG, QUIET
 from trainer.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 __all__ = ["main"]
 
@@ -42,15 +44,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     search_here()
     try:
         arguments = read(sys.argv[1:] if argv is None else argv)
-        if argv is None and (arguments.shows or arguments.command not in RUNS) and hasattr(signal, "SIGPIPE"):
+    except ConfigurationError as error:
+        return _refuse(error)
+    with _said_to_all(arguments):
+        return _run(arguments, owns_process=argv is None)
+
+
+def _run(arguments: Arguments, *, owns_process: bool) -> int:
+    try:
+        if owns_process and (arguments.shows or arguments.command not in RUNS) and hasattr(signal, "SIGPIPE"):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
         return _dispatch(arguments)
     except ConfigurationError as error:
-        print(f"trainer: {redaction.text(str(error))}", file=sys.stderr)
-        return USAGE
+        return _refuse(error)
     except KeyboardInterrupt:
         print("trainer: interrupted.", file=sys.stderr)
         return INTERRUPTED
+
+
+def _refuse(error: ConfigurationError) -> int:
+    from trainer.cli import failure
+
+    failure.tell_mistake(error)
+    return USAGE
+
+
+@contextmanager
+def _said_to_all(arguments: Arguments) -> Iterator[None]:
+    """``--debug`` and ``--quiet`` in the environment, where other processes of the command find them."""
+    names = {"--debug": DEBUG, "--quiet": QUIET}
+    before = {name: os.environ.get(name) for name in names.values()}
+    os.environ.update({name: "1" for flag, name in names.items() if flag in arguments.flags})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
 
 
 def _dispatch(arguments: Arguments) -> int:
@@ -114,26 +144,33 @@ def _call_hydra(arguments: Arguments) -> int:
     import hydra
     from hydra.errors import HydraException
 
+    from trainer.cli import failure
     from trainer.cli.compose import CONFIG_NAME, VERSION_BASE
     from trainer.cli.folders import packaged_conf
     from trainer.cli.run import task
 
     start = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
     try:
-        with _as_command_line(arguments):
-            start(task)()
+        with _as_command_line(arguments), ExitStack() as after:
+
+            def run_task(config: DictConfig) -> Any:
+                try:
+                    return task(config)
+                except Exception:
+                    after.enter_context(_hydra_silent())
+                    raise
+
+            start(run_task)()
     except ConfigurationError:
         raise
     except SystemExit as end:  # how Hydra ends after --hydra-help
         return end.code if isinstance(end.code, int) else OK
     except Exception as error:
         if any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__):  # Lightning's
-            raise UsageError(" ".join(str(error).split())) from error
-        own = _from_run(error)
-        if own is None and isinstance(error, HydraException):
+            raise UsageError(failure.one_line(error)) from error
+        if isinstance(error, HydraException) and not failure.is_recorded(error):
             raise UsageError(str(error)) from error
-        trace = traceback.format_exception(error.with_traceback(own or error.__traceback__))
-        print(redaction.text("".join(trace)), end="", file=sys.stderr)
+        failure.tell(error)
         return FAILED
     return OK
 
@@ -152,9 +189,22 @@ def _as_command_line(arguments: Arguments) -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
 
 
-def _from_run(error: BaseException) -> TracebackType | None:
-    """The traceback from the run on, without Hydra's frames before it; None if it was not in the run."""
-    entry = error.__traceback__
-    while entry is not None and entry.tb_frame.f_globals.get("__name__") != "trainer.cli.run":
-        entry = entry.tb_next
-    return entry
+@contextmanager
+def _hydra_silent() -> Iterator[None]:
+    """Leave out the line in which Hydra repeats the overrides before it passes an error on."""
+    stream, sys.stderr = sys.stderr, _WithoutHydrasLine(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stderr = stream
+
+
+class _WithoutHydrasLine:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return len(text) if text.startswith("Error executing job with overrides") else self._stream.write(text)

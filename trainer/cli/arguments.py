@@ -47,10 +47,15 @@ _FLAGS = (
     (("--config-dir", "-cd"), 1),
     (("--experimental-rerun",), 1),
     (("--info", "-i"), "?"),
+    (("--debug",), 0),
+    (("--quiet", "-q"), 0),
 )
 _LONG = {spelling: spellings[0] for spellings, _ in _FLAGS for spelling in spellings}
 _VALUES = {spellings[0]: count for spellings, count in _FLAGS}
 _SHOW = {"--cfg", "--info", "--hydra-help", "--shell-completion"}
+OURS = ("--debug", "--quiet")
+"""Flags that Hydra does not know. They change what is shown, not what is computed."""
+
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
@@ -85,8 +90,8 @@ class Arguments:
         return not _SHOW.isdisjoint(self.flags)
 
     def for_hydra(self) -> list[str]:
-        """Overrides, then ``command=...``, then flags: what ``sys.argv[1:]`` is to be."""
-        flags = [word for flag, value in self.flags.items() for word in (flag, value) if word]
+        """Overrides, then ``command=...``, then Hydra's flags: what ``sys.argv[1:]`` is to be."""
+        flags = [word for flag, value in self.flags.items() if flag not in OURS for word in (flag, value) if word]
         return [*self.overrides, f"command={self.command}", *flags]
 
 

@@ -112,6 +112,15 @@ class Composer:
         """Whether ``group`` has ``option``, which may be in a folder of the group."""
         return bool(self.loader.repository.config_exists(f"{group}/{option}"))
 
+    def option(self, group: str, option: str) -> dict[str, Any]:
+        """What an option of ``group`` says, by itself; {} where it cannot be composed without the rest."""
+        try:
+            config = self.loader.load_configuration(f"{group}/{option}", [], RunMode.RUN)
+            node = OmegaConf.to_container(OmegaConf.select(config, group.replace("/", ".")) or {}, resolve=False)
+        except (HydraException, OmegaConfBaseException, YAMLError):
+            return {}
+        return {str(name): value for name, value in node.items()} if isinstance(node, dict) else {}
+
     def groups(self) -> list[str]:
         """The config groups, Hydra's own and the schema's left out."""
         return [group for group in self.loader.list_groups("") if group not in ("hydra", "_schema")]

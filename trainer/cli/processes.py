@@ -62,3 +62,25 @@ def agree(folder: str) -> str:
     if is_first():
         store.set(key, folder)
     return str(store.get(key).decode())
+
+
+DEBUG, QUIET = "TRAINER_DEBUG", "TRAINER_QUIET"
+"""Variables of the environment that say ``--debug`` and ``--quiet`` to every process of a command."""
+
+
+def is_debug() -> bool:
+    """Whether errors are to be shown with their tracebacks."""
+    return os.environ.get(DEBUG, "") not in ("", "0")
+
+
+def is_quiet() -> bool:
+    """Whether the terminal gets warnings and the last line alone: no progress bar, no tables."""
+    return os.environ.get(QUIET, "") not in ("", "0")
+
+
+def rank() -> int:
+    """The global rank, as far as the launcher has said; 0 where nobody has."""
+    for name in ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "LOCAL_RANK"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return 0

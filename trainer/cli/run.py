@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,23 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import redaction
+from trainer.cli import failure
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import build, check
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, reached, value_of
-from trainer.cli.processes import is_first
+from trainer.cli.processes import is_first, is_quiet
 from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import locate
 from trainer.environment import write_environment
-from trainer.errors import FolderInUseError, did_you_mean
+from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean
+
+ADVICE = "lightning.pytorch.advice"
+"""The logger of advice, which conf/hydra/job_logging/trainer.yaml lets through to the terminal."""
+
+_MOST_METRICS = 4
+"""In the last line of a quiet run."""
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +74,7 @@ def run(config: DictConfig) -> float | None:
     for handler in logging.getLogger().handlers:
         handler.addFilter(redaction.Filter())
     former, is_ours = read_result(folder), True
-    trainer = None
+    trainer, settings = None, dict[str, Any]()
     started = time.monotonic()
     try:
         settings = resolve(config)
@@ -85,6 +94,8 @@ def run(config: DictConfig) -> float | None:
     except Exception as error:
         is_ours = not isinstance(error, FolderInUseError)  # or another run will say how it went
         result["error"] = redaction.text(f"{type(error).__name__}: {error}")
+        failure.explain_path(error, settings)
+        failure.record(error, folder, config.command, getattr(trainer, "world_size", 1))
         raise
     finally:
         result["seconds"] = round(time.monotonic() - started, 3)
@@ -97,6 +108,8 @@ def run(config: DictConfig) -> float | None:
             log.info("Nothing was left to do: the run in %s is complete.", folder)
         if is_first() and is_ours:
             write_result(folder, result)
+    if is_first() and (is_quiet() or config.command != "fit"):
+        print(_last_line(result, folder), flush=True)
     return value_of(result)
 
 
@@ -108,11 +121,14 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
         folder: of the run; the Trainer's ``default_root_dir``.
     """
     import lightning as L
-    from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
+    from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
 
     from trainer.callbacks import OverflowReport, ScaleMonitor
 
-    logging.getLogger("lightning").handlers.clear()  # the terminal and the file that Hydra has set up are enough
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).handlers.clear()  # the terminal and the file that Hydra has set up are enough
+    # A run that goes on from a checkpoint in a folder of its own keeps its own best checkpoints: meant to be so.
+    warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)
     merge_recipes()
     allowed = settings["allowed_packages"]
     if settings["seed"] is not None:
@@ -135,6 +151,10 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
         arguments["logger"], arguments["log_every_n_steps"] = False, None
     elif arguments["enable_checkpointing"] is False:
         unwanted = (Checkpoint,)
+    if is_quiet():
+        unwanted = (*unwanted, ModelSummary, ProgressBar)
+        arguments["enable_progress_bar"] = arguments["enable_model_summary"] = False
+        logging.getLogger(ADVICE).handlers.clear()
     arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unwanted)]
     _report_into(folder, arguments)
 
@@ -145,10 +165,16 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
         trainer = trainer_class(**arguments)
     except ModuleNotFoundError as error:  # of an accelerator, or of a strategy
         raise UsageError(f"The trainer's settings ask for what is not installed: {error}.") from error
+    except ConfigurationError:
+        raise
+    except (TypeError, ValueError) as error:
+        if not trainer_class.__module__.startswith(("trainer.", "lightning.")):
+            raise
+        raise UsageError(f"The trainer's settings do not go together: {failure.one_line(error)}") from error
     for callback in trainer.callbacks:
         if isinstance(callback, OverflowReport) and callback.dirpath is None:
             callback.dirpath = folder
-    if is_first() and (said := getattr(arguments["precision"], "said", "")):
+    if is_first() and not is_quiet() and (said := getattr(arguments["precision"], "said", "")):
         print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
     return module, data, trainer
 
@@ -174,6 +200,8 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
 
 def _report_into(folder: Path, arguments: dict[str, Any]) -> None:
     """Have the Trainer's default reports written beside the config, not into the folder of a logger."""
+    from rich.console import Console
+
     from trainer.callbacks import Curves, RunSummary
 
     writes = bool(arguments["logger"]) and not arguments["fast_dev_run"]
@@ -181,10 +209,10 @@ def _report_into(folder: Path, arguments: dict[str, Any]) -> None:
         return
     if writes and not any(isinstance(callback, Curves) for callback in arguments["callbacks"]):
         arguments["callbacks"].append(Curves(folder))
-    if arguments["enable_progress_bar"] is not False and not any(
-        isinstance(callback, RunSummary) for callback in arguments["callbacks"]
-    ):
-        arguments["callbacks"].append(RunSummary(folder, writes=writes))
+    shows = arguments["enable_progress_bar"] is not False
+    if (shows or is_quiet()) and not any(isinstance(callback, RunSummary) for callback in arguments["callbacks"]):
+        console = None if shows else Console(file=io.StringIO())
+        arguments["callbacks"].append(RunSummary(folder, console, writes=writes))
 
 
 def _build_all(nodes: dict[str, Any] | None, key: str, allowed: list[str]) -> list[Any]:
@@ -208,7 +236,19 @@ def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, tra
         name = "predictions.pt" if trainer.world_size == 1 else f"predictions_{trainer.global_rank}.pt"
         torch.save(predictions, folder / name)
         return
-    getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint)
+    more = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
+    getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **more)
+
+
+def _last_line(result: dict[str, Any], folder: Path) -> str:
+    """What a run says at its end where it shows no summary."""
+    names = (
+        sorted(result["metrics"], key=lambda name: (not name.startswith(("val", "test")), name)) if is_quiet() else ()
+    )
+    metrics = ", ".join(f"{name}={result['metrics'][name]:.4g}" for name in names[:_MOST_METRICS])
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    told = f"{result['command']} {result['status']} in {result['seconds']:.1f} s"
+    return f"{told}: {metrics}. Everything is in {shown}" if metrics else f"{told}. Everything is in {shown}"
 
 
 def _has_added_nothing(trainer: Any, result: dict[str, Any], former: dict[str, Any]) -> bool:

@@ -306,9 +306,14 @@ def _import(module: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         if error.name is not None and _within(module, (error.name,)):
             return None
+        ours = module.partition(".")[0] in PACKAGES
         raise UsageError(
-            f"{module} needs the package {error.name}, which is not installed. What our recipes need:"
-            " pip install 'amp-trainer[recipes]'."
+            f"{module} needs the package {error.name}, which is not installed."
+            + (
+                " What our recipes need: pip install 'amp-trainer[recipes]'."
+                if ours
+                else " Install it, or mend the import."
+            )
         ) from error
 
 

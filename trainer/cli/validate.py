@@ -202,10 +202,24 @@ def _exists(known: dict[Any, Any], override: Override, composer: Composer) -> bo
 
 def _refuse_unknown(known: dict[Any, Any], override: Override, composer: Composer) -> None:
     key = override.key_or_group
-    near = _nearest(key, known) or did_you_mean(key, composer.groups())
+    near = _of_other_option(known, key, composer) or _nearest(key, known) or did_you_mean(key, composer.groups())
     is_new = not near and not override.is_delete() and not key.startswith("trainer.")
     new = f" To add a new setting, write +{override.input_line}." if is_new else ""
     raise UsageError(f"There is no setting {key!r}.{near}{new}")
+
+
+def _of_other_option(known: dict[Any, Any], key: str, composer: Composer) -> str:
+    """Of ``precision.fp32_modules`` with ``precision=32-true``: which options of the group have such a setting."""
+    group, _, name = key.rpartition(".")
+    chosen = OmegaConf.select(OmegaConf.create(known), f"hydra.runtime.choices.{group}")
+    if group in ("", "callbacks", "logger", "trainer") or not composer.is_group(group) or chosen is None:
+        return ""
+    having = [option for option in composer.options(group) if name in composer.option(group, option)]
+    if not having:
+        return ""
+    words = [f"{group}={option}" for option in having]
+    listed = " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+    return f" It belongs to {listed}, and this is {group}={chosen}."
 
 
 def _nearest(key: str, known: dict[Any, Any]) -> str:

@@ -14,8 +14,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.processes import agree, is_first, under_torchrun
+from trainer.cli.arguments import OURS, Arguments, UsageError
+from trainer.cli.failure import forget_last
+from trainer.cli.processes import agree, is_first, is_quiet, under_torchrun
 
 _OF_RESUMING = ("resume", "exact_resume", "trainer.resume", "trainer.exact_resume")
 
@@ -57,7 +58,8 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     folder = str(OmegaConf.select(config, key))
     if is_first():
         folder = str(_make(Path(folder), exist_ok=chosen or resumes))
-        if resumes and not chosen:
+        forget_last(Path(folder))
+        if resumes and not chosen and not is_quiet():
             print(f"resume=auto: the folder of this command is {folder}", flush=True)
     else:
         arguments.overrides += ["hydra.output_subdir=null", "hydra/job_logging=none"]
@@ -71,7 +73,7 @@ def _named_after(arguments: Arguments, config: DictConfig, key: str) -> DictConf
 
     Settings that say how to resume are left out, and so is the order of the others.
     """
-    said = {*arguments.overrides, f"command={arguments.command}", *map("".join, arguments.flags.items())}
+    said = {*arguments.overrides, f"command={arguments.command}", *map("".join, _hydras(arguments.flags))}
     counted = sorted(word for word in said if word.lstrip("+").partition("=")[0] not in _OF_RESUMING)
     name = f"auto-{hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:8]}"
     section = key.rpartition(".")[0]
@@ -80,6 +82,10 @@ def _named_after(arguments: Arguments, config: DictConfig, key: str) -> DictConf
     OmegaConf.set_readonly(config.hydra, False)
     OmegaConf.update(config, key, re.sub(r"\$\{now:[^}]*\}", name, str(written["dir"])))
     return config
+
+
+def _hydras(flags: dict[str, str]) -> list[tuple[str, str]]:
+    return [(flag, value) for flag, value in flags.items() if flag not in OURS]
 
 
 def quoted(text: str) -> str:

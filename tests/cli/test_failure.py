@@ -1,0 +1,190 @@
+"""What a person reads when a run has failed: each error a new user meets, as it comes out of torch or of the system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.cli.conftest import write
+from trainer.cli import failure
+from trainer.errors import FolderInUseError, ResumeError
+
+
+def raised(function, *args) -> Exception:
+    try:
+        function(*args)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def layer(*shape: int, dtype=torch.float32):
+    return torch.nn.Linear(3, 2)(torch.zeros(*shape, dtype=dtype))
+
+
+def entropy():
+    return torch.nn.functional.cross_entropy(torch.zeros(1, 3), torch.tensor([3]))
+
+
+def ragged():
+    return next(iter(DataLoader([torch.zeros(2), torch.zeros(3)], batch_size=2)))
+
+
+def full_disk():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "outputs/x")
+
+
+def out_of_memory():
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    error.add_note("Memory ran out at batch_idx 3 of epoch 0 (train_dataloader).\nTry Trainer(...).")
+    raise error
+
+
+KINDS = [
+    (lambda: layer(4, 5), "mat1 and mat2 shapes", "Look at one batch, and at the sizes of the layer"),
+    (lambda: torch.zeros(2, 3) + torch.zeros(2, 4), "The size of tensor a", "The shape of what the dataset gives"),
+    (lambda: torch.nn.Conv2d(3, 4, 3)(torch.zeros(1, 1, 8, 8)), "to have 3 channels", "The shape of what the dataset"),
+    (lambda: layer(4, 3, dtype=torch.float64), "same dtype", "should be float32, and labels int64"),
+    (entropy, "Target 3 is out of bounds", "Compare the model's number of classes with the labels"),
+    (lambda: torch.nn.Embedding(3, 2)(torch.tensor([3])), "index out of range in self", "which count from 0"),
+    (ragged, "stack expects each tensor to be equal size", "a collate_fn that does"),
+    (lambda: Path("no/such/file").read_text(), "No such file or directory", "Relative paths start from the folder"),
+    (full_disk, "No space left on device", "The disk is full: make room"),
+    (
+        lambda: __import__("no_such_module"),
+        "No module named 'no_such_module'",
+        "If no_such_module is a package, install",
+    ),
+    (out_of_memory, "CUDA out of memory", "callbacks=halve_on_out_of_memory"),
+]
+
+
+@pytest.mark.parametrize(("function", "said", "advice"), KINDS)
+def test_each_message_says_what_to_do_next(function, said, advice):
+    first, *rest = failure.paragraph(raised(function)).splitlines()
+    assert first.startswith("trainer: ")
+    assert said in first
+    assert any(advice in line for line in rest), rest
+    assert rest[-1] == "  --debug shows the full traceback."
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("Found no NVIDIA driver on your system.", "There is no GPU that torch can use."),
+        ("CUDA error: device-side assert triggered", "trainer=cpu names the line"),
+        ("CUDA error: no kernel image is available for execution", "This build of torch has no code for this GPU"),
+        ("Can't pickle <function f at 0x1>: it's not found as f", "set data.num_workers=0"),
+    ],
+)
+def test_what_cannot_be_made_to_happen_here(message, advice):
+    assert advice in failure.paragraph(RuntimeError(message))
+
+
+def test_memory_that_ran_out_is_told_in_words_of_the_command_line():
+    told = failure.paragraph(raised(out_of_memory))
+    assert "Memory ran out at batch_idx 3 of epoch 0 (train_dataloader).\n" in told
+    assert "trainer.accumulate_grad_batches" in told
+    assert "Try Trainer" not in told
+
+
+MODULE = """
+import torch
+
+def inner(x):
+    return torch.nn.Linear(3, 2)(x)
+
+def outer(x):
+    return inner(x)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    write(tmp_path, {"shapes_of_mine.py": MODULE, "broken_of_mine.py": "x = 1\ndef f(:\n"})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield tmp_path
+    sys.modules.pop("shapes_of_mine", None)
+
+
+def test_the_innermost_line_of_the_users_own_code(own):
+    import shapes_of_mine
+
+    error = raised(shapes_of_mine.outer, torch.zeros(4, 5))
+    assert failure.where(error) == "shapes_of_mine.py:4, in inner: return torch.nn.Linear(3, 2)(x)"
+
+
+def test_a_file_of_the_users_that_is_no_python(own):
+    error = raised(__import__, "broken_of_mine")
+    assert failure.where(error) == "broken_of_mine.py:2: def f(:"
+
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        raise KeyError("labels")
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_error_in_a_worker_is_the_datasets_own():
+    told = failure.paragraph(raised(next, iter(DataLoader(Items(), num_workers=1)))).splitlines()
+    assert told[:2] == ["trainer: KeyError: 'labels'", "  In DataLoader worker process 0."]
+    assert told[2].startswith("  Raised in ")
+    assert told[2].endswith(', in __getitem__: raise KeyError("labels")')
+
+
+def test_a_long_message_ends_early(monkeypatch):
+    told = failure.paragraph(ValueError("\n".join(["word " * 20] * 100)))
+    assert "[...]" in told
+    assert len(told) < 800
+
+
+def test_errors_that_say_it_all():
+    assert failure.paragraph(FolderInUseError("Another run writes there.")) == "trainer: Another run writes there."
+    told = failure.paragraph(ResumeError("Other data."))
+    assert told.startswith("trainer: Other data.\n  On the command line exact_resume=false goes on all the same.")
+
+
+def test_the_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = {"data": {"_target_": "a.B", "root": "pictures", "other": ["x"]}, "command": "fit"}
+    error = raised(open, "pictures/train")
+    failure.explain_path(error, settings)
+    assert not hasattr(error, "__notes__")  # a word of one part could be in any message
+    error = FileNotFoundError(f"There is no folder {tmp_path / 'pictures'}/train.")
+    failure.explain_path(error, settings)
+    assert error.__notes__ == ["The path is the setting data.root=pictures."]
+    error = raised(open, "big/pictures/train.csv")
+    failure.explain_path(error, {"data": {"root": "big/pictures"}})
+    assert error.__notes__ == ["The path is the setting data.root=big/pictures."]
+
+
+def test_of_several_processes_one_tells(tmp_path, capsys):
+    for _ in range(2):  # each begins anew
+        failure.forget_last(tmp_path)
+        for error in (ValueError("first"), ValueError("second")):
+            failure.record(error, tmp_path, "fit", processes=2)
+            failure.tell(error)
+        err = capsys.readouterr().err
+        assert err.count("trainer: ") == 1
+        assert "first" in err
+    logged = (tmp_path / "fit_rank_0.log").read_text()
+    assert logged.count("ValueError: first") == logged.count("ValueError: second") == 2
+
+
+def test_a_single_process_always_tells(tmp_path, capsys):
+    for _ in range(2):
+        error = ValueError("again")
+        failure.record(error, tmp_path, "fit")
+        failure.tell(error)
+        assert "again" in capsys.readouterr().err
+    assert [file.name for file in Path(tmp_path).iterdir()] == ["fit_rank_0.log"]

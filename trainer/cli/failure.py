@@ -1,0 +1,351 @@
+"""What ended a run, told in a short paragraph: what happened, where in the user's code, and what to do.
+
+The whole traceback goes to the log file in the run's folder; ``--debug`` shows it as well. Knows the errors of torch
+and of the system by what they say, so it needs neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import errno
+import linecache
+import logging
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trainer import redaction
+from trainer.cli.folders import PACKAGE
+from trainer.cli.processes import is_debug, is_first, rank
+from trainer.errors import (
+    ConfigurationError,
+    FolderInUseError,
+    LossScaleCollapse,
+    NonFiniteError,
+    ResumeError,
+    TrainerError,
+)
+
+log = logging.getLogger(__name__)
+
+_LONGEST = 600
+"""Characters of an error's message, before the rest is left to the log."""
+
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
+_IN_WORKER = re.compile(r"\ACaught (?P<kind>\w+) in (?P<where>[^\n]+?)\.\nOriginal Traceback .*?\n(?=\S)", re.DOTALL)
+_NO_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)|_ALLOC_FAILED", re.IGNORECASE)
+
+_TOLD = ".failure"
+"""In the folder of a run of several processes: one of them has told already what ended it."""
+
+_BY_MESSAGE = (
+    (
+        r"device-side assert",
+        "Most often a label or an index is out of range. The GPU tells too late which: the same command with"
+        " trainer=cpu names the line.",
+    ),
+    (
+        r"no kernel image is available",
+        "This build of torch has no code for this GPU: install one that has, or use trainer=cpu.",
+    ),
+    (
+        r"No CUDA GPUs are available|no NVIDIA driver|not compiled with CUDA|gpu backend found|CUDA-capable device"
+        r"|accelerator is not available|requires a GPU accelerator",
+        "There is no GPU that torch can use. Without a setting the best device there is gets used; trainer=cpu asks"
+        " for the CPU. If there is a GPU, `nvidia-smi` has to list it, and torch has to be a build for it.",
+    ),
+    (
+        r"stack expects each tensor to be equal size|each element in list of batch should be of equal size",
+        "The samples of a batch have different shapes. Have the dataset bring them to one (resize, crop, pad), or give"
+        " its DataLoader a collate_fn that does.",
+    ),
+    (
+        r"Target -?\d+ is out of bounds|class values must be|index out of range in self",
+        "A label or an index is larger than the model has classes or entries. Compare the model's number of classes"
+        " with the labels of the data, which count from 0.",
+    ),
+    (
+        r"same dtype|scalar type|expected \w*dtype|Input type .* and (weight|bias) type",
+        "Tensors of two dtypes meet. What the dataset gives should be float32, and labels int64; tensors made in the"
+        " model want device=self.device and the dtype of what they meet.",
+    ),
+    (
+        r"on the same device|Expected all tensors to be on",
+        "A tensor was made on another device than the model's: make it with device=self.device, or register it as a"
+        " buffer.",
+    ),
+    (
+        r"shapes? cannot be multiplied|size of tensor|must match|shape .* is invalid|to have \d+ channels"
+        r"|size mismatch|Sizes of tensors|Expected \d+D|input\.size|Dimension out of range|not broadcastable",
+        "The shape of what the dataset gives, and what the model expects, do not fit. Look at one batch, and at the"
+        " sizes of the layer that raised this; +debug=fast_dev_run tries again in seconds.",
+    ),
+    (
+        r"[Cc]an't pickle|cannot pickle|Can't get (local )?(attribute|object)",
+        "Worker processes get the dataset pickled: define what it uses at the top level of a module, not within a"
+        " function, or set data.num_workers=0.",
+    ),
+)
+
+
+def record(error: Exception, folder: Path, command: str, processes: int = 1) -> None:
+    """Write the traceback of ``error`` to the run's log, and remember where that is.
+
+    Args:
+        error: what ended a run, with its traceback.
+        folder: of the run.
+        command: such as ``fit``, after which the log is called.
+        processes: of the run.
+    """
+    error.__dict__["folder"] = folder
+    error.__dict__["processes"] = max(processes, int(os.environ.get("WORLD_SIZE", "1")))
+    if isinstance(error, FolderInUseError):
+        return  # the folder, and the log in it, are another run's
+    trace = redaction.text("".join(traceback.format_exception(_from_run(error))))
+    devnull = os.path.abspath(os.devnull)
+    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+    handlers = [handler for handler in files if handler.baseFilename != devnull]
+    try:
+        if handlers:
+            written = log.makeRecord(log.name, logging.ERROR, __file__, 0, "The run failed.\n%s", (trace,), None)
+            handlers[0].handle(written)
+            file = Path(handlers[0].baseFilename)
+        else:  # of another rank, which has no log
+            file = folder / f"{command}_rank_{rank()}.log"
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(trace)
+    except OSError:  # a full disk, say; what has happened matters more
+        return
+    error.__dict__["log_file"] = file
+
+
+def explain_path(error: Exception, settings: dict[str, Any]) -> None:
+    """Where ``error`` is about a file that is not there, note which setting names it, or a folder that it is in."""
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
+        return
+    said = " ".join(map(str, (error, error.filename)))
+    for key, value in _texts(settings):
+        if len(value) > 1 and ("/" in value or "\\" in value or key.rpartition(".")[2] in ("root", "path", "folder")):
+            absolute = str(Path(value).expanduser().absolute())
+            if value in said.split() or absolute in said or (os.sep in value and value in said):
+                error.add_note(f"The path is the setting {key}={value}.")
+                return
+
+
+def tell(error: Exception) -> None:
+    """Print what ended a run to stderr: of the processes of a run, the first that gets here does."""
+    if not _is_first_to_tell(error):
+        return
+    if is_debug():
+        print(redaction.text("".join(traceback.format_exception(_from_run(error)))), file=sys.stderr)
+    print(redaction.text(paragraph(error)), file=sys.stderr)
+
+
+def tell_mistake(error: ConfigurationError) -> None:
+    """Print a message that says all there is to say to stderr; of the processes of a run, the first does."""
+    if not _is_first_to_tell(error):
+        return
+    if is_debug():
+        print(redaction.text("".join(traceback.format_exception(error))), file=sys.stderr)
+    print(f"trainer: {redaction.text(str(error))}", file=sys.stderr)
+
+
+def is_recorded(error: Exception) -> bool:
+    """Whether ``error`` was raised in a run, and not on the way there."""
+    return "folder" in error.__dict__
+
+
+def one_line(error: BaseException) -> str:
+    """The message of ``error``, and what to do where that is known."""
+    said = " ".join(str(error).split())
+    end = "" if said.endswith((".", "!", "?")) else "."
+    return f"{said}{end} {_advice(error, said)}".rstrip()
+
+
+def paragraph(error: BaseException) -> str:
+    """What ``error`` is, where it was raised, what to do about it, and where its traceback is: a line for each."""
+    kind, message = type(error).__name__, str(error)
+    text = message
+    if found := _IN_WORKER.match(message):
+        kind, text = found["kind"], message[found.end() :].removeprefix(f"{found['kind']}: ")
+    if isinstance(error, TrainerError):
+        lines = [f"trainer: {_shortened(message)}"]
+    else:
+        said = _shortened(text)
+        lines = [f"trainer: {kind}: {said}" if said else f"trainer: {kind}."]
+    if found:
+        lines.append(f"In {found['where']}.")
+    if not isinstance(error, TrainerError) and (place := where(error)):
+        lines.append(f"Raised in {place}")
+    is_memory = _is_out_of_memory(error)
+    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+    lines += [note.partition("\n")[0] if is_memory else note for note in notes]
+    if advice := _advice(error, text):
+        lines.append(advice)
+    file = error.__dict__.get("log_file")
+    if file is not None:
+        rest = "The rest of it, and the full traceback, are" if "[...]" in lines[0] else "The full traceback is"
+        lines.append(f"{rest} in {_shown(str(file))}{'' if is_debug() else '; --debug shows it here'}.")
+    elif not isinstance(error, FolderInUseError) and not is_debug():
+        lines.append("--debug shows the full traceback.")
+    return "\n  ".join(lines)
+
+
+def where(error: BaseException) -> str:
+    """The innermost line of the user's own code that ``error`` came through; "" where there is none.
+
+    Own is what lies in no installed package, in Python's library or in ours.
+    """
+    if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
+        return _place(error.filename, error.lineno or 1, "")
+    in_text = [(f["file"], int(f["line"]), f["function"]) for f in _FRAME.finditer(str(error))]
+    in_trace = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    for file, line, function in [*reversed(in_text), *reversed(in_trace)]:
+        if _is_own(file):
+            return _place(file, line, function)
+    return ""
+
+
+def _place(file: str, line: int, function: str) -> str:
+    source = linecache.getline(file, line).strip()
+    inside = f", in {function}" if function and function != "<module>" else ""
+    return f"{_shown(file)}:{line}{inside}" + (f": {source}" if source else "")
+
+
+def _is_own(file: str) -> bool:
+    path = Path(file)
+    if file.startswith("<") or not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+        return False
+    theirs = [PACKAGE, PACKAGE.parent / "recipes", *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib"))]
+    for name in ("torch", "lightning", "hydra", "omegaconf"):
+        theirs += [Path(file).parent for file in [getattr(sys.modules.get(name), "__file__", None)] if file]
+    return not any(path.resolve().is_relative_to(folder.resolve()) for folder in theirs)
+
+
+def _shown(file: str) -> str:
+    """``file`` from the working directory on, where it is in there."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+def _shortened(message: str) -> str:
+    """The message on lines that belong to one paragraph; of a long one its beginning."""
+    lines = [line.rstrip() for line in message.strip().splitlines() if line.strip()]
+    text = "\n  ".join(lines)
+    if len(text) <= _LONGEST:
+        return text
+    return text[:_LONGEST].rpartition("\n" if "\n" in text[_LONGEST // 2 : _LONGEST] else " ")[0].rstrip() + " [...]"
+
+
+def _advice(error: BaseException, text: str) -> str:
+    """What to do; "" where the message itself has to do."""
+    for kinds, advice in _BY_KIND:
+        if isinstance(error, kinds):
+            return str(advice(error) if callable(advice) else advice)
+    if isinstance(error, TrainerError):
+        return ""
+    if _is_out_of_memory(error):
+        return _about_memory(error)
+    for pattern, advice in _BY_MESSAGE:
+        if re.search(pattern, text):
+            return advice
+    return ""
+
+
+def _about_memory(error: BaseException) -> str:
+    trains = any("train_dataloader" in note for note in getattr(error, "__notes__", ()))
+    if not trains:
+        return "Try a smaller data.batch_size."
+    return (
+        "Try half of data.batch_size with twice trainer.accumulate_grad_batches, which learns from as many samples a"
+        " step; callbacks=halve_on_out_of_memory, which does that by itself; precision=bf16-mixed, where it is 32 now;"
+        " or callbacks=activation_checkpointing."
+    )
+
+
+def _about_missing_file(error: OSError) -> str:
+    if isinstance(error, TrainerError):
+        return ""
+    return f"Relative paths start from the folder that the command is run in, {Path.cwd()}."
+
+
+def _about_missing_module(error: ModuleNotFoundError) -> str:
+    return (
+        f"If {error.name} is a package, install it; if it is a file of yours, run the command from the folder that it"
+        " is in. What our recipes need: pip install 'amp-trainer[recipes]'."
+    )
+
+
+def _about_system(error: OSError) -> str:
+    if isinstance(error, TrainerError):
+        return ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "The disk is full: make room, or send the run elsewhere with hydra.run.dir=FOLDER."
+    if any(kind.__name__ in ("URLError", "HTTPError", "gaierror") for kind in type(error).__mro__):
+        return (
+            "Something was to be downloaded. Without a network, put the files where the data or the weights are sought."
+        )
+    return ""
+
+
+_BY_KIND: tuple[tuple[Any, Any], ...] = (
+    (ResumeError, "On the command line exact_resume=false goes on all the same."),
+    (
+        NonFiniteError,
+        "On the command line callbacks=nonfinite_guard names the step and the layer, and"
+        " callbacks.nonfinite_guard.policy=skip leaves such steps out and goes on.",
+    ),
+    (LossScaleCollapse, ""),
+    ((FileNotFoundError, NotADirectoryError), _about_missing_file),
+    (PermissionError, "Expected a file or a folder that this user may read, and a run's folder that it may write."),
+    (ModuleNotFoundError, _about_missing_module),
+    ((ConnectionError, TimeoutError, OSError), _about_system),
+)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    named = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
+    return named or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
+
+
+def _from_run(error: BaseException) -> BaseException:
+    """``error`` with its traceback from the run on, without Hydra's frames before it, where it was in the run."""
+    entry: TracebackType | None = error.__traceback__
+    while entry is not None and entry.tb_frame.f_globals.get("__name__") != "trainer.cli.run":
+        entry = entry.tb_next
+    return error.with_traceback(entry or error.__traceback__)
+
+
+def forget_last(folder: Path) -> None:
+    """A run begins in ``folder``: what ended an earlier one there has been told."""
+    (folder / _TOLD).unlink(missing_ok=True)
+
+
+def _is_first_to_tell(error: Exception) -> bool:
+    """Whether no other process of this run has told what ended it: the first knows the reason, the others miss it."""
+    folder = error.__dict__.get("folder")
+    if folder is None or error.__dict__.get("processes", 1) < 2:
+        return True
+    try:
+        (folder / _TOLD).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return is_first()
+    return True
+
+
+def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Full key and value of every text in ``node``."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        place = f"{key}.{name}" if key else str(name)
+        if isinstance(child, str):
+            yield place, child
+        else:
+            yield from _texts(child, place)
