@@ -230,7 +230,8 @@ class TrainingBatches:
         length = self.loaders.num_batches()  # not what callbacks have made of `num_batches`
         start = self._first - self._skip
         count = None if length == float("inf") else int(length)
-        source: Iterator[Batch] = islice(self.loaders.training_pass(), None if count is None else count - start)
+        left = None if count is None else max(count - start, 0)  # below 0 where a resumed run is given fewer
+        source: Iterator[Batch] = islice(self.loaders.training_pass(), left)
         if self._watch is not None:
             source = iter(self._watch(source))
         self._epoch, self._yielded, self._is_over, self._loaded = self._next_epoch, self._first, False, {}

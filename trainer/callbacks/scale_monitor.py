@@ -221,7 +221,7 @@ class ScaleMonitor(Callback):
     def _judge(self, scale: float) -> None:
         low, high = self.healthy
         self._steps_outside = 0 if low <= scale <= high else self._steps_outside + 1
-        if scale < self.alarm:
+        if scale < self.alarm and self._recent_skips:  # or it began there, and nothing fell
             self._warn(
                 "alarm",
                 f"The loss scale fell to {scale:g}, below {self.alarm:g}: gradients overflow often"
