@@ -295,5 +295,7 @@ def _without_rows(run: Record) -> str:
     names = sorted(chosen) if isinstance(chosen, dict) else []
     if chosen is not None and not names:
         return f"This run logged nothing (logger=none): there are no curves. The default logger writes {what}."
+    if "csv" in names:
+        return f"There is no metrics.csv: the run ended before its first rows were written. They have {what}."
     by = f" by {' and '.join(names)} alone" if names else ""
     return f"There is no metrics.csv: the run was logged{by}. With logger=csv, or the default, there are also {what}."

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from trainer import redaction
 from trainer.cli.help import versions
+from trainer.cli.objective import best
 from trainer.cli.report.charts import Section, overlay, sections_of
 from trainer.cli.report.drawing import PALETTE, Drawn, draw, told
 from trainer.cli.report.folders import jobs_of
@@ -32,6 +33,7 @@ _SAYS = {
     "pruned": "Pruned",
     "unfinished": "Not finished",
 }
+_OURS = ("amp/", "lr-", "grad_norm")  # which have charts, and are no measure of success
 _METRICS = 3
 _SWEEP_METRICS = 4
 
@@ -96,7 +98,7 @@ def _sweep(folder: Path, out: Path) -> str:
     colors = [job.color for job in jobs]
     sections = overlay([(job.label, job.run) for job in jobs], colors)
     counts = {status: sum(job.run.status == status for job in jobs) for status in _SAYS}
-    best = next((job for job in jobs if job.is_best), None)
+    winner = next((job for job in jobs if job.is_best), None)
     names = list(dict.fromkeys(run.name for run in runs))
     return _render(
         "sweep.html.jinja",
@@ -105,10 +107,9 @@ def _sweep(folder: Path, out: Path) -> str:
         title=", ".join(names[:3]) or folder.resolve().name,
         kind="Comparison" if comparison else "Sweep",
         jobs=jobs,
-        best=best,
         header=header,
         counts=[(_SAYS[status], count, status) for status, count in counts.items() if count],
-        tiles=_sweep_tiles(jobs, best),
+        tiles=_sweep_tiles(jobs, winner),
         common=_common(runs),
         conditions=[str(line) for line in comparison.get("conditions", [])],
         sections=_drawn(sections, max((run.step or 0 for run in runs), default=0)),
@@ -204,7 +205,7 @@ def _metric_tiles(run: Record) -> list[Tile]:
 
 def _worth_showing(names: Iterable[str]) -> list[str]:
     """The metrics of validation and test, or the others where there are none."""
-    whole = [name for name in names if not name.endswith(("_step", "_epoch")) and not name.startswith(("amp/", "lr-"))]
+    whole = [name for name in names if not name.endswith(("_step", "_epoch")) and not name.startswith(_OURS)]
     evaluated = [name for name in whole if name.startswith(("val", "test"))]
     return sorted(evaluated) or sorted(whole)
 
@@ -300,8 +301,8 @@ def _environment(run: Record) -> list[tuple[str, list[tuple[str, str]]]]:
 def _jobs(runs: Sequence[Record], comparison: Mapping[str, Any]) -> tuple[list[Job], list[str]]:
     shared = set(_common(runs)) if len(runs) > 1 else set()
     labels = [_label(run, shared) for run in runs]
-    best = _best(runs)
-    colors = _colors(runs, best)
+    winner = _best(runs)
+    colors = _colors(runs, winner)
     objectives = [run.objective[0] for run in runs if run.objective]
     names = dict.fromkeys(name for run in runs for name in _worth_showing(run.metrics))
     metrics = list(dict.fromkeys([*(name for name in objectives if name in names), *names]))[:_SWEEP_METRICS]
@@ -323,7 +324,7 @@ def _jobs(runs: Sequence[Record], comparison: Mapping[str, Any]) -> tuple[list[J
         number = str(run.result.get("job", run.folder.name))
         jobs.append(
             Job(
-                f"job-{index}", label, number, run, colors[index], run is best, cells, _tiles(run),
+                f"job-{index}", label, number, run, colors[index], run is winner, cells, _tiles(run),
                 verdict if isinstance(verdict, dict) else {},
             )
         )  # fmt: skip
@@ -343,31 +344,28 @@ def _common(runs: Sequence[Record]) -> list[str]:
 
 
 def _best(runs: Sequence[Record]) -> Record | None:
-    """The completed run with the best value of the objective, if they all have the same."""
-    finished = [run for run in runs if run.status == "completed" and run.objective_value is not None]
-    finished = [run for run in finished if math.isfinite(run.objective_value or 0.0)]
-    if len(finished) < 2 or len({run.objective for run in finished}) != 1 or finished[0].objective is None:
-        return None
-    better = max if finished[0].objective[1] == "max" else min
-    return better(finished, key=lambda run: run.objective_value or 0.0)
+    """The best of them, as a sweep's own table says it."""
+    results = [{"status": run.status, "objective": run.reached, "run": run} for run in runs]
+    found = best(results) if len(runs) > 1 else None
+    return found["run"] if found else None
 
 
-def _colors(runs: Sequence[Record], best: Record | None) -> list[int | None]:
+def _colors(runs: Sequence[Record], winner: Record | None) -> list[int | None]:
     """A colour for each run, or for the best of them where there are too many to tell apart."""
     order = list(range(len(runs)))
-    if len(runs) > PALETTE and best is not None and best.objective is not None:
-        sign = -1.0 if best.objective[1] == "max" else 1.0
+    if len(runs) > PALETTE and winner is not None and winner.objective is not None:
+        sign = -1.0 if winner.objective[1] == "max" else 1.0
         values = [run.objective_value for run in runs]
         order.sort(key=lambda i: sign * v if (v := values[i]) is not None and math.isfinite(v) else math.inf)
     chosen = sorted(order[:PALETTE])
     return [chosen.index(index) if index in chosen else None for index in range(len(runs))]
 
 
-def _sweep_tiles(jobs: Sequence[Job], best: Job | None) -> list[Tile]:
+def _sweep_tiles(jobs: Sequence[Job], winner: Job | None) -> list[Tile]:
     tiles = []
-    if best is not None and best.run.objective is not None:
-        value = told(best.run.objective_value)
-        tiles.append(Tile(f"Best {best.run.objective[0]}", value, best.label, strong=True))
+    if winner is not None and winner.run.objective is not None:
+        value = told(winner.run.objective_value)
+        tiles.append(Tile(f"Best {winner.run.objective[0]}", value, winner.label, strong=True))
     ended = sum(job.run.status in ("completed", "pruned") for job in jobs)
     tiles.append(Tile("Jobs", f"{len(jobs)}", f"{ended} ended well"))
     times = [job.run.duration for job in jobs if job.run.duration is not None]

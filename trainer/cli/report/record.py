@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import redaction
+from trainer.cli.objective import choose, monitored, reached
 from trainer.cli.report import private
 from trainer.cli.report.curve import Curve, read_rows
 from trainer.cli.report.overflow import PATTERN, Overflow, read_overflow
@@ -132,19 +133,19 @@ class Record:
             if isinstance(found, dict) and isinstance(found.get("metric"), str):
                 return found["metric"], "min" if found.get("mode") == "min" else "max"
         callbacks = self.config.get("callbacks")
-        for callback in callbacks.values() if isinstance(callbacks, dict) else ():
-            if isinstance(callback, dict) and isinstance(callback.get("monitor"), str):
-                return callback["monitor"], "max" if callback.get("mode") == "max" else "min"
-        return None
+        return choose(self.config.get("objective"), monitored(callbacks if isinstance(callbacks, dict) else None))
+
+    @property
+    def reached(self) -> dict[str, Any] | None:
+        """The objective and its value at the end, as ``result.json`` has them."""
+        told = self.result.get("objective")
+        return dict(told) if isinstance(told, dict) else reached(self.objective, self.metrics)
 
     @property
     def objective_value(self) -> float | None:
-        """The objective at the end."""
-        if self.objective is None:
-            return None
-        told = self.result.get("objective")
-        value = told.get("value") if isinstance(told, dict) else None
-        return self.metrics.get(self.objective[0]) if value is None else float(value)
+        """The value of the objective at the end; None without one that is finite."""
+        value = (self.reached or {}).get("value")
+        return float(value) if isinstance(value, int | float) else None
 
     @cached_property
     def metrics(self) -> dict[str, float]:
