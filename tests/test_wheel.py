@@ -52,6 +52,7 @@ def test_holds_the_packages_and_their_configs(wheel):
     for name in (
         "trainer/fit_loop.py",
         "trainer/conf/recipe/resnet50.yaml",
+        "trainer/cli/report/template/page.css",
         "recipes/image_classification.py",
         "hydra_plugins/amp_trainer.py",
     ):
@@ -75,3 +76,5 @@ def test_trains_from_an_empty_folder(installed, tmp_path):
     run(["fit", "+recipe=resnet50", "+debug=fast_dev_run", "data.batch_size=4"], installed, tmp_path)
     (result,) = tmp_path.glob("outputs/resnet50/*/result.json")
     assert '"status": "completed"' in result.read_text()
+    run(["report"], installed, tmp_path)
+    assert "resnet50" in (result.parent / "report.html").read_text()

@@ -16,6 +16,7 @@ _SUMMARY = {
     "compare": "train in several precisions, and say what each of them gains and costs",
     "recipes": "list the recipes, with a line on each",
     "checks": "say what this machine can do, how fast, and which precision to use",
+    "report": "make one HTML page of a run or a sweep",
 }
 
 _ABOUT = {
@@ -43,9 +44,19 @@ begin with, memory and disks, and which precision to use here. `checks json` wri
 status is 1 when something is broken: torch cannot be imported, or nothing can be written.""",
     "recipes": """\
 Lists the recipes that come with the package and those in ./conf/recipe, with a line on each.""",
+    "report": """\
+Makes one page of a run or a sweep, whether it is finished, was cut short, or still goes on: settings, curves,
+loss scale and gradients, speed, memory, overflow reports, environment. It is written to report.html in the
+folder of the run, or to OUT.html, and needs nothing but itself: no network, no other file. Without RUN_DIR it is
+about the newest run or sweep below outputs, multirun and lightning_logs.
+
+Examples:
+    python -m trainer report
+    python -m trainer report outputs/resnet50/DATE_TIME
+    python -m trainer report multirun/resnet50/DATE_TIME sweep.html""",
 }
 
-_WORDS = {"recipes": "", "checks": "[json]"}
+_WORDS = {"recipes": "", "checks": "[json]", "report": "[RUN_DIR [OUT.html]]"}
 """What may follow a command that runs nothing."""
 
 _TRAIN = """\

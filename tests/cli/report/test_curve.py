@@ -1,0 +1,54 @@
+"""Curves of ``metrics.csv``, and thinning them out."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from trainer.cli.report.curve import Curve, read_rows, thin
+from trainer.cli.report.drawing import told
+
+
+def test_thinning_keeps_ends_and_extremes():
+    values = [random.Random(0).random() for _ in range(10_000)]
+    values[1234], values[8765] = 50.0, -50.0
+    thinned = thin(Curve([*range(10_000)], values), 100)
+    assert len(thinned) <= 100
+    assert list(thinned.steps) == sorted(set(thinned.steps))
+    assert {0, 9999, 1234, 8765} <= set(thinned.steps)
+    assert [values[int(step)] for step in thinned.steps] == list(thinned.values)
+
+
+def test_few_points_stay_as_they_are():
+    curve = Curve([1, 2, 3], [3.0, math.nan, 1.0])
+    assert thin(curve, 3) is curve
+
+
+def test_thinning_keeps_one_that_is_not_finite():
+    values = [0.0] * 1000
+    values[500:504] = [math.nan, math.inf, -math.inf, math.nan]
+    assert any(not math.isfinite(value) for value in thin(Curve([*range(1000)], values), 50).values)
+
+
+def test_a_step_that_was_made_again_counts_once(tmp_path):
+    file = tmp_path / "metrics.csv"
+    file.write_text("epoch,step,a\n0,1,1.0\n0,2,2.0\n0,3,3.0\n0,2,20.0\n0,3,30.0\n")
+    assert read_rows(file) == {"a": Curve([1.0, 2.0, 3.0], [1.0, 20.0, 30.0])}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (65536.0, "65,536"),
+        (0.94444, "0.9444"),
+        (1e-5, "1e-05"),
+        (3, "3"),
+        (math.nan, "nan"),
+        (None, "-"),
+        (1.5e30, "1.5e+30"),
+    ],
+)
+def test_values_in_words(value, text):
+    assert told(value) == text

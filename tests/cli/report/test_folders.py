@@ -1,0 +1,94 @@
+"""Which folder is meant, and what is said where that is not clear."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from trainer.cli import main
+from trainer.cli.report import folders
+
+
+def told(capsys, *words) -> str:
+    assert main(["report", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_newest_without_a_word(make_run, capsys):
+    old, new = (
+        make_run("outputs/a/1"),
+        make_run("multirun/b/2/0", told={"status": "completed", "job": 0, "overrides": []}),
+    )
+    for file in old.rglob("*.*"):
+        os.utime(file, (1e9, 1e9))
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"The newest run is {new.parent}",
+        f"The report is {new.parent / 'report.html'}",
+    ]
+
+
+def test_there_is_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "there is no run below outputs/, multirun/" in told(capsys)
+
+
+def test_no_such_folder(make_run, capsys):
+    make_run("outputs/a/1")
+    error = told(capsys, "outputs/a/2")
+    assert error.startswith("trainer: There is no folder outputs/a/2. There are: ")
+    assert f"python -m trainer report {os.path.join('outputs', 'a', '1')}" in error
+
+
+def test_a_folder_that_is_no_run(make_run, capsys, tmp_path):
+    make_run("outputs/a/1")
+    (tmp_path / "empty").mkdir()
+    error = told(capsys, "empty")
+    assert "empty is not the folder of a run or a sweep. A run's folder has a result.json" in error
+    assert os.path.join("outputs", "a", "1") in error
+
+
+def test_a_file(make_run, capsys):
+    folder = make_run()
+    assert "is a file, expected the folder of a run" in told(capsys, str(folder / "result.json"))
+
+
+def test_several_runs(make_run, capsys):
+    first, second = make_run("outputs/a/1"), make_run("outputs/a/2")
+    for file in second.rglob("*.*"):
+        os.utime(file, (1e9, 1e9))
+    error = told(capsys, "outputs")
+    assert "outputs holds 2 runs and sweeps, expected one. The newest:" in error
+    assert error.index(str(first)) < error.index(str(second))
+
+
+def test_the_only_run_below(make_run, capsys):
+    folder = make_run("outputs/a/1")
+    assert main(["report", "outputs"]) == 0
+    assert (folder / "report.html").is_file()
+
+
+def test_a_sweep_is_one_thing(make_run):
+    for job in (0, 1):
+        make_run(f"multirun/a/1/{job}", told={"status": "completed", "job": job, "overrides": []})
+    (sweep,) = folders.below(folders.Path("multirun"))
+    assert sweep == folders.Path("multirun/a/1")
+    assert [job.name for job in folders.jobs_of(sweep)] == ["0", "1"]
+
+
+@pytest.mark.parametrize("out", ["page.txt", "outputs"])
+def test_the_page_overwrites_nothing_else(make_run, capsys, out):
+    folder = make_run()
+    assert "expected the name of an .html file" in told(capsys, str(folder), out)
+
+
+def test_a_folder_that_cannot_be_written(make_run, capsys):
+    folder = make_run()
+    (folder / "report.html").mkdir()
+    assert "expected the name of an .html file" in told(capsys, str(folder))
+    assert "Cannot write" in told(capsys, str(folder), str(folder / "result.json" / "page.html"))
+
+
+def test_too_many_words(make_run, capsys):
+    assert "'three'" in told(capsys, "one", "two.html", "three")

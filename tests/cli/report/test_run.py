@@ -1,0 +1,336 @@
+"""The page of one run: what is on it, whatever state the run and its files are in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.report.conftest import CURVES, ENVIRONMENT, ROWS, Page, report, result
+from trainer import redaction
+from trainer.cli import main
+
+
+def test_everything_is_on_the_page(make_run):
+    page = report(make_run())
+    for told in (
+        "digits Completed", "Precision 16-mixed", "Devices 1 x CPU", "Seed 42", "Best val_acc 0.75 at step 3",
+        "val_loss 1.5 last", "Optimizer steps 4 2 of 2 epochs", "Skipped steps 1 25.0% of all", "Loss scale 32,768",
+        "Time 1 min 02 s", "Throughput 123.4 samples per second", "Peak memory 3.0 GiB of the process",
+    ):  # fmt: skip
+        assert told in page.text
+    assert page.titles == [
+        "Loss", "val_acc", "Learning rate", "Loss scale", "Skipped steps", "Skip rate", "Gradient norm", "Throughput",
+        "Memory",
+    ]  # fmt: skip
+    assert "python -m trainer fit +recipe=digits precision=16-mixed" in page.sections["settings"]
+    assert "optimizer lr 0.1" in page.sections["settings"]
+    for told in ("Zuse Z4", "torch 2.15.0", "0123456789ab with changes", "16.0 GiB", "OMP_NUM_THREADS 1"):
+        assert told in page.sections["environment"]
+    assert page.sections["warnings"] == "Warnings take care"
+    assert "csv/metrics.csv" in page.sections["files"]
+    assert "[INFO] - hello" in page.sections["files"]
+
+
+def test_what_the_charts_show(make_run):
+    page = report(make_run())
+    loss = page.lines("Loss")
+    assert loss["train"]["y"] == [4.0, 3.0, 2.0, 1.0]
+    assert (loss["val_loss"]["x"], loss["val_loss"]["y"]) == ([1, 3], [2.5, 1.5])
+    assert page.lines("Learning rate")["SGD"]["y"] == [0.1, 0.05]
+    assert page.lines("Loss scale")["scale"] == {
+        "name": "scale", "color": 0, "x": [1, 3, 4], "y": [65536.0, 32768.0, 32768.0], "steps": True,
+    }  # fmt: skip
+    assert page.lines("Gradient norm")["step"]["y"] == [9.5, 7.5, 3.5]
+    assert page.lines("Throughput")["rate"]["y"] == [8.0, 8.0, 4.0]  # 8 samples a step; 1, 1 and 2 seconds
+    assert page.lines("Memory")["memory"]["y"] == [1.0, 2.0]
+    assert "skipped step" in page.sections["curves"]
+
+
+def test_an_overflow_report(make_run):
+    text = report(make_run()).sections["overflow"]
+    assert text.startswith("Overflow reports Overflow report: optimizer step 2 (skipped, 3 in a row)")
+    assert "A loss scale of 131072 fits" in text
+    assert "What to try Nothing, if this is rare. precision.fp32_modules=['net.fc']" in text
+    assert "loss scale 4.1943e+06" in text
+
+
+def test_half_of_an_overflow_report(make_run):
+    page = report(
+        make_run(files={"csv/overflow_report_step_2.md": "# Overflow rep", "csv/overflow_report_step_9.md": ""})
+    )
+    assert page.sections["overflow"] == "Overflow reports Overflow rep"
+
+
+def test_a_run_that_failed(make_run):
+    told = result(status="failed", error="NonFiniteError: loss nan.\nTry: another way.")
+    page = report(make_run(told=told))
+    assert "digits Failed" in page.text
+    assert "Why it failed NonFiniteError: loss nan. Try: another way." in page.text
+
+
+def test_an_interrupted_run(make_run):
+    assert "digits Interrupted" in report(make_run(told=result(status="interrupted"))).text
+
+
+def running(pid: int) -> dict:
+    return {"result.json": None, "environment.json": ENVIRONMENT | {"pid": pid}}
+
+
+def test_a_run_that_goes_on(make_run):
+    page = report(make_run(files=running(os.getpid())))
+    assert "digits Running" in page.text
+    assert "The run goes on: step 4, written" in page.text
+    assert "Optimizer steps 4 of 2 epochs in all" in page.text
+    assert "Throughput 6 samples per second" in page.text  # 8 samples a step, 3 steps in 4 seconds
+    assert page.titles[:3] == ["Loss", "val_acc", "Learning rate"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process cannot be asked for")
+def test_a_run_whose_process_is_gone(make_run):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(60)
+    page = report(make_run(files=running(process.pid)))
+    assert "digits Killed" in page.text
+    assert "Last seen: step 4" in page.text
+
+
+def test_a_run_on_another_machine(make_run):
+    elsewhere = {"result.json": None, "environment.json": ENVIRONMENT | {"host": "elsewhere"}}
+    assert "digits Not finished" in report(make_run(files=elsewhere)).text
+
+
+def test_a_run_that_goes_on_in_the_folder_of_an_earlier_one(make_run):
+    folder = make_run(told=result(status="interrupted"))
+    now = (folder / "result.json").stat().st_mtime + 60
+    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT | {"started": now}))
+    assert "digits Running" in report(folder).text
+
+
+HALVES = {
+    "result.json": '{"status": "comp',
+    "environment.json": '{"started": 1.0, "ho',
+    "curves.json": '{"losses": {"steps": [1, 2], "val',
+    "csv/metrics.csv": ROWS[:-8],
+    ".hydra/config.yaml": "seed: 42\ntrainer: {max_ep",
+    ".hydra/overrides.yaml": "- +recipe=digits\n- [",
+    "fit.log": "[2026",
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_a_file_is_no_error(make_run, name):
+    page = report(make_run(files={name: HALVES[name]}))
+    assert "val_acc" in page.titles
+
+
+def test_a_row_that_was_not_written_to_its_end_is_left_out(make_run):
+    page = report(make_run(files={"csv/metrics.csv": HALVES["csv/metrics.csv"]}))
+    assert page.lines("val_acc")["val_acc"]["y"] == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("result.json", "[]"),
+        ("result.json", {"status": 3, "metrics": [], "seconds": None, "peak_memory": None, "objective": 7}),
+        ("environment.json", {"started": "now", "git": None, "pid": "x"}),
+        ("curves.json", {"losses": 3, "metrics": [], "pace": {"seconds": {"steps": None}}, "scales": None}),
+        ("csv/metrics.csv", "a,b\n1,2\n"),
+        ("csv/metrics.csv", "step,x\nnone,1\n1,many\n2,\n"),
+        ("csv/metrics.csv", ""),
+        (".hydra/config.yaml", "- a list\n"),
+        (".hydra/overrides.yaml", "a: mapping\n"),
+    ],
+)
+def test_files_of_another_form_are_no_error(make_run, name, content):
+    assert report(make_run(files={name: content})).sections["environment"]
+
+
+def test_nothing_but_a_result(make_run):
+    others = ("environment.json", "curves.json", "csv/metrics.csv", ".hydra/config.yaml", ".hydra/overrides.yaml")
+    page = report(make_run(files=dict.fromkeys([*others, "fit.log", "csv/overflow_report_step_2.md"])))
+    assert page.titles == []
+    assert "There is no metrics.csv" in page.sections["curves"]
+    assert "There is no environment.json" in page.sections["environment"]
+    assert "There is no .hydra/config.yaml" in page.sections["settings"]
+
+
+@pytest.mark.parametrize(
+    ("logger", "told"),
+    [
+        ("{}", "This run logged nothing (logger=none): there are no curves."),
+        ("{tensorboard: {_target_: a}}", "the run was logged by tensorboard alone. With logger=csv"),
+        ("{csv: {_target_: a}}", "the run ended before its first rows were written"),
+    ],
+)
+def test_without_rows_it_says_what_is_missing(make_run, logger, told):
+    config = f"trainer: {{max_epochs: 1}}\nlogger: {logger}\n"
+    files = {"csv/metrics.csv": None, "curves.json": None, ".hydra/config.yaml": config}
+    page = report(make_run(files=files))
+    assert page.titles == []
+    assert told in page.sections["curves"]
+
+
+def test_curves_without_rows(make_run):
+    page = report(make_run(files={"csv/metrics.csv": None}))
+    assert page.titles == ["Loss", "Loss scale", "Throughput", "Memory"]
+    assert "There is no metrics.csv" in page.sections["curves"]
+
+
+def test_values_that_are_not_finite(make_run):
+    curves = CURVES | {"losses": {"steps": [1, 2, 3, 4], "values": [1.0, float("nan"), float("inf"), 2.0]}}
+    page = report(make_run(files={"curves.json": json.dumps(curves)}))
+    assert "of the values" not in page.text
+    assert "not finite, the first at step 2" in page.sections["curves"]
+    assert "NaN" not in json.dumps(page.data)
+
+
+def test_other_values_that_were_logged(make_run):
+    rows = "epoch,reward,step,train_f1_epoch,train_f1_step,val_f1\n0,5.0,1,,0.1,\n0,,1,0.2,,0.3\n0,6.0,2,,0.4,\n"
+    page = report(make_run(files={"csv/metrics.csv": rows, "curves.json": None}))
+    assert page.titles == ["f1", "reward"]
+    assert set(page.lines("f1")) == {"train_f1_epoch", "val_f1"}  # that of the step is drawn below, without a name
+
+
+def test_a_run_of_another_command(make_run):
+    told = result(command="test", metrics={"test_acc": 0.5})
+    page = report(make_run(told=told, files={"csv/metrics.csv": None, "curves.json": None}))
+    assert "This was a test, which draws no curves." in page.sections["curves"]
+    assert "test_acc 0.5" in page.text
+
+
+def test_nothing_is_asked_of_the_network_and_no_script_but_ours_runs(make_run):
+    page = report(make_run())
+    assert page.having("script", "src") == page.having("link", "href") == page.having("img", "src") == []
+    policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-")
+    assert len(page.scripts) == 1
+    import base64
+    import hashlib
+
+    digest = base64.b64encode(hashlib.sha256(page.scripts[0].encode()).digest()).decode()
+    assert f"'sha256-{digest}'" in policy
+    style = page.html.partition("<style>")[2].partition("</style>")[0]
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+BAD = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&</style>"
+
+
+def test_what_a_run_says_is_text_and_nothing_else(make_run):
+    rows = f'epoch,step,"val_{BAD.replace(chr(34), chr(34) * 2)}"\n0,1,0.5\n0,2,0.75\n'
+    told = result(
+        recipe=BAD, status=BAD, error=BAD, devices=BAD, metrics={f"val_{BAD}": 1.0}, overrides=[f"+recipe={BAD}", BAD]
+    )
+    overflow = f"# {BAD}\n\n{BAD}\n\n- {BAD}\n\n| {BAD} | {BAD} |\n"
+    page = report(
+        make_run(
+            told=told,
+            files={
+                "csv/metrics.csv": rows,
+                "environment.json": ENVIRONMENT | {"host": BAD, "cpu": BAD, "versions": {BAD: BAD}, "command": [BAD]},
+                ".hydra/config.yaml": json.dumps({BAD: {BAD: BAD}, "logger": {BAD: {}}}),
+                "fit.log": f"[now][a][WARNING] - {BAD}\n",
+                "csv/overflow_report_step_2.md": overflow,
+            },
+        )
+    )
+    assert len(page.scripts) == 1
+    assert {tag for tag, _ in page.elements}.isdisjoint({"img", "iframe", "object", "embed", "base", "form"})
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert f"val_{BAD}" in page.titles
+    assert page.text.count("<script>alert(1)</script>") > 10
+
+
+def test_names_of_files_are_text_too(make_run):
+    folder = make_run()
+    (folder / "a b&c#.txt").touch()
+    page = report(folder)
+    assert "./a%20b%26c%23.txt" in page.having("a", "href")
+
+
+def test_secrets_stay_out(make_run):
+    redaction.remember("TOKEN", "hunter2hunter2")
+    config = "logger: {wandb: {api_key: 0123abcd, token: '${oc.env:T}', tokens: 512, url: 'https://me:pw9@host/x'}}\n"
+    try:
+        page = report(
+            make_run(
+                told=result(overrides=["+logger.wandb.api_key=0123abcd", "a=hunter2hunter2"]),
+                files={
+                    ".hydra/config.yaml": config,
+                    "environment.json": ENVIRONMENT | {"command": ["x", "logger.wandb.api_key=0123abcd"]},
+                    "fit.log": "[now][a][WARNING] - got hunter2hunter2 from https://me:pw9@host/x\n",
+                },
+            )
+        )
+    finally:
+        redaction.forget()
+    for secret in ("hunter2hunter2", "0123abcd", "pw9"):
+        assert secret not in page.html
+    assert "logger.wandb.api_key=***" in page.text
+    for told in ("wandb.api_key ***", "wandb.token ${oc.env:T}", "wandb.tokens 512", "https://me:***@host/x"):
+        assert told in page.sections["settings"]
+
+
+def test_a_long_run_makes_a_page_of_moderate_size(make_run):
+    names = [f"val_{index}" for index in range(8)]
+    rows = [
+        f"{step % 7},{step}," + ",".join(f"{(step * 37 % 101) / 101:.6f}" for _ in names) for step in range(100_000)
+    ]
+    rows[70_000] = rows[70_000].rpartition(",")[0] + ",9.5"
+    folder = make_run(files={"csv/metrics.csv": "\n".join([f"epoch,step,{','.join(names)}", *rows, ""])})
+    page = report(folder)
+    assert len(page.html) < 600_000
+    line = page.lines("val_7")["val_7"]
+    assert len(line["x"]) <= 400
+    assert (line["x"][0], line["x"][-1], line["x"][line["y"].index(9.5)]) == (0, 99_999, 70_000)
+
+
+def test_a_fit_in_a_script(make_run):
+    """Of a Trainer without the command line: no result.json, no configs, everything in the logger's folder."""
+    summary = {
+        "status": "finished",
+        "steps": 4,
+        "epochs": 2,
+        "seconds": 3.5,
+        "precision": "16-mixed",
+        "metrics": {"a": 1},
+    }
+    others = dict.fromkeys(["result.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "csv/metrics.csv", "fit.log"])
+    folder = make_run("lightning_logs/version_0", files=others | {"summary.json": summary, "metrics.csv": ROWS})
+    page = report(folder)
+    assert "version_0 Completed" in page.text
+    assert "val_acc" in page.titles
+
+
+def test_another_file(make_run, tmp_path):
+    folder = make_run()
+    page = report(folder, "pages/mine.html")
+    assert isinstance(page, Page)
+    assert "../outputs/digits/one/csv/metrics.csv" in page.having("a", "href")[-20:] or any(
+        address.endswith("/outputs/digits/one/csv/metrics.csv") for address in page.having("a", "href")
+    )
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_no_torch(make_run):
+    folder = make_run()
+    code = (
+        "import sys\nfrom trainer.cli import main\n"
+        f"assert main(['report', {str(folder)!r}]) == 0\n"
+        "assert not {'torch', 'lightning', 'pandas', 'hydra'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_it_says_where_the_page_is(make_run, capsys):
+    folder = make_run()
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"The report is {Path(folder) / 'report.html'}\n"

@@ -1,0 +1,117 @@
+"""The page of a sweep, and of a comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.report.conftest import ROWS, report, result
+
+FOLDER = Path("multirun/digits/one")
+
+
+def job(number: int, accuracy: float, **more):
+    overrides = ["+recipe=digits", f"optimizer.lr={number / 10}", "precision=16-mixed", "command=fit"]
+    metrics = {"val_acc": accuracy, "val_loss": 1.5}
+    objective = {"metric": "val_acc", "mode": "max", "value": accuracy}
+    return result(job=number, overrides=overrides, metrics=metrics, objective=objective) | more
+
+
+@pytest.fixture
+def sweep(make_run):
+    def make(*jobs, name=FOLDER):
+        for told in jobs:
+            rows = ROWS.replace("0.75", str(told["metrics"].get("val_acc", 0.75)))
+            make_run(str(name / str(told["job"])), told=told, files={"csv/metrics.csv": rows})
+        (name / "multirun.yaml").write_text("")
+        return name
+
+    return make
+
+
+def test_jobs_and_curves(sweep):
+    page = report(sweep(job(1, 0.5), job(2, 0.875), job(10, 0.25, status="failed", error="RuntimeError: asked to")))
+    assert "Sweep of 3 jobs digits" in page.text
+    assert "Completed 2" in page.text
+    assert "Failed 1" in page.text
+    assert "Best val_acc 0.875 optimizer.lr=0.2" in page.text
+    jobs = page.sections["jobs"]
+    assert "The same in all: +recipe=digits precision=16-mixed" in jobs
+    assert "Job Settings Status val_acc val_loss Time Samples/s Memory Skipped" in jobs
+    assert "2 optimizer.lr=0.2 best Completed 0.875 1.5 1 min 02 s 123.4 3.0 GiB 1" in jobs
+    assert jobs.index("optimizer.lr=0.2") < jobs.index("optimizer.lr=1.0")  # by number, not by name
+    assert page.titles[:4] == ["Training loss", "val_loss", "val_acc", "Learning rate"]
+    lines = page.lines("val_acc")
+    assert [line["y"][-1] for line in lines.values()] == [0.5, 0.875, 0.25]
+    assert set(lines) == {"optimizer.lr=0.1", "optimizer.lr=0.2", "optimizer.lr=1.0"}
+    assert [line["color"] for line in lines.values()] == [0, 1, 2]
+    assert "RuntimeError: asked to" in page.sections["job-2"]
+    assert "Overflow report: optimizer step 2" in page.sections["job-0"]
+    assert {"#job-0", "#job-1", "#job-2"} <= set(page.having("a", "href"))
+    assert "./1" in page.having("a", "href")
+
+
+def test_pruned_jobs(sweep):
+    page = report(sweep(job(0, 0.5), job(1, 0.9, status="pruned"), job(2, 0.4)))
+    assert "Pruned 1" in page.text
+    assert "Jobs 3 3 ended well" in page.text
+    assert "Best val_acc 0.5 optimizer.lr=0.0" in page.text  # a pruned job has not come to its end
+
+
+def test_a_job_that_has_not_ended(sweep, make_run):
+    folder = sweep(job(0, 0.5))
+    make_run(str(folder / "1"), files={"result.json": None})
+    page = report(folder)
+    assert "Running 1" in page.text
+    assert list(page.lines("val_acc")) == ["optimizer.lr=0.0", "16-mixed"] or len(page.lines("val_acc")) == 2
+
+
+def test_lower_is_better(sweep):
+    jobs = [
+        job(n, 0.5, objective={"metric": "val_loss", "mode": "min", "value": v}) for n, v in enumerate((3.0, 1.0, 2.0))
+    ]
+    assert "Best val_loss 1 optimizer.lr=0.1" in report(sweep(*jobs)).text
+
+
+def test_more_jobs_than_colours(sweep):
+    page = report(sweep(*(job(number, number / 16) for number in range(12))))
+    lines = page.lines("val_acc")
+    colors = {name: line["color"] for name, line in lines.items()}
+    assert [name for name, color in colors.items() if color < 0] == [f"optimizer.lr={n / 10}" for n in range(4)]
+    assert sorted(color for color in colors.values() if color >= 0) == [*range(8)]
+    assert list(lines)[-1] == "optimizer.lr=1.1"  # the coloured ones are drawn on top
+    assert "the other 4" in page.sections["curves"]
+
+
+def test_many_long_jobs_make_a_page_of_moderate_size(sweep, make_run):
+    rows = "\n".join(["epoch,step,val_acc", *(f"0,{step},{step % 97 / 97:.5f}" for step in range(2000)), ""])
+    for number in range(30):
+        make_run(str(FOLDER / str(number)), told=job(number, 0.5), files={"csv/metrics.csv": rows})
+    (FOLDER / "multirun.yaml").write_text("")
+    page = report(FOLDER)
+    assert len(page.html) < 900_000
+
+
+def test_a_comparison(sweep):
+    folder = sweep(job(0, 0.5), job(1, 0.75))
+    verdict = {"text": "val_acc within 0.1 points, 1.6x faster.", "advice": ["Try <more>."], "met": True}
+    runs = [{"run_dir": "elsewhere/0", "verdict": None}, {"run_dir": "elsewhere/1", "verdict": verdict}]
+    (folder / "compare.json").write_text(json.dumps({"runs": runs, "conditions": ["The same in all runs: seed 42."]}))
+    page = report(folder)
+    assert "Comparison of 2 jobs" in page.text
+    assert "Verdicts optimizer.lr=0.1: val_acc within 0.1 points, 1.6x faster. Try <more>." in page.sections["jobs"]
+    assert "The same in all runs: seed 42." in page.sections["jobs"]
+
+
+def test_a_sweep_without_curves(make_run):
+    folder = make_run(str(FOLDER / "0"), told=job(0, 0.5), files={"csv/metrics.csv": None, "curves.json": None}).parent
+    assert "No job has left curves" in report(folder).sections["curves"]
+
+
+def test_a_sweep_that_has_just_begun(make_run):
+    make_run()
+    FOLDER.mkdir(parents=True)
+    (FOLDER / "multirun.yaml").write_text("")
+    assert "Sweep of 0 jobs" in report(FOLDER).text

@@ -1,0 +1,301 @@
+"""Which charts a run, or a sweep, gets, and what is drawn in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from trainer.callbacks.plotting import smooth
+from trainer.cli.report.curve import Curve
+from trainer.cli.report.record import Record
+
+_STAGE = re.compile(r"^(train|training|val|valid|validation|test)[_/.\-](.+)$")
+_PACE_POINTS = 60
+_MOST_OTHERS = 24
+_COLORS = {"tra": 0, "val": 1, "tes": 2}
+"""Of the stages, by the first letters of their names."""
+_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve in a chart.
+
+    Args:
+        label: in the legend.
+        curve: its points.
+        color: its number in the palette; the same label has the same in all charts of a sweep.
+        faint: whether it is only the ground on which another one is drawn, and not in the legend.
+        steps: whether the value holds until the next point.
+        name: what it is called in a chart of its own; the chart's title, or the label where the chart has several.
+    """
+
+    label: str
+    curve: Curve
+    color: int = 0
+    faint: bool = False
+    steps: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture.
+
+    Args:
+        title: above it.
+        lines: what is drawn.
+        scale: of the y-axis: "auto" is logarithmic for more than two decades; "log2".
+        crosses: points of skipped steps.
+        note: below the title, such as the unit.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    scale: str = "auto"
+    crosses: Curve = field(default_factory=Curve)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Charts under one headline, and what is to be said where one is missing."""
+
+    title: str
+    charts: Sequence[Chart]
+    notes: Sequence[str] = ()
+
+
+def sections_of(run: Record) -> list[Section]:
+    """The charts of one run."""
+    rows = dict(run.rows)
+    amp = _mixed_precision(run, rows)
+    rate = _learning_rate(rows)
+    learning, others = _metrics(run, rows)
+    missing = [] if run.rows else [_without_rows(run)]
+    found = [
+        Section("Learning", [*learning, *rate], missing if not (learning or rate) else ()),
+        Section("Loss scale and gradients", *amp),
+        Section("Speed and memory", *_pace(run)),
+        Section(
+            "Other logged values",
+            others[:_MOST_OTHERS],
+            [f"{len(others) - _MOST_OTHERS} more are in metrics.csv."] if len(others) > _MOST_OTHERS else [],
+        ),
+    ]
+    if run.rows or not (learning or amp[0]):
+        return [section for section in found if section.charts or section.notes]
+    first, *rest = found
+    return [replace(first, notes=missing), *(section for section in rest if section.charts or section.notes)]
+
+
+def overlay(runs: Sequence[tuple[str, Record]], colors: Sequence[int | None]) -> list[Section]:
+    """The charts of a sweep: each curve that its jobs have, of all of them on top of each other.
+
+    Args:
+        runs: labels, and the runs.
+        colors: of each the number in the palette; None for one among too many to tell apart.
+    """
+    gathered: dict[str, dict[tuple[str, str], Chart]] = {}
+    drawn = sorted(zip(runs, colors, strict=True), key=lambda each: each[1] is not None)  # the coloured ones on top
+    for (label, run), color in drawn:
+        for section in sections_of(run):
+            charts = gathered.setdefault(section.title, {})
+            for chart in section.charts:
+                for line in chart.lines:
+                    if line.faint or "/" in line.label:
+                        continue
+                    title = line.name or (chart.title if len(_named(chart)) == 1 else line.label)
+                    own = replace(line, label=label, color=-1 if color is None else color, faint=False)
+                    before = charts.get((chart.title, line.label))
+                    lines = [*(before.lines if before else ()), own]
+                    charts[chart.title, line.label] = replace(chart, title=title, lines=lines, crosses=Curve())
+    return [Section(title, list(charts.values())) for title, charts in gathered.items() if charts]
+
+
+def _named(chart: Chart) -> list[Line]:
+    return [line for line in chart.lines if not line.faint and "/" not in line.label]
+
+
+def _metrics(run: Record, rows: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
+    """What was logged for a stage, those of one name together, the loss first; and what is left."""
+    for stage, metrics in _stages(run):
+        for name, written in metrics.items():
+            if stage == "val" and name not in rows and len(curve := Curve.of(written)):
+                rows[name] = curve
+    groups: dict[str, list[str]] = {}
+    for name in rows:
+        groups.setdefault(_base(name), []).append(name)
+    has_losses = bool(run.losses.finite)
+    learning: list[Chart] = []
+    others: list[Chart] = []
+    for base, names in groups.items():
+        is_loss = base == "loss"
+        if is_loss and has_losses:
+            names = [name for name in names if not _is_training(name)]
+        lines = list(_lines(names, rows))
+        if is_loss and has_losses:
+            lines = [
+                *_training_loss(run.losses),
+                *(replace(line, color=line.color or len(lines) + 1) for line in lines),
+            ]
+        title = "Loss" if is_loss else base if len(names) > 1 else names[0]
+        is_metric = is_loss or any(_STAGE.match(name) for name in names)
+        (learning if is_metric else others).append(Chart(title, lines))
+    if has_losses and "loss" not in groups:
+        learning.append(Chart("Loss", list(_training_loss(run.losses))))
+    return sorted(learning, key=lambda chart: chart.title != "Loss"), others
+
+
+def _stages(run: Record) -> Iterable[tuple[str, dict[str, object]]]:
+    stages = run.points.get("metrics")
+    for stage, metrics in stages.items() if isinstance(stages, dict) else ():
+        if isinstance(metrics, dict):
+            yield stage, metrics
+
+
+def _base(name: str) -> str:
+    """What is measured, whatever the stage: "acc" for "val_acc", "loss" for "train/loss_epoch"."""
+    plain = name.removesuffix("_step").removesuffix("_epoch")
+    found = _STAGE.match(plain)
+    return found[2] if found else plain
+
+
+def _is_training(name: str) -> bool:
+    found = _STAGE.match(name)
+    return found is None or found[1].startswith("train")
+
+
+def _lines(names: Iterable[str], rows: dict[str, Curve]) -> Iterable[Line]:
+    """A line each; a value of each step is only the ground for that of the epoch."""
+    listed = sorted(names, key=lambda name: (not _is_training(name), name))
+    free = [*range(8)]
+    colors: dict[str, int] = {}
+    for name in (name for name in listed if _epoch_of(name) not in listed):
+        found = _STAGE.match(name)
+        usual = _COLORS.get(found[1][:3], 0) if found else 0
+        colors[name] = usual if usual in free else next(iter(free), 0)
+        free = [color for color in free if color != colors[name]]
+    for name in listed:
+        is_ground = name not in colors
+        yield Line(name, rows[name], colors[_epoch_of(name) if is_ground else name], faint=is_ground)
+
+
+def _epoch_of(name: str) -> str:
+    """The name that the mean over the epoch has, of a value that is logged for each step; "" of any other."""
+    return f"{name.removesuffix('_step')}_epoch" if name.endswith("_step") else ""
+
+
+def _training_loss(losses: Curve) -> Iterable[Line]:
+    smoothed = smooth(list(losses.values))
+    if len(losses) >= 80:  # fewer are left as they are
+        yield Line("each batch", losses, 0, faint=True)
+    yield Line("train", Curve(losses.steps, smoothed), 0, name="Training loss")
+
+
+def _learning_rate(rows: dict[str, Curve]) -> list[Chart]:
+    """Those of LearningRateMonitor: one for each optimizer and parameter group."""
+    names = [name for name in rows if name.startswith("lr-") and not name.endswith(("-momentum", "-weight_decay"))]
+    found = {name: rows.pop(name) for name in names}
+    groups = list(found.items())
+    if groups and all(curve == groups[0][1] for _, curve in groups):
+        groups = groups[:1]
+    lines = [Line(name.removeprefix("lr-"), curve, number) for number, (name, curve) in enumerate(groups)]
+    return [Chart("Learning rate", lines, "linear")] if lines else []
+
+
+def _mixed_precision(run: Record, rows: dict[str, Curve]) -> tuple[list[Chart], list[str]]:
+    charts, notes = [], []
+    logged = rows.pop("amp/scale", Curve())
+    scale, crosses = _scale(run, logged)
+    if scale:
+        charts.append(Chart("Loss scale", [Line("scale", scale, 0, steps=True)], "log2", crosses))
+    skipped, skip_rate = rows.pop("amp/skipped_steps", Curve()), rows.pop("amp/skip_rate", Curve())
+    total = run.result.get("skipped_steps", skipped.last)
+    if skipped and total:
+        charts.append(Chart("Skipped steps", [Line("so far", skipped, 5, steps=True)], "linear"))
+        charts.append(Chart("Skip rate", [Line("share of the last steps", skip_rate, 5)], "linear"))
+    elif scale:
+        notes.append("No step was skipped.")
+    norms = [rows.pop(name, Curve()) for name in ("grad_norm_step", "grad_norm", "grad_norm_epoch")]
+    named = zip(("step", "grad_norm", "epoch mean"), norms, strict=True)
+    lines = [
+        Line(name, curve, number, name=f"Gradient norm ({name})") for number, (name, curve) in enumerate(named) if curve
+    ]
+    if lines:
+        charts.append(Chart("Gradient norm", lines[:2], note="of all true gradients, before clipping"))
+    for kind, title, note in (
+        ("underflow", "Underflow", "share of the non-zero gradient elements that are subnormal in float16"),
+        ("zeros", "Zeros", "share of the gradient elements that are exactly zero"),
+    ):
+        whole = rows.pop(f"amp/{kind}", Curve())
+        layers = {name: rows.pop(name) for name in [*rows] if name.startswith(f"amp/{kind}/")}
+        worst = sorted(layers.items(), key=lambda item: -max(item[1].finite, default=0.0))[:_LAYERS]
+        if whole:
+            lines = [Line("all parameters", whole, 0)]
+            if kind == "underflow":
+                named_layers = ((name.removeprefix(f"amp/{kind}"), curve) for name, curve in worst)
+                lines += [Line(name, curve, number) for number, (name, curve) in enumerate(named_layers, start=1)]
+            charts.append(Chart(title, lines, "linear", note=note))
+    if not charts and run.command == "fit" and run.rows:
+        notes.append("Nothing was logged of scale and gradients: that is ScaleMonitor's (callbacks=default has it).")
+    return charts, notes
+
+
+def _scale(run: Record, logged: Curve) -> tuple[Curve, Curve]:
+    """The scale where it changes, up to the last step, and the skipped steps; else as it was logged."""
+    changes = Curve.of(run.points.get("scales"))
+    if not changes.finite or set(changes.values) == {1.0}:
+        return (logged if set(logged.values) != {1.0} else Curve()), Curve()
+    last = max(changes.steps[-1], run.step or 0)
+    scale = Curve([*changes.steps, last], [*changes.values, changes.values[-1]])
+    return scale, Curve.of(run.points.get("skipped"))
+
+
+def _pace(run: Record) -> tuple[list[Chart], list[str]]:
+    charts = []
+    if rate := speed(run):
+        per_sample = run.samples_per_step
+        unit = "training samples per second" if per_sample else "optimizer steps per second"
+        charts.append(Chart("Throughput", [Line("rate", rate, 2)], "linear", note=f"{unit}, without validation"))
+    if memory := run.memory:
+        in_mib = Curve(memory.steps, [value / 2**20 for value in memory.values])
+        what = "reserved on the GPU" if run.memory_is_the_gpus else "of the whole process"
+        charts.append(Chart("Memory", [Line("memory", in_mib, 3)], "linear", note=f"MiB, {what}"))
+    if charts or run.command != "fit" or not (run.rows or run.points):
+        return charts, []
+    if run.points:
+        return [], ["Time and memory over the steps are not in curves.json: an older version wrote it."]
+    return [], ["Time and memory over the steps come with curves.json, which has not been written yet."]
+
+
+def speed(run: Record) -> Curve:
+    """Training samples per second (steps, where a batch's size is not known) in up to 60 stretches of the training."""
+    seconds = run.seconds
+    stride = max(1, len(seconds) // _PACE_POINTS)
+    steps, times = seconds.steps[::stride], seconds.values[::stride]
+    each = run.samples_per_step or 1
+    points = [
+        (now, each * (now - before) / (there - then))
+        for before, now, then, there in zip(steps, steps[1:], times, times[1:], strict=False)
+        if there > then and now > before
+    ]
+    return Curve([step for step, _ in points], [rate for _, rate in points])
+
+
+def _without_rows(run: Record) -> str:
+    """Why there are fewer curves than could be."""
+    what = "learning rate, gradient norm, underflow and whatever else the module logs"
+    if run.status == "running":
+        return f"No metrics.csv yet: it is written every 100 steps and at the end of an epoch. It has {what}."
+    if run.command != "fit":
+        return f"This was a {run.command}, which draws no curves."
+    chosen = run.config.get("logger")
+    names = sorted(chosen) if isinstance(chosen, dict) else []
+    if chosen is not None and not names:
+        return f"This run logged nothing (logger=none): there are no curves. The default logger writes {what}."
+    if "csv" in names:
+        return f"There is no metrics.csv: the run ended before its first rows were written. They have {what}."
+    by = f" by {' and '.join(names)} alone" if names else ""
+    return f"There is no metrics.csv: the run was logged{by}. With logger=csv, or the default, there are also {what}."

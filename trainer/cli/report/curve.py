@@ -1,0 +1,130 @@
+"""Curves: read from ``metrics.csv``, and thinned out so that no peak is lost."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points over the optimizer steps.
+
+    Args:
+        steps: ascending.
+        values: as many; some may not be finite.
+    """
+
+    steps: Sequence[float] = ()
+    values: Sequence[float] = ()
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float | None:
+        """The last value."""
+        return self.values[-1] if self.values else None
+
+    @property
+    def finite(self) -> list[float]:
+        """The values that are finite."""
+        return [value for value in self.values if math.isfinite(value)]
+
+    @classmethod
+    def of(cls, written: Any) -> Curve:
+        """Of a series of ``curves.json``; without points where it has none, or is none."""
+        if not isinstance(written, Mapping):
+            return cls()
+        steps, values = written.get("steps"), written.get("values")
+        if not (isinstance(steps, list) and isinstance(values, list)):
+            return cls()
+        points = [(x, y) for x, y in zip(steps, values, strict=False) if _is_number(x) and _is_number(y)]
+        return cls([x for x, _ in points], [y for _, y in points])
+
+
+def read_rows(file: Path) -> dict[str, Curve]:
+    """The columns of a ``metrics.csv``, by name; {} where there is none.
+
+    A row that was not written to its end, and what is no number, are left out. A step that a resumed run has made again
+    counts once, with the value that came last.
+    """
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    rows = csv.reader(line for line in whole if "\0" not in line)
+    names = next(rows, [])
+    if "step" not in names:
+        return {}
+    at = names.index("step")
+    columns = list(zip(*_complete(rows, len(names)), strict=True))
+    if not columns:
+        return {}
+    steps = [_number(cell) for cell in columns[at]]
+    found = {}
+    for name, column in zip(names, columns, strict=True):
+        if name in ("step", "epoch") or not name:
+            continue
+        points = [(x, _number(cell)) for x, cell in zip(steps, column, strict=True) if cell]
+        curve = _ascending((x, y) for x, y in points if x is not None and y is not None)
+        if curve:
+            found[name] = curve
+    return found
+
+
+def thin(curve: Curve, most: int) -> Curve:
+    """At most ``most`` points of a curve: of each of equally many in a row the smallest and the largest, and the ends.
+
+    So a spike of one step among a hundred thousand is still there. Of a bucket with values that are not finite one of
+    those is kept, too.
+    """
+    count = len(curve)
+    if count <= most:
+        return curve
+    import numpy as np
+
+    values = np.asarray(curve.values, dtype=float)
+    finite = np.isfinite(values)
+    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+    kept = {0, count - 1}
+    edges = np.linspace(0, count, max(1, (most - 2) // 2) + 1).astype(int)
+    for start, end in pairwise(edges.tolist()):
+        kept |= {int(start + low[start:end].argmin()), int(start + high[start:end].argmax())}
+        if not finite[start:end].all():
+            kept.add(int(start + finite[start:end].argmin()))
+    chosen = sorted(kept)
+    return Curve([curve.steps[i] for i in chosen], [curve.values[i] for i in chosen])
+
+
+def _complete(rows: Iterable[list[str]], columns: int) -> Iterator[list[str]]:
+    try:
+        for row in rows:
+            if len(row) == columns:
+                yield row
+    except csv.Error:  # a field without an end
+        return
+
+
+def _ascending(points: Iterable[tuple[float, float]]) -> Curve:
+    listed = list(points)
+    if any(later[0] <= earlier[0] for earlier, later in pairwise(listed)):
+        listed = sorted(dict(listed).items())
+    return Curve([x for x, _ in listed], [y for _, y in listed])
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,247 @@
+"""A chart as SVG in the page: drawn by matplotlib, coloured by the page, so that one picture does for light and dark.
+
+matplotlib draws in colours that stand for names; these become ``var(--name)``, which the page's style sheet defines.
+The numbers that are shown under the pointer go along as data, thinned out as the lines are.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.callbacks.plotting import without_spikes
+from trainer.cli.report.charts import Chart, Line
+from trainer.cli.report.curve import Curve, thin
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.axes import Axes
+
+PALETTE = 8
+"""Colours that the style sheet has for lines: --s0 to --s7."""
+
+_WIDTH, _HEIGHT = 384, 208  # CSS pixels, which are the units of the drawing
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 32  # around the axes
+_INK, _GRID, _BAD, _PALE = "#010101", "#020202", "#030303", "#040404"
+_NAMES = {_INK: "axis", _GRID: "grid", _BAD: "bad", _PALE: "pale"}
+_POINTS = 400  # of a line; about what can be told apart in the width
+_ALL_POINTS = 3600  # of the lines of a chart together
+_FEWEST = 48
+_DECADES = 100.0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart in the page.
+
+    Args:
+        chart: what it shows.
+        legend: label, number of the colour, and last value, of each line that has a name.
+        svg: the picture.
+        data: what the page's script needs to tell values.
+        remark: what the picture cannot show; empty mostly.
+    """
+
+    chart: Chart
+    legend: Sequence[tuple[str, int, str]]
+    svg: str
+    data: dict[str, Any]
+    remark: str
+
+
+def draw(chart: Chart, last_step: float = 0) -> Drawn:
+    """Draw a chart.
+
+    Args:
+        chart: what to draw.
+        last_step: where the x-axis ends, if no line goes further: so that all charts of a page have the same.
+    """
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    most = max(_FEWEST, min(_POINTS, _ALL_POINTS // max(1, len(chart.lines))))
+    lines = [(line, thin(line.curve, most)) for line in chart.lines]
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 12}):
+        figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72), dpi=72)
+        FigureCanvasSVG(figure)
+        width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+        axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / _HEIGHT, width / _WIDTH, height / _HEIGHT))
+        scale = _draw(axes, chart, lines, last_step)
+        left, right = axes.get_xlim()
+        low, high = axes.get_ylim()
+        written = io.StringIO()
+        nothing = {"Creator": None, "Date": None, "Format": None, "Type": None}
+        figure.savefig(written, format="svg", transparent=True, metadata=nothing)
+    named = [(line, curve) for line, curve in lines if not line.faint]
+    data = {
+        "box": [_LEFT, _TOP, width, height],
+        "x": [left, right],
+        "y": [low, high],
+        "log": scale != "linear",
+        "lines": [
+            {
+                "name": line.label,
+                "color": line.color,
+                "x": [int(step) for step in curve.steps],
+                "y": [_rounded(value) for value in curve.values],
+                **({"steps": True} if line.steps else {}),
+            }
+            for line, curve in named
+        ],
+    }
+    broken = sum(len(line.curve) - len(line.curve.finite) for line in chart.lines)
+    first = min((s for line in chart.lines for s, v in _points(line.curve) if not math.isfinite(v)), default=0)
+    remark = f"{broken:,} values are not finite, the first at step {first:,.0f} (red marks)." if broken else ""
+    legend = [(line.label, line.color, told(line.curve.last)) for line in chart.lines if not line.faint]
+    return Drawn(chart, legend, _in_page(written.getvalue(), chart), data, remark)
+
+
+def told(value: float | None) -> str:
+    """A value as text: four digits, or all of a whole number."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    whole = value == int(value) and abs(value) < 1e9
+    return f"{value:,.0f}" if whole else f"{value:,.4g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.3g}"
+
+
+def _draw(axes: Axes, chart: Chart, lines: Sequence[tuple[Line, Curve]], last_step: float) -> str:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)
+    axes.tick_params(colors=_INK, labelsize=12, length=0, pad=5)
+    axes.grid(axis="y", color=_GRID, linewidth=1)
+    axes.set_axisbelow(True)
+    for line, curve in lines:
+        color = _PALE if line.color < 0 else f"#0a0b{line.color % PALETTE:02x}"
+        values = [value if math.isfinite(value) else math.nan for value in curve.values]
+        lonely = 0 < len(values) <= 12
+        axes.plot(
+            curve.steps, values, color=color, solid_joinstyle="round", solid_capstyle="round",
+            linewidth=1.0 if line.faint else 1.2 if line.color < 0 else 1.8,
+            alpha=0.35 if line.faint else None,
+            drawstyle="steps-post" if line.steps else "default",
+            marker="o" if lonely and not line.steps and not line.faint else None,
+            markersize=3.4,
+        )  # fmt: skip
+    scale = _scale(chart, [curve for _, curve in lines])
+    _limit(axes, chart, scale, [curve for _, curve in lines])
+    steps = [step for _, curve in lines for step in ((curve.steps[0], curve.steps[-1]) if curve else ())]
+    end = max([*steps, last_step, 1])
+    axes.set_xlim(-0.015 * end, 1.015 * end)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=2))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: _short(step)))
+    if scale == "linear":
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    else:
+        base = 2 if scale == "log2" else 10
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(base, numticks=6))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _power(value, base)))
+        if base == 10 and sum(1 for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]) < 2:
+            axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5), numticks=8))
+    if chart.crosses:
+        axes.plot(
+            chart.crosses.steps, chart.crosses.values, "x", color=_BAD, markersize=6, markeredgewidth=1.6, zorder=3
+        )
+    _mark_broken(axes, [curve for _, curve in lines])
+    return scale
+
+
+def _scale(chart: Chart, curves: Iterable[Curve]) -> str:
+    """``linear``, ``log`` or ``log2``."""
+    values = [value for curve in curves for value in curve.finite]
+    if not values or min(values) <= 0 or chart.scale == "linear":
+        return "linear"
+    if chart.scale == "log2":
+        return "log2"
+    shown = without_spikes(values)
+    return "log" if max(shown) > _DECADES * min(shown) else "linear"
+
+
+def _limit(axes: Axes, chart: Chart, scale: str, curves: Sequence[Curve]) -> None:
+    """The range of the y-axis: all of it, but for a few spikes that would flatten the rest."""
+    shown = [value for curve in curves for value in without_spikes(curve.values)]
+    if not shown:
+        return
+    low, high = min(shown), max(shown)
+    if scale == "log2":
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(low / 2, high * 2)
+    elif scale == "log":
+        axes.set_yscale("log")
+        axes.set_ylim(low / 1.3, high * 1.3)
+    else:
+        margin = 0.06 * (high - low) or 0.06 * abs(high) or 0.5
+        near_zero = chart.scale == "linear" and low >= 0  # rates, shares and counts are read against zero
+        axes.set_ylim(0 if near_zero else low - margin, high + margin)
+
+
+def _mark_broken(axes: Axes, curves: Iterable[Curve]) -> None:
+    """Marks on the lower edge where a value is not finite."""
+    steps = sorted({step for curve in curves for step, value in _points(curve) if not math.isfinite(value)})
+    if steps:
+        axes.plot(
+            steps, [0.02] * len(steps), "|", color=_BAD, markersize=9, markeredgewidth=1.4, clip_on=False,
+            transform=axes.get_xaxis_transform(),
+        )  # fmt: skip
+
+
+def _points(curve: Curve) -> Iterable[tuple[float, float]]:
+    return zip(curve.steps, curve.values, strict=True)
+
+
+def _in_page(svg: str, chart: Chart) -> str:
+    """The drawing for the page: its colours named, its fonts the page's, nothing in it that only a file needs."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    for color, name in _NAMES.items():
+        svg = svg.replace(color, f"var(--{name})")
+    svg = re.sub(r"#0a0b([0-9a-f]{2})", lambda found: f"var(--s{int(found[1], 16)})", svg)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(r"font: (\d+)px [^;\"]*", r"font-size: \1px", svg)
+    used = set(re.findall(r"(?:#|url\(#)([\w-]+)", svg))
+    svg = re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", svg)
+    svg = (
+        re.sub(r' (?:xmlns(?::xlink)?|version|width|height)="[^"]*"', "", svg.partition(">")[0])
+        + ">"
+        + svg.partition(">")[2]
+    )
+    svg = svg.replace("xlink:href", "href").replace("stroke-dasharray: none; ", "")
+    return re.sub(r"\s*\n\s*", "\n", svg).strip()
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def _short(step: float) -> str:
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if abs(step) >= 10 * size or (size == 1e6 and abs(step) >= size):
+            return f"{step / size:g}{letter}"
+    return f"{step:,.0f}"
+
+
+def _tick(value: float) -> str:
+    if value and not 1e-4 <= abs(value) < 1e6:
+        digits, _, power = f"{value:.2g}".partition("e")
+        return f"{digits}e{int(power)}" if power else digits
+    return f"{value:,.10g}" if abs(value) >= 1 else f"{value:.6g}"
+
+
+def _power(value: float, base: int) -> str:
+    power = math.log(value, base)
+    if base == 10 and 1e-3 <= value <= 1e4:
+        return f"{value:,.6g}"
+    if abs(power - round(power)) > 1e-6:
+        return f"{value:.2g}"
+    return f"{base}^{round(power)}"

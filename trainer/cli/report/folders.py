@@ -1,0 +1,125 @@
+"""Which folder is a run, which a sweep, and which one is meant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.cli.arguments import UsageError
+from trainer.cli.results import RESULT, read_result
+from trainer.environment import ENVIRONMENT
+
+_OF_A_RUN = (RESULT, ENVIRONMENT, "curves.json", "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
+_OF_A_SWEEP = ("multirun.yaml", "compare.json", "optimization_results.yaml")
+_TOPS = ("outputs", "multirun", "lightning_logs")
+_DEPTH = 4
+"""Levels below a folder that runs are looked for in: outputs/RECIPE/DATE_TIME, and a name with a slash or two."""
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether ``folder`` holds the jobs of one sweep, or comparison."""
+    if any((folder / name).is_file() for name in _OF_A_SWEEP):
+        return True
+    return isinstance(_summary(folder), list) or any("job" in read_result(child) for child in _children(folder))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether ``folder`` is what one run has left, or is writing into."""
+    if any((folder / name).is_file() for name in _OF_A_RUN):
+        return True
+    return isinstance(_summary(folder), dict)
+
+
+def jobs_of(sweep: Path) -> list[Path]:
+    """The folders of a sweep's jobs."""
+    return [folder for child in _children(sweep) for folder in _found(child, _DEPTH, is_run)]
+
+
+def chosen(given: str | None) -> Path:
+    """The folder of the run or the sweep that is meant.
+
+    Args:
+        given: on the command line; None for the newest below ``outputs``, ``multirun`` and ``lightning_logs``.
+
+    Raises:
+        UsageError: there is no such folder, it is neither, or it holds several.
+    """
+    if given is None:
+        found = [folder for top in _TOPS for folder in below(Path(top))]
+        if not found:
+            raise UsageError(
+                "Got no folder, and there is no run below outputs/, multirun/ or lightning_logs/ here. Write"
+                " `python -m trainer report RUN_DIR`, or train first: `python -m trainer fit +recipe=resnet50`."
+            )
+        return max(found, key=changed)
+    folder = Path(given)
+    if not folder.exists():
+        raise UsageError(f"There is no folder {given}.{_near(folder)}")
+    if not folder.is_dir():
+        raise UsageError(f"{given} is a file, expected the folder of a run, such as {folder.parent}.")
+    if is_sweep(folder) or is_run(folder):
+        return folder
+    found = below(folder)
+    if not found:
+        raise UsageError(
+            f"{given} is not the folder of a run or a sweep. A run's folder has a {RESULT}, an {ENVIRONMENT}, a"
+            f" metrics.csv or a curves.json in it.{_near(folder)}"
+        )
+    if len(found) == 1:
+        return found[0]
+    raise UsageError(f"{given} holds {len(found)} runs and sweeps, expected one. The newest: {_list(found)}")
+
+
+def below(folder: Path) -> list[Path]:
+    """The runs and the sweeps below ``folder``; those in a sweep are part of it."""
+    return _found(folder, _DEPTH, lambda place: is_sweep(place) or is_run(place)) if folder.is_dir() else []
+
+
+def changed(folder: Path) -> float:
+    """When something was last written into the folder of a run or a sweep, as a time (of `time.time`)."""
+    names = (*_OF_A_RUN, *_OF_A_SWEEP, "summary.json")
+    times = [_time(place / name) for place in (folder, *_children(folder)) for name in names]
+    return max(times, default=0.0)
+
+
+def _found(folder: Path, depth: int, wanted: object) -> list[Path]:
+    assert callable(wanted)
+    if wanted(folder):
+        return [folder]
+    return [each for child in _children(folder) for each in _found(child, depth - 1, wanted)] if depth else []
+
+
+def _children(folder: Path) -> Iterator[Path]:
+    try:
+        children = sorted(folder.iterdir())
+    except OSError:
+        return
+    yield from (child for child in children if child.is_dir() and not child.name.startswith("."))
+
+
+def _summary(folder: Path) -> object:
+    try:
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _time(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _near(folder: Path) -> str:
+    """Runs beside the one that was asked for, or anywhere here."""
+    for place in (folder.parent, *map(Path, _TOPS)):
+        if place != Path() and (found := below(place)):
+            return f" There are: {_list(found)}"
+    return ""
+
+
+def _list(folders: list[Path], most: int = 5) -> str:
+    newest = sorted(folders, key=changed, reverse=True)[:most]
+    return "".join(f"\n  python -m trainer report {folder}" for folder in newest)

@@ -1,0 +1,93 @@
+"use strict";
+// Values under the pointer, and everything unfolded on paper. The page is whole without it.
+const NS = "http://www.w3.org/2000/svg";
+const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 5 });
+
+function told(value) {
+  if (value === null) return "not finite";
+  const size = Math.abs(value);
+  return size && (size < 1e-3 || size >= 1e9) ? value.toExponential(2) : number.format(value);
+}
+
+function nearest(steps, wanted, holds) {
+  let low = 0, high = steps.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= wanted) low = middle; else high = middle;
+  }
+  return !holds && wanted - steps[low] > steps[high] - wanted ? high : steps[high] <= wanted ? high : low;
+}
+
+function follow(plot) {
+  const svg = plot.querySelector("svg"), source = plot.querySelector("script");
+  if (!svg || !source) return;
+  const data = JSON.parse(source.textContent), [left, top, width, height] = data.box;
+  const [x0, x1] = data.x, scale = data.log ? Math.log : (value) => value, [y0, y1] = data.y.map(scale);
+  let cursor = null, tip = null, points = [];
+
+  function leave() {
+    for (const part of [cursor, tip, ...points]) if (part) part.remove();
+    cursor = tip = null;
+    points = [];
+  }
+
+  function shape(kind, attributes) {
+    const made = document.createElementNS(NS, kind);
+    for (const name in attributes) made.setAttribute(name, attributes[name]);
+    return svg.appendChild(made);
+  }
+
+  function move(event) {
+    const frame = svg.getBoundingClientRect(), unit = frame.width / svg.viewBox.baseVal.width;
+    const at = (event.clientX - frame.left) / unit;
+    if (at < left - 8 || at > left + width + 8) return leave();
+    const wanted = x0 + (at - left) / width * (x1 - x0);
+    const found = [];
+    for (const line of data.lines) {
+      if (!line.x.length) continue;
+      const index = nearest(line.x, wanted, line.steps);
+      found.push({ line, step: line.x[index], value: line.y[index] });
+    }
+    leave();
+    if (!found.length) return;
+    const step = found.reduce((a, b) => Math.abs(b.step - wanted) < Math.abs(a.step - wanted) ? b : a).step;
+    const x = left + (step - x0) / (x1 - x0) * width;
+    cursor = shape("line", { class: "cursor", x1: x, x2: x, y1: top, y2: top + height });
+    tip = document.createElement("div");
+    tip.className = "tip";
+    tip.append(`step ${step.toLocaleString("en")}`);
+    const shown = found.filter((each) => each.line.color >= 0 || found.length <= 8).slice(0, 8);
+    for (const each of shown) {
+      const color = each.line.color < 0 ? "var(--pale)" : `var(--s${each.line.color % 8})`;
+      if (each.value !== null) {
+        const y = top + (y1 - scale(each.value)) / (y1 - y0) * height;
+        if (y >= top - 1 && y <= top + height + 1) {
+          const px = left + ((each.line.steps ? step : each.step) - x0) / (x1 - x0) * width;
+          const dot = shape("circle", { class: "point", cx: px, cy: y, r: 3.5 });
+          dot.style.fill = color;
+          points.push(dot);
+        }
+      }
+      const row = document.createElement("div"), chip = document.createElement("i"), value = document.createElement("b");
+      chip.style.background = color;
+      value.textContent = told(each.value);
+      row.append(value, chip, each.line.name);
+      tip.append(row);
+    }
+    plot.append(tip);
+    const room = plot.clientWidth, wide = tip.offsetWidth, there = x * unit;
+    tip.style.left = `${Math.max(0, Math.min(room - wide, there + wide + 18 > room ? there - wide - 12 : there + 12))}px`;
+  }
+
+  plot.addEventListener("pointermove", move);
+  plot.addEventListener("pointerdown", move);
+  plot.addEventListener("pointerleave", leave);
+}
+
+document.querySelectorAll(".plot").forEach(follow);
+let closed = [];
+addEventListener("beforeprint", () => {
+  closed = [...document.querySelectorAll("details:not([open])")];
+  closed.forEach((details) => { details.open = true; });
+});
+addEventListener("afterprint", () => closed.forEach((details) => { details.open = false; }));
