@@ -111,6 +111,7 @@ def _dispatch(arguments: Arguments) -> int:
 
 def _hydra(arguments: Arguments) -> int:
     """Check the command line, claim a folder, and let Hydra compose the config again and run it."""
+    from trainer.cli import restore
     from trainer.cli.validate import validate
     from trainer.cli.workdir import claim, sweeps
 
@@ -122,6 +123,7 @@ def _hydra(arguments: Arguments) -> int:
             "--experimental-rerun reads a pickle, which may run any code. The settings of a run are in its folder, in"
             " .hydra/overrides.yaml: give them again."
         )
+    restore.apply(arguments)
     config = validate(arguments)
     if not arguments.shows:
         given = list(arguments.overrides)

@@ -36,6 +36,8 @@ from trainer.cli.schema import TYPES, TrainerSettings, expected
 from trainer.errors import did_you_mean
 
 CONFIG_NAME = "amp_trainer"
+RESTORED = "amp_trainer_restored"
+"""The config of an earlier run, which `trainer.cli.restore` puts in the place of ours."""
 VERSION_BASE = "1.3"
 
 
@@ -179,6 +181,8 @@ def explain(error: Exception) -> str:
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         key = cause.full_key
         file = f"conf/{where[1]}.yaml: " if where else ""
+        if where and where[1] == RESTORED:
+            file = "The config of that run: "
         name = key.removeprefix("trainer.")
         if key.startswith("trainer.") and name in TYPES:
             return f"{file}{key} is {_value_in(cause)}, expected {expected(TYPES[name])}."

@@ -23,6 +23,7 @@ from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, reached, value_of
 from trainer.cli.processes import end_with_parent, is_first, is_quiet
+from trainer.cli.restore import recipe_of
 from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import locate
 from trainer.environment import write_environment
@@ -64,7 +65,7 @@ def run(config: DictConfig) -> float | None:
     folder = Path(hydra.runtime.output_dir)
     result: dict[str, Any] = {
         "command": config.command,
-        "recipe": hydra.runtime.choices.get("recipe"),
+        "recipe": hydra.runtime.choices.get("recipe") or recipe_of(config.get("ckpt")),
         "precision": hydra.runtime.choices.get("precision"),
         "seed": config.seed,
         "overrides": redaction.containers(OmegaConf.to_container(hydra.overrides.task, resolve=False)),
@@ -128,6 +129,8 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
 
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).handlers.clear()  # the terminal and the file that Hydra has set up are enough
+    # Whoever limits the batches, or has few, knows that a logger gets less than 50 steps; the recipes set what it gets.
+    warnings.filterwarnings("ignore", "The number of training batches", UserWarning)
     # A run that goes on from a checkpoint in a folder of its own keeps its own best checkpoints: meant to be so.
     warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)
     merge_recipes()

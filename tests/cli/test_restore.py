@@ -1,0 +1,220 @@
+"""``ckpt=RUN``: the config of a run comes back with its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.conftest import write
+from trainer.cli import main, restore
+from trainer.cli.arguments import UsageError, read
+from trainer.cli.validate import validate
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True)
+def alone(project, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+CONFIG = """
+command: fit
+seed: 7
+ckpt_path: old.ckpt
+resume: auto
+exact_resume: true
+allowed_packages: []
+precision:
+  _target_: trainer.precision.MixedPrecision
+  dtype: float16
+  loss_scaling: true
+trainer:
+  _target_: trainer.Trainer
+  max_epochs: 3
+  accelerator: cpu
+  devices: 1
+callbacks: {}
+logger: {}
+data:
+  _target_: line_fit.Points
+  batch_size: 2
+model:
+  _target_: line_fit.Line
+  optimizer: ${optimizer}
+  start: 0.5
+optimizer:
+  _target_: torch.optim.SGD
+  _partial_: true
+  lr: 0.25
+scheduler: null
+"""
+
+
+@pytest.fixture
+def run(project):
+    """A run's folder as a run leaves it, but for what is in the checkpoints."""
+    folder = Path("outputs/line/then")
+    write(
+        folder,
+        {
+            ".hydra/config.yaml": CONFIG,
+            "result.json": json.dumps({"recipe": "line"}),
+            "summary.json": json.dumps({"paths": {"best_checkpoint": "/elsewhere/checkpoints/epoch=1-step=8.ckpt"}}),
+            "checkpoints/epoch=0-step=4.ckpt": "",
+            "checkpoints/epoch=1-step=8.ckpt": "",
+            "checkpoints/last.ckpt": "",
+        },
+    )
+    return folder
+
+
+def composed(*argv: str):
+    arguments = read(argv)
+    restore.apply(arguments)
+    return validate(arguments)
+
+
+def test_the_config_of_the_run_comes_back(run):
+    config = composed("test", f"ckpt={run}")
+    assert config.command == "test"
+    assert config.seed == 7
+    assert config.data.batch_size == 2
+    assert config.model.start == 0.5
+    assert config.model.optimizer.lr == 0.25
+    assert config.trainer.max_epochs == 3
+    assert config.precision.dtype == "float16"
+    assert config.ckpt_path == str(run / "checkpoints" / "epoch=1-step=8.ckpt")
+    assert config.resume is None
+    assert config.objective == {"metric": None, "mode": None}  # new since then
+    assert "scale_monitor" not in config.callbacks
+    assert str(config.hydra.run.dir).startswith("outputs/line/")
+
+
+def test_overrides_and_other_options_still_apply(run):
+    settings = ["data.batch_size=8", "precision=bf16", "optimizer=adam", "trainer.max_epochs=1", "+debug=limit"]
+    config = composed("validate", f"ckpt={run}", *settings)
+    assert config.data.batch_size == 8
+    assert config.precision == {**config.precision, "dtype": "bfloat16", "loss_scaling": False}
+    assert config.optimizer._target_ == "torch.optim.Adam"
+    assert "nesterov" not in config.optimizer
+    assert (config.trainer.max_epochs, config.trainer.limit_val_batches) == (1, 3)
+    assert config.model.start == 0.5
+    assert composed("test", f"ckpt={run}", "logger=none").logger == {}
+
+
+def test_types_hold_and_unknown_keys_are_named(run):
+    with pytest.raises(UsageError, match=r"trainer.max_epochs is ten, expected a whole number"):
+        composed("test", f"ckpt={run}", "trainer.max_epochs=ten")
+    with pytest.raises(UsageError, match=r"no setting 'data.batchsize'. Did you mean 'data.batch_size'"):
+        composed("test", f"ckpt={run}", "data.batchsize=3")
+
+
+@pytest.mark.parametrize(
+    ("asked", "latest", "found"),
+    [
+        ("", False, "epoch=1-step=8.ckpt"),
+        ("checkpoints", False, "last.ckpt"),  # no summary here, and two to choose from
+        ("checkpoints/epoch=0-step=4.ckpt", False, "epoch=0-step=4.ckpt"),
+        ("", True, "last.ckpt"),
+    ],
+)
+def test_which_checkpoint(run, asked, latest, found):
+    assert restore.find(run / asked, latest=latest).name == found
+
+
+def test_which_checkpoint_without_a_summary(run):
+    (run / "summary.json").write_text("{")
+    assert restore.find(run).name == "last.ckpt"
+    (run / "checkpoints" / "epoch=0-step=4.ckpt").unlink()
+    assert restore.find(run).name == "epoch=1-step=8.ckpt"  # the only one that is kept is the best
+
+
+MISTAKES = [
+    (["test", "ckpt=outputs/line/them"], "there is no such file or folder. Did you mean 'then'?"),
+    (["test", "ckpt=outputs"], "a folder without checkpoints."),
+    (["test", "ckpt=outputs/line"], "It has 1 runs in it: name one, such as ckpt="),
+    (["test", "ckpt=outputs/line/then", "+recipe=line"], "brings the config of its run along"),
+    (["test", "ckpt=outputs/line/then", "ckpt_path=x.ckpt"], "Got ckpt and ckpt_path, expected one"),
+    (["test", "-m", "ckpt=outputs/line/then,b"], "ckpt has several values, expected one"),
+    (["compare", "ckpt=outputs/line/then"], "compare trains anew"),
+    (["test", "ckpt=lonely.ckpt"], "lies in no folder of a run"),
+    (["test", "ckpt=lonely.ckpt"], "+recipe=NAME ckpt_path=lonely.ckpt"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), MISTAKES)
+def test_mistakes(run, argv, message, capsys):
+    Path("lonely.ckpt").touch()
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("written", ["model: [", "- a\n- b\n", "seed: 1\n", "trainer: 3\nmodel: null\n"])
+def test_a_damaged_config_says_what_to_do(run, written, capsys):
+    (run / ".hydra" / "config.yaml").write_text(written)
+    assert main(["test", f"ckpt={run}"]) == 2
+    err = capsys.readouterr().err
+    assert "is damaged" in err
+    assert "+recipe=NAME ckpt_path=FILE" in err
+
+
+def changed(run: Path, change) -> None:
+    config = yaml.safe_load(CONFIG)
+    change(config)
+    (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+STRANGE = [
+    (lambda c: c["model"].update(_target_="os.system"), "os.system"),
+    (lambda c: c.update(allowed_packages=["subprocess"]), "allowed_packages is"),
+    (lambda c: c["trainer"].update(default_root_dir="/somewhere"), "trainer.default_root_dir leads to /somewhere"),
+    (lambda c: c["trainer"].update(no_such=1), "The config of that run: There is no setting 'trainer.no_such'"),
+    (lambda c: c["trainer"].update(max_epochs="ten"), "The config of that run: trainer.max_epochs is ten"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), STRANGE)
+def test_a_config_of_a_stranger_is_checked_like_any_other(run, change, message, capsys):
+    changed(run, change)
+    assert main(["test", f"ckpt={run}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_cannot_bring_settings_of_hydras_along(run):
+    callbacks = {"mine": {"_target_": "line_fit.Line"}}
+    changed(run, lambda c: c.update(hydra={"callbacks": callbacks, "run": {"dir": "/"}}, defaults=[{"model": "line"}]))
+    config = composed("test", f"ckpt={run}")
+    assert not config.hydra.callbacks
+    assert config.model.start == 0.5
+
+
+def result(folder: str) -> dict:
+    return json.loads(Path(folder, "result.json").read_text())
+
+
+def test_a_run_and_what_follows_it(project, capsys):
+    settings = [
+        "callbacks.learning_rate_monitor=null",
+        "callbacks.model_checkpoint.monitor=val_loss",
+        "data.batch_size=2",
+    ]
+    settings += ["optimizer.lr=0.01", "precision=bf16"]
+    assert main(["fit", "+recipe=line", *settings, "hydra.run.dir=first"]) == 0
+    loss = result("first")["metrics"]["val_loss"]
+    shutil.move("first", "outputs/moved")
+    assert main(["validate", "ckpt=outputs/moved", "hydra.run.dir=validated"]) == 0
+    assert result("validated")["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-3)
+    assert (result("validated")["precision"], result("validated")["recipe"]) == ("bf16-mixed", "line")
+    assert "the config of outputs/moved." in capsys.readouterr().out.replace("\\", "/")
+    # what came of it is a run's folder, too; its checkpoint is the first one's
+    assert main(["fit", "ckpt=outputs/moved", "trainer.max_epochs=4", "hydra.run.dir=on"]) == 0
+    assert (result("on")["epochs"], result("on")["steps"], result("on")["recipe"]) == (4, 32, "line")
+    assert main(["test", "ckpt=on/checkpoints/last.ckpt", "precision=32", "-q", "hydra.run.dir=tested"]) == 0
+    assert result("tested")["precision"] == "32-true"
+    assert result("tested")["metrics"]["test_loss"] < loss

@@ -1,0 +1,206 @@
+"""``ckpt=RUN``: a command for a checkpoint, with the config of the run that wrote it. Imports no torch.
+
+The config is taken as it was composed (``.hydra/config.yaml`` in the run's folder), not composed again from the run's
+overrides: recipes change, and may be missing where the command is run. It becomes a primary config of Hydra's, held in
+memory, so that overrides, other options of a group and sweeps work as ever, and it passes the checks that every config
+does. Groups that the command line chooses an option of are left out of it and listed behind it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from hydra.core.config_store import ConfigStore
+
+from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer
+from trainer.cli.folders import packaged_conf
+from trainer.cli.processes import is_first, is_quiet
+from trainer.cli.results import read_result
+from trainer.cli.workdir import quoted
+from trainer.errors import did_you_mean
+
+_CONFIG = Path(".hydra", "config.yaml")
+_DEEPEST = 4
+"""Folders that a checkpoint may lie below its run's."""
+
+_NOT_OF_A_RUN = ("defaults", "hydra", "ckpt", "ckpt_path", "resume")
+"""Keys of a saved config that are not taken over."""
+
+
+def apply(arguments: Arguments) -> None:
+    """Where ``arguments`` have ``ckpt=``, have the config of that run composed in the place of the default one.
+
+    Raises:
+        UsageError: there is no such checkpoint, no config of a run beside it, or one that cannot be read; or the
+            command line asks for another config as well.
+    """
+    given = [word for word in arguments.overrides if word.lstrip("+").startswith("ckpt=")]
+    if not given:
+        return
+    asked = given[-1].partition("=")[2].strip("'\"")
+    _refuse_contradictions(arguments, asked)
+    checkpoint = find(Path(asked).expanduser(), latest=arguments.command == "fit")
+    run = run_of(checkpoint)
+    if run is None:
+        raise UsageError(
+            f"ckpt is {asked}, which lies in no folder of a run: there is no {_CONFIG} beside it or above it. Say what"
+            f" it belongs to: python -m trainer {arguments.command} +recipe=NAME ckpt_path={asked}"
+        )
+    arguments.overrides = [word for word in arguments.overrides if word not in given]
+    groups = _chosen(arguments)
+    node = _config(run, checkpoint, groups)
+    ConfigStore.instance().store(name=RESTORED, node=node, provider="run")
+    arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # other processes are to take this one
+    arguments.flags["--config-name"] = RESTORED
+    if is_first() and not is_quiet() and not arguments.shows:
+        started = _started_in(run)
+        elsewhere = f" That was run in {started}." if started not in (None, str(Path.cwd())) else ""
+        print(f"{arguments.command} with {checkpoint.name} and the config of {run}.{elsewhere}", flush=True)
+
+
+def find(path: Path, *, latest: bool = False) -> Path:
+    """The checkpoint that ``path`` names: itself, or in a run's folder the best one, else the last.
+
+    Args:
+        path: a file, or a folder of a run or of checkpoints.
+        latest: prefer the last one, to go on from.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UsageError(
+            f"ckpt is {path}: there is no such file or folder.{did_you_mean(path.name, beside)} Expected a checkpoint,"
+            " or the folder of a run, such as outputs/RECIPE/DATE_TIME."
+        )
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    files = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
+    last = [file for file in files if file.stem.partition("-v")[0] == "last"]
+    others = [file for file in files if file not in last]
+    if latest and last:
+        return last[-1]
+    if best := _best(path, others):
+        return best
+    if not files:
+        raise UsageError(f"ckpt is {path}, a folder without checkpoints.{_runs_in(path)}")
+    return (last or files)[-1]
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The folder of the run that wrote ``checkpoint``; None where there is none above it."""
+    for folder in checkpoint.absolute().parents[:_DEEPEST]:
+        if (folder / _CONFIG).is_file():
+            return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return None
+
+
+def recipe_of(checkpoint: str | None) -> str | None:
+    """The recipe of the run that wrote ``checkpoint``, where that is known."""
+    run = None if checkpoint is None else run_of(Path(checkpoint))
+    return None if run is None else read_result(run).get("recipe")
+
+
+def _best(run: Path, files: list[Path]) -> Path | None:
+    """Of ``files`` the one that the run's summary calls the best; where it has none, the only one."""
+    try:
+        told = json.loads((run / "summary.json").read_text(encoding="utf-8"))["paths"]["best_checkpoint"]
+        name = Path(str(told).replace("\\", "/")).name  # the folder may have been moved
+    except (OSError, ValueError, KeyError, TypeError):
+        return files[0] if len(files) == 1 else None
+    return next((file for file in files if file.name == name), None)
+
+
+def _runs_in(folder: Path) -> str:
+    """A hint where ``folder`` holds runs, as that of a sweep does."""
+    runs = sorted(one.parent.parent for one in folder.glob(f"*/{_CONFIG.as_posix()}"))
+    if not runs:
+        return ""
+    return f" It has {len(runs)} runs in it: name one, such as ckpt={runs[-1]}"
+
+
+def _refuse_contradictions(arguments: Arguments, asked: str) -> None:
+    if arguments.command == "compare":
+        raise UsageError("ckpt is for fit, validate, test and predict; compare trains anew. Leave it out.")
+    if "," in asked and arguments.multirun:
+        raise UsageError("ckpt has several values, expected one: each run has a config of its own.")
+    keys = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
+    if "recipe" in keys or arguments.flags.get("--config-name", RESTORED) != RESTORED:
+        raise UsageError(
+            f"ckpt={asked} brings the config of its run along, and the command line names another. Leave out the"
+            " recipe; or, to give the weights to another config, write ckpt_path=FILE for ckpt."
+        )
+    if "ckpt_path" in keys:
+        raise UsageError("Got ckpt and ckpt_path, expected one: ckpt restores the run's config, ckpt_path does not.")
+
+
+def _chosen(arguments: Arguments) -> dict[str, str]:
+    """The config groups that the command line chooses an option of, with it, or the first one of a sweep."""
+    composer = Composer(arguments)
+    chosen = {}
+    for override in composer.parse(arguments.overrides):
+        group = override.key_or_group
+        if (
+            override.is_add()
+            or override.is_delete()
+            or not composer.is_group(group)
+            or isinstance(override.value(), dict)
+        ):
+            continue
+        values = list(override.sweep_string_iterator()) if override.is_sweep_override() else [str(override.value())]
+        chosen[group] = values[0]
+    return {group: option for group, option in chosen.items() if not group.startswith("hydra")}
+
+
+def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, Any]:
+    """The primary config: ours where the run has none, the run's, and behind it the options of ``groups``."""
+    base = yaml.safe_load((packaged_conf() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8"))
+    del base["defaults"]
+    saved = {name: value for name, value in _read(run / _CONFIG).items() if name not in _NOT_OF_A_RUN}
+    for group in groups:
+        saved.pop(group, None)
+        base.pop(group, None)
+    recipe = recipe_of(str(checkpoint))
+    if recipe is not None:
+        for section in (base["hydra"]["run"], base["hydra"]["sweep"]):
+            section["dir"] = section["dir"].replace("unnamed", recipe.replace("/", "_"))
+    defaults: list[Any] = [
+        "_schema/trainer@trainer",
+        "_self_",
+        *({group: option} for group, option in groups.items()),
+        {"override hydra/job_logging": "trainer"},
+        {"override hydra/hydra_logging": "none"},
+    ]
+    return {"defaults": defaults, **base, **saved, "ckpt_path": str(checkpoint)}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        saved = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise _damaged(file, "it is not valid YAML") from error
+    if not isinstance(saved, dict) or not isinstance(saved.get("trainer"), dict) or "model" not in saved:
+        raise _damaged(file, "expected the settings of a run, with trainer and model among them")
+    return {str(name): value for name, value in saved.items()}
+
+
+def _damaged(file: Path, what: str) -> UsageError:
+    return UsageError(
+        f"{file} is damaged: {what}. To use the checkpoint all the same, say what it belongs to: +recipe=NAME"
+        " ckpt_path=FILE in the place of ckpt."
+    )
+
+
+def _started_in(run: Path) -> str | None:
+    """The working directory that the run had; None where that is not known."""
+    try:
+        told = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
+        return str(told["hydra"]["runtime"]["cwd"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
