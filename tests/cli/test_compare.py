@@ -261,7 +261,7 @@ class Job:
 @pytest.fixture
 def jobs(monkeypatch):
     monkeypatch.setattr(Job, "started", [])
-    monkeypatch.setattr("trainer.cli.sweep.subprocess.Popen", Job)
+    monkeypatch.setattr("trainer.cli.jobs.subprocess.Popen", Job)
     return Job
 
 

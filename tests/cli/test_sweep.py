@@ -150,7 +150,7 @@ class Job:
 def jobs(monkeypatch):
     monkeypatch.setattr(Job, "started", [])
     monkeypatch.setattr(Job, "returncode", 0)
-    monkeypatch.setattr("trainer.cli.sweep.subprocess.Popen", Job)
+    monkeypatch.setattr("trainer.cli.jobs.subprocess.Popen", Job)
     return Job
 
 
@@ -173,7 +173,7 @@ def test_each_job_is_a_command_line_of_its_own(project, jobs, monkeypatch, capsy
             f"hydra.job.id={number}",
             "hydra.mode=RUN",
             "--config-dir",
-            "far",
+            str(project / "far"),
         ]
         assert main([*command[3:], "--cfg", "job"]) == 0  # it is a command line that is understood
     assert all("LOCAL_RANK" not in env for _, env in jobs.started)

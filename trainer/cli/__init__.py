@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
@@ -115,6 +115,7 @@ def _hydra(arguments: Arguments) -> int:
     from trainer.cli.workdir import claim, sweeps
 
     report: Callable[[], int] = int  # of a sweep; how many jobs failed
+    waiting: AbstractContextManager[None] | None = None  # for the jobs of a sweep
     started = time.time() - 1.0  # file systems are not that exact
     if "--experimental-rerun" in arguments.flags:
         raise UsageError(
@@ -133,14 +134,18 @@ def _hydra(arguments: Arguments) -> int:
             from trainer.cli import sweep
 
             report = partial(sweep.report, folder, since=started)
+        if sweeps(arguments, config):
+            from trainer.cli import jobs
+
+            waiting = jobs.waiting(config.hydra, folder)
     try:
-        status = _call_hydra(arguments)
+        status = _call_hydra(arguments, waiting)
     finally:
         failed = report()
     return status or (FAILED if failed else OK)
 
 
-def _call_hydra(arguments: Arguments) -> int:
+def _call_hydra(arguments: Arguments, waiting: AbstractContextManager[None] | None) -> int:
     import hydra
     from hydra.errors import HydraException
 
@@ -160,7 +165,11 @@ def _call_hydra(arguments: Arguments) -> int:
                     after.enter_context(_hydra_silent())
                     raise
 
-            start(run_task)()
+            if waiting is None:
+                start(run_task)()
+            else:
+                after.enter_context(waiting)
+                start(task)()  # which launchers may send elsewhere
     except ConfigurationError:
         raise
     except SystemExit as end:  # how Hydra ends after --hydra-help

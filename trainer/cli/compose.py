@@ -29,6 +29,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer import redaction
+from trainer.cli import plugins
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
 from trainer.cli.schema import TYPES, TrainerSettings, expected
@@ -54,6 +55,7 @@ def register() -> None:
     version.setbase(VERSION_BASE)
     setup_globals()
     Plugins.instance().register(UserConfigs)
+    plugins.take_over_configs()
     ConfigStore.instance().store(group="_schema", name="trainer", node=TrainerSettings, provider="trainer")
 
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Mapping
+
+PARENT = "TRAINER_PARENT"
+"""The variable with the process id of the sweep that has started this process, and that it ends with."""
 
 # What a launcher leaves behind for the processes of one run, and no other run may see.
 _LEAKS = (
@@ -44,6 +50,20 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name not in _LEAKS and not name.startswith("TORCHELASTIC_")
     }
+
+
+def end_with_parent() -> None:
+    """Save and end, by a SIGTERM, when the sweep that has started this process is gone without a word (killed)."""
+    parent = int(os.environ.pop(PARENT, 0))
+    if parent != os.getppid() or os.name != "posix":
+        return  # elsewhere a process does not learn of it
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
 
 
 def agree(folder: str) -> str:

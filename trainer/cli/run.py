@@ -22,7 +22,7 @@ from trainer.cli.build import build, check
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, reached, value_of
-from trainer.cli.processes import is_first, is_quiet
+from trainer.cli.processes import end_with_parent, is_first, is_quiet
 from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import locate
 from trainer.environment import write_environment
@@ -45,9 +45,9 @@ def task(config: DictConfig) -> float | None:
     """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         from trainer.cli.compare import as_fit
-        from trainer.cli.sweep import run_job
+        from trainer.cli.jobs import run_job
 
-        return run_job(as_fit) if config.command == "compare" else run_job()
+        return run_job(config, as_fit) if config.command == "compare" else run_job(config)
     return run(config)
 
 
@@ -73,6 +73,7 @@ def run(config: DictConfig) -> float | None:
     }
     for handler in logging.getLogger().handlers:
         handler.addFilter(redaction.Filter())
+    end_with_parent()
     former, is_ours = read_result(folder), True
     trainer, settings = None, dict[str, Any]()
     started = time.monotonic()

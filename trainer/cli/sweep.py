@@ -1,136 +1,22 @@
-"""Sweeps: every job in a process and a folder of its own, and one table at the end.
-
-Hydra's sweeper makes the jobs and its launcher calls `trainer.cli.run.task` for each, in whatever process or
-machine the launcher likes. There, `run_job` starts the same command line once more, with the overrides of
-that job alone. So nothing leaks from job to job (peak memory, random state, torch's global flags, the
-variables of a process group), several processes per job work, and the sweep itself never imports torch.
-"""
+"""The table at the end of a sweep, made of what its jobs (`trainer.cli.jobs`) have left in their folders."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
-
-from trainer.cli.arguments import read
-from trainer.cli.objective import best, value_of
-from trainer.cli.processes import clean_environment
-from trainer.cli.results import RESULT, write_result
-from trainer.cli.workdir import quoted
+from trainer.cli.objective import best
+from trainer.cli.results import RESULT
 
 if TYPE_CHECKING:  # takes a moment to import
     from rich.console import Console
 
 ENDED_WELL = ("completed", "pruned")
 """What a job's status is when nothing went wrong. A sweeper stops ("prunes") a job that is not worth finishing."""
-
-# Hydra's settings for the sweep, which are none of a job's business.
-_SWEEP_ONLY = (
-    "hydra.mode",
-    "hydra.run.dir",
-    "hydra.sweep",
-    "hydra.launcher",
-    "hydra/launcher",
-    "hydra/sweeper",
-)
-
-
-def run_job(own: Callable[[list[str]], list[str]] = list) -> float | None:
-    """Run the job that Hydra has composed, in a process of its own, and wait for it. Its failure is not ours.
-
-    Args:
-        own: makes the overrides that the process is started with from those of the job.
-
-    Returns:
-        The value of its objective; None if it has none, or failed.
-    """
-    hydra = HydraConfig.get()
-    folder = Path(hydra.runtime.output_dir)
-    overrides = _as_written(hydra.overrides.task)
-    ours = [word for word in _as_written(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
-    placement = [
-        f"hydra.run.dir={quoted(str(folder))}",
-        f"hydra.job.num={hydra.job.num}",
-        f"hydra.job.id={hydra.job.id}",
-        "hydra.mode=RUN",
-    ]
-    flags = read(sys.argv[1:]).flags
-    places = [
-        word
-        for flag in ("--config-dir", "--config-path", "--config-name")
-        if flag in flags
-        for word in (flag, flags[flag])
-    ]
-    if not any(word.lstrip("+") in ("resume=auto", "trainer.resume=auto") for word in overrides):
-        (folder / RESULT).unlink(missing_ok=True)  # a job that goes on, or has nothing left to do, wants to know
-    print(f"\nJob {hydra.job.num}: {' '.join(shown(overrides))}", flush=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *own(overrides), *ours, *placement, *places],
-        cwd=hydra.runtime.cwd,
-        env=clean_environment(os.environ),
-    )
-    try:
-        with _passed_on(process) as received:
-            process.wait()
-    except KeyboardInterrupt:
-        process.wait()  # the terminal has interrupted the job too
-        raise
-    finally:
-        result = _finish(folder, hydra.job.num, overrides, process.returncode)
-    if received:
-        raise SystemExit(128 + received[-1])
-    return value_of(result)
-
-
-@contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """While a job runs, pass on to it the signals that end a run, after it has saved. Yields those that come."""
-    received: list[int] = []
-
-    def pass_on(number: int, frame: Any) -> None:
-        received.append(number)
-        process.send_signal(number)
-
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []  # of a launcher's; there are no signals
-    before = {number: signal.signal(number, pass_on) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _as_written(overrides: Any) -> list[str]:
-    words = OmegaConf.to_container(overrides, resolve=False)
-    assert isinstance(words, list)
-    return words
-
-
-def _finish(folder: Path, number: int, overrides: list[str], status: int | None) -> dict[str, Any]:
-    """Complete the job's result, or write one for a job that could not."""
-    file = folder / RESULT
-    result: dict[str, Any] = {"status": "failed", "metrics": {}, "run_dir": str(folder)}
-    if file.is_file():
-        result = json.loads(file.read_text(encoding="utf-8"))
-    if status != 0 and result["status"] == "completed":
-        result["status"] = "failed"
-    if status != 0 and "error" not in result:
-        result["error"] = f"ended by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
-    result |= {"job": number, "overrides": overrides, "exit_status": status}
-    write_result(folder, result)
-    return result
 
 
 def shown(overrides: Sequence[str]) -> list[str]:

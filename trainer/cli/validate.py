@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli import compare, hydra_node, objective, places
+from trainer.cli import compare, hydra_node, objective, places, plugins
 from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import Composer, resolve
 from trainer.cli.recipes import options
@@ -63,6 +63,8 @@ def validate(arguments: Arguments) -> DictConfig:
         compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     HydraConfig.instance().set_config(config)  # for ${hydra:...}
     hydra_node.check(composer, config, overrides)
+    if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
+        plugins.prepare(config.hydra)
     _check_whole(composer, config, overrides, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
     return config
 

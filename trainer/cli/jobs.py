@@ -1,0 +1,371 @@
+"""The jobs of a sweep: each in a process and a folder of its own.
+
+Hydra's sweeper makes the jobs, and its launcher calls `trainer.cli.run.task` for each, in whatever process or on
+whatever machine the launcher likes. There, `run_job` starts the same command line once more, with the overrides of that
+job alone. So nothing leaks from job to job (peak memory, random state, torch's global flags, the variables of a process
+group), several processes per job work, and the sweep itself never imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.cli.compose import CONFIG_NAME
+from trainer.cli.folders import packaged_conf
+from trainer.cli.objective import value_of
+from trainer.cli.processes import PARENT, clean_environment, is_first
+from trainer.cli.results import RESULT, read_result, write_result
+from trainer.cli.sweep import ENDED_WELL, shown
+from trainer.cli.workdir import quoted
+
+CONSOLE = "console.log"
+"""What a job would print, where it does not have the terminal for itself."""
+
+_BASIC = "hydra._internal.core_plugins."
+_ELSEWHERE = "hydra_plugins.hydra_submitit_launcher."
+_STOP = ".stop"
+_ENDING = {getattr(signal, name, 0) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")}
+
+# Hydra's settings for the sweep, which are none of a job's business.
+_SWEEP_ONLY = (
+    "hydra.mode",
+    "hydra.run.dir",
+    "hydra.sweep",
+    "hydra.launcher",
+    "hydra/launcher",
+    "hydra/sweeper",
+)
+
+
+@dataclass
+class Job:
+    """One job of a sweep.
+
+    Args:
+        number: in the sweep, from 0.
+        folder: its own.
+        overrides: that make it; without Hydra's.
+        words: of its command line, behind ``python -m trainer``.
+        cwd: where it is started.
+        digest: of its config: two jobs with the same one do the same.
+        resumes: whether it goes on where it was stopped.
+        aside: whether the terminal is not its own: it writes to ``console.log`` in its folder.
+        environment: variables that are added to those of the sweep.
+        own_session: whether what the terminal tells the sweep, such as Ctrl-C, does not reach the job: the sweep will
+            tell it.
+    """
+
+    number: int
+    folder: Path
+    overrides: list[str]
+    words: list[str]
+    cwd: str
+    digest: str
+    resumes: bool
+    aside: bool
+    environment: dict[str, str] = field(default_factory=dict)
+    own_session: bool = False
+
+    @classmethod
+    def composed(cls, config: DictConfig, own: Callable[[list[str]], list[str]] = list) -> Job:
+        """The job that Hydra has composed last.
+
+        Args:
+            config: of the job, without Hydra's node.
+            own: makes the overrides that the process is started with from those of the job.
+        """
+        hydra = HydraConfig.get()
+        overrides = _as_written(hydra.overrides.task)
+        ours = [word for word in _as_written(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
+        resumes = OmegaConf.select(config, "trainer.resume") == "auto"
+        again = not resumes and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0  # Slurm has requeued it
+        folder = Path(hydra.runtime.output_dir)
+        placement = [
+            f"hydra.run.dir={quoted(str(folder))}",
+            f"hydra.job.num={hydra.job.num}",
+            f"hydra.job.id={hydra.job.id}",
+            "hydra.mode=RUN",
+        ]
+        return cls(
+            number=int(hydra.job.num),
+            folder=folder,
+            overrides=overrides,
+            words=[*own(overrides), *(["resume=auto"] if again else []), *ours, *placement, *_places(hydra)],
+            cwd=hydra.runtime.cwd,
+            digest=hashlib.sha256(OmegaConf.to_yaml(config).encode()).hexdigest(),
+            resumes=resumes or again,
+            aside=not str(hydra.launcher._target_).startswith(_BASIC),
+        )
+
+    def said(self, what: str = "") -> None:
+        """Print a line about the job."""
+        before = "" if self.aside else "\n"  # its own output has ended anywhere
+        words = " ".join(shown(self.overrides))
+        print(f"{before}Job {self.number}: {what or words}", flush=True)
+
+    def former(self) -> dict[str, Any] | None:
+        """The result of the same job in an earlier sweep, if it goes on and there is nothing left to do."""
+        result = read_result(self.folder)
+        done = result.get("status") in ENDED_WELL and result.get("digest") == self.digest
+        return result if done and self.resumes else None
+
+    def keep(self, result: dict[str, Any]) -> float | None:
+        """Take over the result of an earlier sweep, for the table of this one. Returns the value of its objective."""
+        write_result(self.folder, result)
+        self.said(f"{result['status']} before")
+        return value_of(result)
+
+    @contextmanager
+    def process(self) -> Iterator[subprocess.Popen[bytes]]:
+        """The job's process, started. At the end, its result is completed."""
+        if not self.resumes and is_first():
+            (self.folder / RESULT).unlink(missing_ok=True)  # a job that goes on, or has nothing left to do, wants it
+        self.said()
+        started = time.monotonic()
+        process = self._start()
+        try:
+            yield process
+        finally:
+            self._finish(process.returncode, time.monotonic() - started)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "trainer", *self.words]
+        environment = clean_environment(os.environ) | self.environment | {PARENT: str(os.getpid())}
+        if not self.aside:
+            return subprocess.Popen(command, cwd=self.cwd, env=environment)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / CONSOLE).open("ab") as console, _no_requeuing_signal():
+            return subprocess.Popen(
+                command,
+                cwd=self.cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=self.own_session,
+            )
+
+    def _finish(self, status: int | None, seconds: float) -> None:
+        """Complete the job's result, or write one for a job that could not."""
+        if not is_first():
+            return
+        result: dict[str, Any] = {"status": "failed", "metrics": {}, "run_dir": str(self.folder)}
+        file = self.folder / RESULT
+        if file.is_file():
+            result = json.loads(file.read_text(encoding="utf-8"))
+        if status != 0 and result["status"] in ENDED_WELL:
+            result["status"] = "failed"
+        if status != 0 and "error" not in result:
+            if not file.is_file() and status is not None and -status in _ENDING:
+                result["status"] = "interrupted"  # before it could write anything
+            killed = status is not None and status < 0
+            result["error"] = f"ended by signal {-(status or 0)}" if killed else f"exit status {status}"
+            if self.aside and result["status"] == "failed":
+                result["error"] += f", see {self.folder / CONSOLE}"
+        result |= {"job": self.number, "overrides": self.overrides, "exit_status": status, "digest": self.digest}
+        write_result(self.folder, result)
+        if self.aside:
+            objective = result.get("objective") or {}
+            value = objective.get("value")
+            reached = "" if value is None else f", {objective['metric']} {value:.4g}"
+            self.said(f"{result['status']} after {seconds:.1f} s{reached}")
+
+
+def run_job(config: DictConfig, own: Callable[[list[str]], list[str]] = list) -> float | None:
+    """Run the job that Hydra has composed, in a process of its own, and wait for it. Its failure is not ours.
+
+    Args:
+        config: of the job.
+        own: makes the overrides that the process is started with from those of the job.
+
+    Returns:
+        The value of its objective; None if it has none, or failed.
+    """
+    job, stop = Job.composed(config, own), Stop.of(HydraConfig.get())
+    if stop.told():
+        return None
+    if (former := job.former()) is not None:
+        return job.keep(former)
+    with job.process() as process, _passed_on(process) as received:
+        try:
+            _wait(process, stop if job.aside else None)
+        except KeyboardInterrupt:
+            process.wait()  # the terminal has interrupted the job too
+            raise
+    if received and not stop.told():
+        number, handler = received[-1]
+        if callable(handler):
+            handler(number, None)  # the launcher's: submitit has the job requeued
+        raise SystemExit(128 + number)
+    return value_of(read_result(job.folder))
+
+
+def _wait(process: subprocess.Popen[bytes], stop: Stop | None) -> None:
+    """Wait for a job; one that runs elsewhere than the sweep is ended with it."""
+    if stop is None:
+        process.wait()
+        return
+    passed_on = 0
+    while True:
+        try:
+            process.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            if (number := stop.told()) != passed_on:
+                passed_on = number
+                process.send_signal(number)
+        else:
+            return
+
+
+class Stop:
+    """The word that a sweep has been ended, for jobs that run elsewhere: a file in its folder.
+
+    Args:
+        folder: of the sweep.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / _STOP
+
+    @classmethod
+    def of(cls, hydra: Any) -> Stop:
+        """That of the sweep that ``hydra``, a job's node of that name, belongs to."""
+        return cls(Path(hydra.runtime.cwd) / hydra.sweep.dir)
+
+    def tell(self, number: int) -> None:
+        """End the sweep by a signal."""
+        self.file.write_text(str(number), encoding="utf-8")
+
+    def told(self) -> int:
+        """The signal; 0 for none."""
+        try:
+            return int(self.file.read_text(encoding="utf-8") or 0)
+        except OSError:
+            return 0
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """While a launcher waits for jobs that run elsewhere, pass on to them what ends the sweep.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: it has been ended; the jobs have saved and are over.
+        """
+        self.file.unlink(missing_ok=True)
+        print(f"The jobs run elsewhere, and write to {CONSOLE} in their folders. Ctrl-C ends them.", flush=True)
+
+        def receive(number: int, frame: Any) -> None:
+            if number == signal.SIGINT and self.told():
+                raise KeyboardInterrupt  # the second one: at once
+            self.tell(number)
+
+        with handled(("SIGINT", "SIGTERM", "SIGUSR1"), receive):
+            yield
+        number = self.told()
+        self.file.unlink(missing_ok=True)
+        if number:
+            raise ended_by(number)
+
+
+def waiting(hydra: Any, folder: Path) -> AbstractContextManager[None]:
+    """For the time in which a sweep waits for its jobs: a signal to it reaches them also where they run elsewhere.
+
+    Args:
+        hydra: its node of that name.
+        folder: its folder.
+    """
+    elsewhere = str(hydra.launcher._target_).startswith(_ELSEWHERE)
+    return Stop(folder).signals() if elsewhere else nullcontext()
+
+
+def ended_by(number: int) -> BaseException:
+    """What ends a sweep that a signal has ended."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+@contextmanager
+def handled(names: Iterable[str], handler: Callable[[int, Any], None]) -> Iterator[dict[int, Any]]:
+    """Handle signals, as far as there are such here; outside of the main thread, where none arrive, none.
+
+    Yields:
+        Those that are handled, with their handlers before.
+    """
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield before
+    finally:
+        for number, former in before.items():
+            signal.signal(number, signal.SIG_DFL if former is None else former)
+
+
+@contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[tuple[int, Any]]]:
+    """While a job runs, pass on to it the signals that end a run, after it has saved.
+
+    Yields:
+        Those that come, with the handlers that they have had. Where a launcher handles one, the job gets a SIGTERM for
+        it: that ends a run in any case.
+    """
+    received: list[tuple[int, Any]] = []
+    names = ["SIGTERM", "SIGUSR1", *(["SIGUSR2"] if _requeues() else [])]
+
+    def pass_on(number: int, frame: Any) -> None:
+        received.append((number, before[number]))
+        process.send_signal(signal.SIGTERM if callable(before[number]) else number)
+
+    with handled(names, pass_on) as before:
+        yield received
+
+
+def _requeues() -> bool:
+    """Whether a launcher waits for the signal by which submitit is told that a job's time is up."""
+    return hasattr(signal, "SIGUSR2") and callable(signal.getsignal(signal.SIGUSR2))
+
+
+@contextmanager
+def _no_requeuing_signal() -> Iterator[None]:
+    """What is started here ignores the signal: Slurm sends it to all processes, and it would end the job's unsaved."""
+    if not _requeues() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def _places(hydra: Any) -> list[str]:
+    """The flags by which the job finds the configs that the sweep has found."""
+    flags = []
+    paths = {source.provider: str(source.path) for source in hydra.runtime.config_sources}
+    if "command-line" in paths:
+        flags += ["--config-dir", paths["command-line"]]
+    if paths.get("main", str(packaged_conf())) != str(packaged_conf()):
+        flags += ["--config-path", paths["main"]]
+    if hydra.job.config_name != CONFIG_NAME:
+        flags += ["--config-name", str(hydra.job.config_name)]
+    return flags
+
+
+def _as_written(overrides: Any) -> list[str]:
+    words = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(words, list)
+    return words

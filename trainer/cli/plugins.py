@@ -1,0 +1,63 @@
+"""The launchers and sweepers beside Hydra's basic ones: which package each needs, and those of our own."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+
+from trainer.cli.arguments import UsageError
+from trainer.cli.folders import packaged_conf
+
+_OURS = "hydra_plugins.amp_trainer"
+"""The module that has our classes by names that Hydra accepts."""
+
+# By how a target begins: the module it needs, and the extra that installs that.
+_NEEDS = {
+    f"{_OURS}.JoblibLauncher": ("joblib", "joblib"),
+    f"{_OURS}.OptunaSweeper": ("optuna", "optuna"),
+    "hydra_plugins.hydra_submitit_launcher.": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
+}
+
+
+def take_over_configs() -> None:
+    """Our configs take the place of those of the same name that the packages bring along: Hydra would mix them."""
+    launchers: Any = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
+    for file in (packaged_conf() / "hydra" / "launcher").glob("*.yaml"):
+        launchers.pop(file.name, None)
+
+
+def prepare(hydra: Any) -> None:
+    """Have Hydra know the launcher and the sweeper of its node ``hydra``.
+
+    Raises:
+        UsageError: the package they need is not installed.
+    """
+    for kind in ("launcher", "sweeper"):
+        target = str(hydra[kind]._target_)
+        for start, (module, extra) in _NEEDS.items():
+            if target.startswith(start) and not _is_installed(module):
+                chosen = hydra.runtime.choices.get(f"hydra/{kind}")
+                raise UsageError(
+                    f"hydra/{kind}={chosen} needs {module}, which is not installed: pip install 'amp-trainer[{extra}]'"
+                )
+        if target.startswith(f"{_OURS}."):
+            _register(target)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package it is in
+        return False
+
+
+def _register(target: str) -> None:
+    """Hydra finds a plugin by scanning what is loaded, and ours are not until now."""
+    module, _, name = target.rpartition(".")
+    plugins = Plugins.instance()
+    plugins.register(plugin := getattr(import_module(module), name))
+    plugins.class_name_to_class[target] = plugin  # not only by where it lives
