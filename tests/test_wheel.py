@@ -49,10 +49,15 @@ def run(words, installed, folder):
 
 def test_holds_the_packages_and_their_configs(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for name in ("trainer/fit_loop.py", "trainer/conf/recipe/resnet50.yaml", "recipes/image_classification.py"):
+    for name in (
+        "trainer/fit_loop.py",
+        "trainer/conf/recipe/resnet50.yaml",
+        "recipes/image_classification.py",
+        "hydra_plugins/amp_trainer.py",
+    ):
         assert name in names
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert tops == {"trainer", "recipes"}
+    assert tops == {"trainer", "recipes", "hydra_plugins"}
 
 
 def test_finds_its_own_and_the_users_configs(installed, tmp_path):

@@ -109,7 +109,7 @@ class Job:
             cwd=hydra.runtime.cwd,
             digest=hashlib.sha256(OmegaConf.to_yaml(config).encode()).hexdigest(),
             resumes=resumes or again,
-            aside=not str(hydra.launcher._target_).startswith(_BASIC),
+            aside=not str(hydra.launcher["_target_"]).startswith(_BASIC),
         )
 
     def said(self, what: str = "") -> None:
@@ -288,7 +288,7 @@ def waiting(hydra: Any, folder: Path) -> AbstractContextManager[None]:
         hydra: its node of that name.
         folder: its folder.
     """
-    elsewhere = str(hydra.launcher._target_).startswith(_ELSEWHERE)
+    elsewhere = str(hydra.launcher["_target_"]).startswith(_ELSEWHERE)
     return Stop(folder).signals() if elsewhere else nullcontext()
 
 

@@ -37,7 +37,7 @@ def prepare(hydra: Any) -> None:
         UsageError: the package they need is not installed.
     """
     for kind in ("launcher", "sweeper"):
-        target = str(hydra[kind]._target_)
+        target = str(hydra[kind]["_target_"])
         for start, (module, extra) in _NEEDS.items():
             if target.startswith(start) and not _is_installed(module):
                 chosen = hydra.runtime.choices.get(f"hydra/{kind}")
