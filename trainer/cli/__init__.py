@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
@@ -116,7 +116,7 @@ def _hydra(arguments: Arguments) -> int:
     from trainer.cli.workdir import claim, sweeps
 
     report: Callable[[], int] = int  # of a sweep; how many jobs failed
-    waiting: AbstractContextManager[None] = nullcontext()  # for the jobs of a sweep
+    waiting: AbstractContextManager[None] | None = None  # for the jobs of a sweep
     started = time.time() - 1.0  # file systems are not that exact
     if "--experimental-rerun" in arguments.flags:
         raise UsageError(
@@ -147,7 +147,7 @@ def _hydra(arguments: Arguments) -> int:
     return status or (FAILED if failed else OK)
 
 
-def _call_hydra(arguments: Arguments, waiting: AbstractContextManager[None]) -> int:
+def _call_hydra(arguments: Arguments, waiting: AbstractContextManager[None] | None) -> int:
     import hydra
     from hydra.errors import HydraException
 
@@ -158,7 +158,7 @@ def _call_hydra(arguments: Arguments, waiting: AbstractContextManager[None]) -> 
 
     start = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
     try:
-        with _as_command_line(arguments), waiting, ExitStack() as after:
+        with _as_command_line(arguments), ExitStack() as after:
 
             def run_task(config: DictConfig) -> Any:
                 try:
@@ -167,7 +167,11 @@ def _call_hydra(arguments: Arguments, waiting: AbstractContextManager[None]) -> 
                     after.enter_context(_hydra_silent())
                     raise
 
-            start(run_task)()
+            if waiting is None:
+                start(run_task)()
+            else:
+                after.enter_context(waiting)
+                start(task)()  # which launchers may send elsewhere
     except ConfigurationError:
         raise
     except SystemExit as end:  # how Hydra ends after --hydra-help
