@@ -90,7 +90,7 @@ class ImageClassifier(L.LightningModule):
         Raises:
             ValueError: there is a schedule and the run has no end.
         """
-        return with_schedule(self.make_optimizer(self._trainable_parameters()), self.make_scheduler, self.trainer)
+        return with_schedule(self.make_optimizer(self._trainable_parameters()), self.make_scheduler, self)
 
     def _evaluate(self, stage: str, accuracy: MulticlassAccuracy, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch

@@ -92,4 +92,4 @@ class MLPRegressor(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer and, if there is one, the schedule, stepped once per optimizer step."""
-        return with_schedule(self.make_optimizer(self.parameters()), self.make_scheduler, self.trainer)
+        return with_schedule(self.make_optimizer(self.parameters()), self.make_scheduler, self)

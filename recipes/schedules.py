@@ -9,28 +9,29 @@ schedule. In a config, choose one with ``_partial_: true`` (see ``conf/scheduler
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from lightning import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
 
 def with_schedule(
-    optimizer: Optimizer, make_scheduler: Callable[[Optimizer, int], LRScheduler] | None, trainer: Any
-) -> Any:
+    optimizer: Optimizer, make_scheduler: Callable[[Optimizer, int], LRScheduler] | None, module: LightningModule
+) -> OptimizerLRScheduler:
     """What ``configure_optimizers`` returns: the optimizer, and a schedule that is stepped after each of its steps.
 
     Args:
         optimizer: what is to be scheduled.
         make_scheduler: one of the factories of this module, with its options bound; None: the rate stays.
-        trainer: of the module; it knows how many optimizer steps the run has.
+        module: whose optimizer it is; its trainer knows how many optimizer steps the run has.
 
     Raises:
         ValueError: there is a schedule, and the run has no end.
     """
     if make_scheduler is None:
         return optimizer
-    total_steps = trainer.estimated_stepping_batches
+    total_steps = module.trainer.estimated_stepping_batches
     if total_steps == float("inf"):
         raise ValueError(
             "The learning-rate schedule spans the whole run, and this run has no end. "

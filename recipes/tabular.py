@@ -101,7 +101,7 @@ class TabularMLP(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer and, if there is one, the schedule, stepped once per optimizer step."""
-        return with_schedule(self.make_optimizer(self.net.parameters()), self.make_scheduler, self.trainer)
+        return with_schedule(self.make_optimizer(self.net.parameters()), self.make_scheduler, self)
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.is_regression:

@@ -11,8 +11,10 @@ from recipes.data.digits import Digits
 from recipes.data.image_folder import ImageFolder, UnreadableImageError
 from recipes.data.random_vectors import RandomVectors
 from recipes.data.tabular import Tabular
+from recipes.data.text import ByteText
 
 __all__ = [
+    "ByteText",
     "CIFAR10",
     "Caltech256",
     "DigitScans",

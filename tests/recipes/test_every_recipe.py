@@ -1,35 +1,95 @@
-"""Every recipe that ships composes, and runs one batch of everything."""
+"""Every recipe that ships says what it is, composes, and runs a batch of everything that it defines."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import get_type_hints
 
+import lightning as L
 import pytest
 
 from tests.recipes.samples import sample_for
 from trainer.cli import main
+from trainer.cli.arguments import read
+from trainer.cli.targets import locate
+from trainer.cli.validate import validate
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "recipe").glob("*.yaml"))
+ISSUED = [
+    "gan", "language_model", "mlp", "resnet50", "resnet50_caltech256", "resnet50_cifar10", "tabular",
+]  # fmt: skip
+SMALLER = {
+    "language_model": ["model.sample_length=20"],
+    "mlp": ["data.num_batches=2"],
+}
+"""Of a recipe that would take seconds for the one batch that is wanted."""
+
+# What a command needs: a method of the module, and one of the data module.
+STEPS = {
+    "fit": ("training_step", "train_dataloader"),
+    "validate": ("validation_step", "val_dataloader"),
+    "test": ("test_step", "test_dataloader"),
+    "predict": ("predict_step", "predict_dataloader"),
+}
+PRECISIONS = {"fit": "16-mixed", "validate": "32", "test": "bf16-mixed", "predict": "16-mixed"}
+
+
+def defined(name: str) -> list[str]:
+    """The commands for which the recipe's module and data module have what they need."""
+    config = validate(
+        read(["fit", f"+recipe={name}", "data.root=x"] if "resnet50_" in name else ["fit", f"+recipe={name}"])
+    )
+    module, data = made_by(config.model._target_), made_by(config.data._target_)
+    return [
+        command
+        for command, (step, loader) in STEPS.items()
+        if getattr(module, step) is not getattr(L.LightningModule, step)
+        and getattr(data, loader) is not getattr(L.LightningDataModule, loader)
+    ]
+
+
+def made_by(target: str) -> type:
+    """The class that ``target`` is, or that the function of this name says it returns."""
+    found = locate(target)
+    return found if isinstance(found, type) else get_type_hints(found)["return"]
 
 
 def test_there_are_recipes():
-    assert "resnet50" in RECIPES
+    assert set(ISSUED) <= set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_states_its_command(name):
-    text = (Path(__file__).parents[2] / "conf" / "recipe" / f"{name}.yaml").read_text()
-    assert text.startswith("# @package _global_\n# ")
-    assert f"python -m trainer fit +recipe={name}" in text
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_runs_a_batch(name, tmp_path, monkeypatch):
+def test_says_what_it_is_and_how_it_is_run(name, tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[2] / "conf" / "recipe" / f"{name}.yaml").read_text(encoding="utf-8")
+    package, description, command, *_ = text.splitlines()
+    assert package == "# @package _global_"
+    assert description.startswith("# ")
+    assert description.endswith(".")
+    assert command.startswith(f"#   python -m trainer fit +recipe={name}")
     monkeypatch.chdir(tmp_path)
-    sample = sample_for(name, tmp_path / "sample")
-    assert main(["fit", f"+recipe={name}", "+debug=fast_dev_run", "data.batch_size=4", *sample]) == 0
-    (result,) = tmp_path.glob(f"outputs/{name}/*/result.json")
-    assert '"status": "completed"' in result.read_text()
+    assert main(["recipes"]) == 0
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()}
+    assert lines[name] == description.removeprefix("# ")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_runs_a_batch_of_everything(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sample = [*sample_for(name, tmp_path / "sample"), *SMALLER.get(name, [])]
+    commands = defined(name)
+    assert "fit" in commands
+    for command in commands:
+        settings = ["+debug=fast_dev_run", f"precision={PRECISIONS[command]}", "data.batch_size=4", "trainer=cpu"]
+        assert main([command, f"+recipe={name}", *settings, *sample, f"hydra.run.dir={command}"]) == 0
+        result = json.loads((tmp_path / command / "result.json").read_text())
+        assert result["status"] == "completed"
+        assert all(map(math.isfinite, result["metrics"].values()))
+        if command == "predict":
+            assert (tmp_path / command / "predictions.pt").exists()
+        elif command != "fit":
+            assert result["metrics"]
 
 
 def test_the_gradients_of_a_smaller_resnet_are_right(tmp_path, monkeypatch, capsys):

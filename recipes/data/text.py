@@ -1,0 +1,184 @@
+"""Text as bytes, in sequences of unequal length: what a small language model reads."""
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from recipes.data.loading import make_loader
+
+END = 0  # the byte before and after a document; there is none in a text
+NO_TARGET = -100  # what torch's cross-entropy leaves out
+VOCABULARY = 256  # bytes
+
+Batch = tuple[Tensor, Tensor]
+
+
+class ByteText(L.LightningDataModule):
+    """Documents as sequences of bytes (UTF-8): the language reference of Python, or a file of your own.
+
+    Without a ``path`` the text is what ``help()`` says about Python's topics (`pydoc_data.topics`): about 370,000
+    characters of English, which come with every Python and differ a little from version to version. Paragraphs that
+    several topics share are kept in one of them, so that no validation text has been seen in training.
+
+    A batch is ``(tokens, targets)``, both int64 of shape (batch, ``context``). A target is the byte that follows its
+    token. A document is cut where a line ends, into sequences as long as fit; behind shorter ones targets are -100
+    and tokens 0. So sequences, and batches, differ in how many targets they have. Every byte of a document is the
+    target of one token, and so is its end, a 0.
+
+    Args:
+        path: a text file in UTF-8, whose documents are separated by ``separator``; None for Python's topics.
+        separator: between two documents of the file: a regular expression. Default: two empty lines.
+        context: tokens in a sequence.
+        batch_size: sequences in a batch, on one rank.
+        num_workers: processes that prepare batches; there is nothing to prepare.
+        split_seed: of the documents' order, from which the test, validation and training documents are taken.
+        held_out: share of the bytes for the validation, and again for the test.
+        prompts: what ``predict`` continues: one batch for each, a tuple of one string.
+
+    Raises:
+        ValueError: a split has no document.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        separator: str = r"\n\n\n+",
+        context: int = 128,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        split_seed: int = 0,
+        held_out: float = 0.1,
+        prompts: Sequence[str] = ("The ",),
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.separator = separator
+        self.context = context
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.split_seed = split_seed
+        self.held_out = held_out
+        self.prompts = list(prompts)
+        self.splits: dict[str, TensorDataset] = {}
+
+    def setup(self, stage: str) -> None:
+        """Read, split and cut the text; a second stage finds it done."""
+        if self.splits:
+            return
+        if self.path is None:
+            documents = python_topics()
+        else:
+            documents = re.split(self.separator, Path(self.path).read_text(encoding="utf-8"))
+        encoded = [document.strip("\n").encode() for document in documents if document.strip()]
+        for name, part in split_documents(encoded, self.held_out, self.split_seed).items():
+            self.splits[name] = TensorDataset(*cut(part, self.context))
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """Shuffled sequences; the few left over after the last full batch are dropped."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """Every sequence of the validation documents, in order."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """Every sequence of the test documents, in order."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader[list[str]]:
+        """The prompts, one at a time."""
+        return DataLoader(self.prompts, batch_size=1)  # type: ignore[arg-type]
+
+    def _loader(self, split: str) -> DataLoader[Batch]:
+        return make_loader(
+            self.splits[split], batch_size=self.batch_size, num_workers=self.num_workers, training=split == "train"
+        )
+
+
+def python_topics() -> list[str]:
+    """What ``help()`` says about each of Python's topics, without the paragraphs that an earlier one has as well.
+
+    Under the Python Software Foundation's licence, read from the Python that runs.
+    """
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    documents = []
+    for name in sorted(topics, key=lambda name: (len(topics[name]), name)):  # what is left of long ones stays long
+        paragraphs = []
+        for paragraph in re.split(r"\n[ ]*\n", topics[name].replace("\0", "")):
+            if paragraph.strip() not in seen:
+                paragraphs.append(paragraph)
+            seen.add(paragraph.strip())
+        if paragraphs:
+            documents.append("\n\n".join(paragraphs))
+    return documents
+
+
+def split_documents(documents: Sequence[bytes], held_out: float, seed: int) -> dict[str, list[bytes]]:
+    """Whole documents to test, to validate and to train on.
+
+    Args:
+        documents: none of them empty.
+        held_out: share of all bytes for the test, and again for the validation; what comes closest with documents
+            that are not longer than what is still missing.
+        seed: of the order in which documents are taken.
+
+    Raises:
+        ValueError: there is not a document for each split.
+    """
+    order = list(documents)
+    random.Random(seed).shuffle(order)
+    wanted = held_out * sum(map(len, order))
+    splits: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
+    for name in ("test", "val"):
+        size = 0
+        rest = []
+        for document in order:
+            if size + len(document) <= wanted:
+                splits[name].append(document)
+                size += len(document)
+            else:
+                rest.append(document)
+        order = rest
+    splits["train"] = order
+    if not all(splits.values()):
+        raise ValueError(
+            f"{len(documents)} documents do not make a training, a validation and a test set with held_out={held_out}."
+            " Give it more or shorter documents (data.separator), or set data.held_out to a larger share."
+        )
+    return splits
+
+
+def cut(documents: Iterable[bytes], context: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, both int64 of shape (sequences, ``context``), as `ByteText` describes them.
+
+    Args:
+        documents: as bytes, without a 0.
+        context: the most tokens in a sequence.
+    """
+    sequences = []
+    for document in documents:
+        stream = bytes([END]) + document + bytes([END])
+        start = 0
+        while start < len(stream) - 1:
+            end = min(start + context, len(stream) - 1)
+            if end < len(stream) - 1:  # go back to the last end of a line, from which the next sequence sets out
+                line_end = stream.rfind(b"\n", start + 1, end + 1)
+                end = line_end if line_end > 0 else end
+            sequences.append(stream[start : end + 1])
+            start = end
+    tokens = torch.full((len(sequences), context), END)
+    targets = torch.full((len(sequences), context), NO_TARGET)
+    for row, sequence in enumerate(sequences):
+        values = torch.tensor(list(sequence))
+        tokens[row, : len(values) - 1] = values[:-1]
+        targets[row, : len(values) - 1] = values[1:]
+    return tokens, targets

@@ -1,0 +1,84 @@
+import random
+import re
+
+import pytest
+import torch
+
+from recipes.data import ByteText
+from recipes.data.text import END, NO_TARGET, cut, python_topics, split_documents
+
+
+def bytes_of(tokens: torch.Tensor, targets: torch.Tensor) -> list[tuple[bytes, bytes]]:
+    lengths = (targets != NO_TARGET).sum(1).tolist()
+    rows = zip(tokens.tolist(), targets.tolist(), lengths, strict=True)
+    return [(bytes(row[:length]), bytes(following[:length])) for row, following, length in rows]
+
+
+def test_a_document_is_cut_where_lines_end():
+    tokens, targets = cut([b"one\ntwo\nthree\n\nfour"], context=10)
+    assert bytes_of(tokens, targets) == [
+        (b"\0one\ntwo", b"one\ntwo\n"),
+        (b"\nthree\n", b"three\n\n"),
+        (b"\nfour", b"four\0"),
+    ]
+    assert (tokens.dtype, targets.dtype, tokens.shape) == (torch.int64, torch.int64, (3, 10))
+    assert (tokens[1, 7:] == END).all()
+    assert (targets[1, 7:] == NO_TARGET).all()
+    assert bytes_of(*cut([b"a long line\nx", b"y"], context=4)) == [
+        (b"\0a l", b"a lo"), (b"ong ", b"ng l"), (b"line", b"ine\n"), (b"\nx", b"x\0"), (b"\0y", b"y\0"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("context", [1, 7, 64])
+def test_every_byte_is_a_target_once_whatever_the_text(context):
+    draw = random.Random(context)
+    documents = [bytes(draw.choices(b"ab\n", k=draw.randint(1, 200))) for _ in range(30)]
+    pieces = bytes_of(*cut(documents, context))
+    assert b"".join(targets for _, targets in pieces) == b"".join(document + b"\0" for document in documents)
+    assert all(tokens[1:] == targets[:-1] for tokens, targets in pieces)
+    assert all(0 < len(tokens) <= context for tokens, _ in pieces)
+
+
+def test_the_topics_are_english_and_no_paragraph_comes_twice():
+    documents = python_topics()
+    text = "\n\n".join(documents)
+    assert len(text) > 200_000
+    assert 'The "if" statement is used for conditional execution' in text
+    paragraphs = [p.strip() for p in re.split(r"\n[ ]*\n", text) if p.strip()]
+    assert len(set(paragraphs)) == len(paragraphs)
+
+
+def test_documents_are_split_whole_and_by_size():
+    documents = [bytes([65 + i]) * (i + 1) for i in range(20)]
+    splits = split_documents(documents, 0.2, seed=0)
+    assert sorted(document for part in splits.values() for document in part) == sorted(documents)
+    sizes = {name: sum(map(len, part)) for name, part in splits.items()}
+    assert 40 <= sizes["val"] <= 42
+    assert 40 <= sizes["test"] <= 42
+    state = random.getstate()
+    assert split_documents(documents, 0.2, seed=0) == splits
+    assert split_documents(documents, 0.2, seed=1) != splits
+    assert random.getstate() == state
+    with pytest.raises(ValueError, match=r"2 documents do not make .* with held_out=0.1"):
+        split_documents([b"a", b"b"], 0.1, seed=0)
+
+
+def test_batches_differ_in_how_many_targets_they_have():
+    data = ByteText(context=64, batch_size=8)
+    data.setup("fit")
+    counts = [(targets != NO_TARGET).sum().item() for _, targets in data.train_dataloader()]
+    assert len(counts) > 300
+    assert max(counts) <= 8 * 64
+    assert min(counts) < 0.7 * max(counts)
+    assert len(data.val_dataloader().dataset) + len(data.test_dataloader().dataset) > 0.1 * len(counts) * 8
+
+
+def test_a_file_of_ones_own(tmp_path):
+    file = tmp_path / "poems.txt"
+    file.write_text("".join(f"Zeile {i}: Öl\nund mehr\n\n\n" for i in range(40)), encoding="utf-8")
+    data = ByteText(str(file), context=16, batch_size=4, prompts=["a", "b"])
+    data.setup("fit")
+    documents = b"".join(targets for _, targets in bytes_of(*data.splits["train"].tensors)).split(b"\0")
+    assert len(documents) == 40 - 2 * 4 + 1 == 33  # the last one is what follows the last end: nothing
+    assert re.fullmatch("Zeile \\d+: Öl\nund mehr", documents[0].decode())
+    assert [list(batch) for batch in data.predict_dataloader()] == [["a"], ["b"]]

@@ -1,0 +1,235 @@
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from lightning import seed_everything
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from recipes.data import ByteText
+from recipes.data.text import NO_TARGET
+from recipes.language_model import GPT, Block, LanguageModel, TextWriter
+from recipes.schedules import warmup_cosine
+from tests.support import make_trainer
+from trainer.callbacks import ActivationCheckpointing
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=0.5)
+TINY = {"context": 16, "width": 16, "heads": 2, "layers": 2}
+
+
+def model(optimizer=ADAMW, **options) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(optimizer, **TINY | options)
+
+
+def sequences(count: int = 8, context: int = 16, seed: int = 1) -> TensorDataset:
+    """Random bytes, in sequences of very different lengths."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 256, (count, context), generator=draw)
+    targets = torch.randint(0, 256, (count, context), generator=draw)
+    lengths = torch.tensor([16, 1, 3, 16, 2, 2, 1, 9])[:count]
+    targets[torch.arange(context) >= lengths[:, None]] = NO_TARGET
+    return TensorDataset(tokens, targets)
+
+
+def fit(module: LanguageModel, data, folder, **arguments):
+    loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=4)
+    trainer = make_trainer(folder, limit_val_batches=0, **arguments)
+    trainer.fit(module, loader, loader)
+    return trainer
+
+
+def test_no_place_sees_what_follows():
+    net = GPT(256, 16, width=32, heads=4, layers=2).eval()
+    tokens = torch.randint(0, 256, (2, 16))
+    others = tokens.clone()
+    others[:, 9:] = torch.randint(0, 256, (2, 7))
+    logits, changed = net(tokens), net(others)
+    assert logits.shape == (2, 16, 256)
+    assert torch.allclose(logits[:, :9], changed[:, :9], atol=1e-6)
+    assert not torch.allclose(logits[:, 9:], changed[:, 9:], atol=1e-3)
+    assert torch.allclose(net(tokens[:, :5]), logits[:, :5], atol=1e-6)
+
+
+def test_attention_is_the_formula():
+    torch.manual_seed(0)
+    attention = Block(12, 3, 0.0).attention
+    hidden = torch.randn(2, 5, 12)
+    query, key, value = attention.qkv(hidden).chunk(3, dim=-1)
+    heads = []
+    for part in range(3):
+        q, k, v = (each[..., 4 * part : 4 * part + 4] for each in (query, key, value))
+        scores = (q @ k.transpose(1, 2) / 2.0).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ v)
+    assert torch.allclose(attention(hidden), attention.out(torch.cat(heads, -1)), atol=1e-6)
+
+
+def test_weights_begin_as_in_gpt2_and_may_be_tied():
+    torch.manual_seed(0)
+    net = GPT(256, 32, width=64, heads=4, layers=8).requires_grad_(False)
+    assert net.token.weight.std() == pytest.approx(0.02, rel=0.05)
+    assert net.blocks[3].attention.qkv.weight.std() == pytest.approx(0.02, rel=0.05)
+    assert net.blocks[3].attention.out.weight.std() == pytest.approx(0.02 / 4, rel=0.05)
+    assert net.blocks[3].mlp[2].weight.std() == pytest.approx(0.02 / 4, rel=0.05)
+    assert all((p == 0).all() for name, p in net.named_parameters() if name.endswith("bias"))
+    assert (net.norm.weight == 1).all()
+    assert net.head.weight is not net.token.weight
+    tied = GPT(256, 32, width=64, heads=4, layers=8, tie_weights=True)
+    assert tied.head.weight is tied.token.weight
+    with pytest.raises(ValueError, match="width is 64 and heads is 5, expected a width that is a multiple of heads"):
+        GPT(256, 32, width=64, heads=5, layers=1)
+
+
+def test_dropout_is_for_training():
+    net = GPT(256, 16, width=32, heads=4, layers=1, dropout=0.5)
+    tokens = torch.randint(0, 256, (1, 16))
+    assert not torch.equal(net(tokens), net(tokens))
+    net.eval()
+    assert torch.equal(net(tokens), net(tokens))
+
+
+def test_only_matrices_decay():
+    module = model(tie_weights=True)
+    decayed, exempt = module.configure_optimizers().param_groups
+    assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
+    names = {id(parameter): name for name, parameter in module.net.named_parameters()}
+    assert all(p.ndim == 2 for p in decayed["params"])
+    assert all(names[id(p)].endswith(("bias", "norm.weight")) for p in exempt["params"])
+    assert len(decayed["params"]) + len(exempt["params"]) == len(names)
+
+
+@pytest.mark.parametrize("parts", [[4, 4], [2, 2, 2, 2], [1] * 8, [3, 5]])
+def test_an_accumulated_step_is_that_of_one_big_batch(parts, tmp_path):
+    data = sequences()
+    whole = model(SGD)
+    big = copy.deepcopy(whole)
+    big_trainer = fit(big, DataLoader(data, batch_size=8), tmp_path)
+
+    split, start = [], 0
+    for size in parts:
+        split.append(data[start : start + size])
+        start += size
+    accumulated, unweighted = copy.deepcopy(whole), Unweighted(SGD, **TINY)
+    unweighted.load_state_dict(whole.state_dict())
+    for module in (accumulated, unweighted):
+        trainer = fit(module, DataLoader(split, batch_size=None), tmp_path, accumulate_grad_batches=len(parts))
+        assert trainer.global_step == big_trainer.global_step == 1
+
+    assert distance(accumulated, big) < 1e-6
+    assert distance(unweighted, big) > 1e-3  # without weights it would be another step
+
+
+class Unweighted(LanguageModel):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+def distance(module: nn.Module, other: nn.Module) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(module.parameters(), other.parameters(), strict=True))
+
+
+def test_bits_per_character_are_all_bits_over_all_characters(tmp_path):
+    module = model()
+    text = "Öl für 5 €, 日本\n".encode()
+    rows = [(text[:9], text[1:10]), (text[10:13], text[11:14]), (text[14:-1], text[15:])]
+    tokens, targets = torch.zeros(3, 16, dtype=torch.int64), torch.full((3, 16), NO_TARGET)
+    for row, (given, wanted) in enumerate(rows):
+        tokens[row, : len(given)], targets[row, : len(wanted)] = torch.tensor(list(given)), torch.tensor(list(wanted))
+    nats = F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten(), reduction="sum").item()
+    wanted = b"".join(wanted for _, wanted in rows)
+    characters = sum(byte & 0xC0 != 0x80 for byte in wanted)
+    assert characters < len(wanted) - 4
+
+    data = DataLoader(TensorDataset(tokens, targets), batch_size=2)  # of unequal weight
+    (metrics,) = make_trainer(tmp_path).validate(module, data, verbose=False)
+    bpc, per_byte = nats / characters / math.log(2), nats / len(wanted)
+    assert metrics == {"val_bpc": pytest.approx(bpc, rel=1e-5), "val_loss": pytest.approx(per_byte, rel=1e-5)}
+    (metrics,) = make_trainer(tmp_path).test(module, data, verbose=False)
+    assert metrics == {"test_bpc": pytest.approx(bpc, rel=1e-5), "test_loss": pytest.approx(per_byte, rel=1e-5)}
+
+
+def unigram_entropy(data: ByteText) -> float:
+    """Bits per byte of who knows nothing but how often each one occurs in the validation text itself."""
+    _, targets = data.splits["val"].tensors
+    shares = targets[targets != NO_TARGET].bincount() / (targets != NO_TARGET).sum()
+    return -(shares * shares.log2().nan_to_num()).sum().item()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_learns_to_read_in_every_precision(precision, tmp_path):
+    seed_everything(0, verbose=False)
+    data = ByteText(context=64, batch_size=16)
+    module = LanguageModel(ADAMW, partial(warmup_cosine, warmup=0.1), context=64, width=64, heads=4, layers=1)
+    trainer = make_trainer(
+        tmp_path, precision=precision, max_steps=100, gradient_clip_val=1.0, accumulate_grad_batches=2,
+        limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    assert trainer.callback_metrics["train_loss"].isfinite()
+    (metrics,) = make_trainer(tmp_path, precision=precision, limit_val_batches=20).validate(
+        module, datamodule=data, verbose=False
+    )
+    assert 4.5 < unigram_entropy(data) < 5.0
+    assert metrics["val_bpc"] < unigram_entropy(data) - 0.4
+
+
+def test_recomputed_blocks_train_the_same(tmp_path):
+    plain, checkpointed = model(dropout=0.2), model(dropout=0.2)
+    for module, callbacks in ((plain, []), (checkpointed, [ActivationCheckpointing("Block")])):
+        torch.manual_seed(5)
+        fit(module, sequences(), tmp_path, max_epochs=3, callbacks=callbacks)
+    assert distance(plain, checkpointed) == 0.0
+
+
+def test_what_is_written_depends_on_its_seed_alone(tmp_path):
+    module = model(sample_length=30).eval()
+    state = torch.get_rng_state()
+    first = module.write("The ")
+    assert module.write("The ", seed=0) == first
+    assert module.write("The ", seed=1) != first
+    assert torch.equal(torch.get_rng_state(), state)
+    module.temperature = 0.0
+    assert module.write("The ", seed=0) == module.write("The ", seed=1)
+
+
+def test_writing_goes_on_behind_the_context_and_ends_with_the_document():
+    module = model(sample_length=40, temperature=0.0).eval()
+    follows = {0: ord("a"), **{byte: byte + 1 for byte in range(ord("a"), ord("z"))}, ord("z"): 0}
+
+    class Alphabet(nn.Module):
+        context = 4
+
+        def forward(self, tokens):
+            assert tokens.shape[1] <= 4
+            return F.one_hot(torch.tensor([[follows.get(t, 0) for t in tokens[0].tolist()]]), 256).float()
+
+    module.net = Alphabet()
+    assert module.write("") == "abcdefghijklmnopqrstuvwxyz"
+    assert module.write("w") == "xyz"
+    module.sample_length = 2
+    assert module.write("w") == "xy"
+
+
+def test_predict_writes_a_file(tmp_path, capsys):
+    module = model(sample_length=10)
+    data = ByteText(prompts=["Das Öl", "x"])
+    trainer = make_trainer(tmp_path, callbacks=[TextWriter(str(tmp_path / "run"))])
+    (first,), (second,) = trainer.predict(module, datamodule=data)
+    assert first == "Das Öl" + module.eval().write("Das Öl", seed=0)
+    assert second == "x" + module.write("x", seed=1)
+    written = (tmp_path / "run" / "samples.txt").read_text(encoding="utf-8")
+    assert written == f"{first}\n\n{'-' * 80}\n{second}\n"
+    assert first in capsys.readouterr().out
+
+
+def test_a_checkpoint_loads_with_weights_only(tmp_path):
+    module = model(temperature=0.5)
+    trainer = fit(module, sequences(), tmp_path)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = LanguageModel.load_from_checkpoint(tmp_path / "last.ckpt", optimizer=ADAMW, weights_only=True)
+    assert loaded.temperature == 0.5
+    assert distance(loaded, module) == 0.0
