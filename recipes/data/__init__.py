@@ -7,6 +7,7 @@ Images come in batches ``(images, labels)``: ``images`` is float32 of shape (bat
 from recipes.data.caltech256 import Caltech256
 from recipes.data.cifar10 import CIFAR10
 from recipes.data.digit_scans import DigitScans
+from recipes.data.digit_scenes import DigitScenes
 from recipes.data.digits import Digits
 from recipes.data.image_folder import ImageFolder, UnreadableImageError
 from recipes.data.random_vectors import RandomVectors
@@ -18,6 +19,7 @@ __all__ = [
     "CIFAR10",
     "Caltech256",
     "DigitScans",
+    "DigitScenes",
     "Digits",
     "ImageFolder",
     "RandomVectors",

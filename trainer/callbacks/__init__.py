@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
     from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
+    from trainer.callbacks.inference_speed import InferenceSpeed
     from trainer.callbacks.nonfinite_guard import NonFiniteGuard
     from trainer.callbacks.overflow_report import OverflowReport
     from trainer.callbacks.progress_bar import ProgressBar
@@ -32,6 +33,7 @@ __all__ = [
     "GradientCheck",
     "GradientClipping",
     "HalveOnOutOfMemory",
+    "InferenceSpeed",
     "NonFiniteGuard",
     "OverflowReport",
     "ProgressBar",
@@ -50,6 +52,7 @@ _HOMES = {
     "GradientCheck": "trainer.callbacks.gradient_check",
     "GradientClipping": "trainer.callbacks.gradient_clipping",
     "HalveOnOutOfMemory": "trainer.callbacks.halve_on_out_of_memory",
+    "InferenceSpeed": "trainer.callbacks.inference_speed",
     "NonFiniteGuard": "trainer.callbacks.nonfinite_guard",
     "OverflowReport": "trainer.callbacks.overflow_report",
     "ProgressBar": "trainer.callbacks.progress_bar",

@@ -234,11 +234,7 @@ def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, tra
             command,
         )
     if command == "predict":
-        import torch
-
-        predictions = trainer.predict(module, datamodule=data, ckpt_path=checkpoint)
-        name = "predictions.pt" if trainer.world_size == 1 else f"predictions_{trainer.global_rank}.pt"
-        torch.save(predictions, folder / name)
+        _predict(folder, module, data, trainer, checkpoint)
         return
     more = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **more)
@@ -253,6 +249,20 @@ def _last_line(result: dict[str, Any], folder: Path) -> str:
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     told = f"{result['command']} {result['status']} in {result['seconds']:.1f} s"
     return f"{told}: {metrics}. Everything is in {shown}" if metrics else f"{told}. Everything is in {shown}"
+
+
+def _predict(folder: Path, module: Any, data: Any, trainer: Any, checkpoint: str | None) -> None:
+    """Predict; what no callback writes is kept and goes to ``predictions.pt``."""
+    import torch
+    from lightning.pytorch.callbacks import BasePredictionWriter
+
+    is_written = any(isinstance(callback, BasePredictionWriter) for callback in trainer.callbacks)
+    predictions = trainer.predict(
+        module, datamodule=data, ckpt_path=checkpoint, return_predictions=False if is_written else None
+    )
+    if not is_written:
+        name = "predictions.pt" if trainer.world_size == 1 else f"predictions_{trainer.global_rank}.pt"
+        torch.save(predictions, folder / name)
 
 
 def _has_added_nothing(trainer: Any, result: dict[str, Any], former: dict[str, Any]) -> bool:
@@ -296,6 +306,7 @@ def _objective(config: DictConfig, result: dict[str, Any]) -> dict[str, Any] | N
 
 def _measured(trainer: Any) -> dict[str, Any]:
     """The device, and what callbacks know: which metric matters, and how fast it went."""
+    from trainer.callbacks.inference_speed import InferenceSpeed
     from trainer.callbacks.run_summary import devices_of
     from trainer.callbacks.throughput import Throughput
 
@@ -305,6 +316,8 @@ def _measured(trainer: Any) -> dict[str, Any]:
             facts["monitor"] = {"metric": callback.monitor, "mode": callback.mode}
             break
     for callback in trainer.callbacks:
+        if isinstance(callback, InferenceSpeed) and callback.result is not None:
+            facts["inference_speed"] = callback.result
         if isinstance(callback, Throughput):
             facts["throughput"] = {
                 "samples_per_second": callback.samples_per_second,

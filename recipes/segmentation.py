@@ -1,0 +1,267 @@
+"""Segmentation: which class is each pixel of an image? A UNet, how it is trained, and masks as image files."""
+
+import colorsys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import lightning as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from PIL import Image
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics.segmentation import DiceScore
+
+from recipes.schedules import with_schedule
+
+
+class UNet(nn.Module):
+    """Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for Biomedical Image Segmentation" (2015).
+
+    With padding, so that masks are as large as images, and with BatchNorm.
+
+    Args:
+        num_classes: channels that come out.
+        in_channels: channels of the images.
+        width: channels of the first level; each level below has twice as many.
+        depth: levels below the first; each halves height and width, which must be multiples of ``2 ** depth``.
+    """
+
+    def __init__(self, num_classes: int, *, in_channels: int = 3, width: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(depth + 1)]
+        self.multiple = 2**depth
+        self.down = nn.ModuleList(map(_block, [in_channels, *widths], widths))
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(2 * channels, channels, kernel_size=2, stride=2) for channels in widths[-2::-1]
+        )
+        self.merge = nn.ModuleList(_block(2 * channels, channels) for channels in widths[-2::-1])
+        self.classify = nn.Conv2d(width, num_classes, kernel_size=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of shape (batch, ``num_classes``, height, width).
+
+        Raises:
+            ValueError: a height or width that cannot be halved ``depth`` times.
+        """
+        if images.shape[-1] % self.multiple or images.shape[-2] % self.multiple:
+            raise ValueError(
+                f"The images have {images.shape[-2]}x{images.shape[-1]} pixels, expected multiples of {self.multiple}:"
+                " they are halved once for each level of depth. Set data.image_size, or fewer levels."
+            )
+        levels: list[Tensor] = []
+        for block in self.down:
+            images = block(F.max_pool2d(images, 2) if levels else images)
+            levels.append(images)
+        merged = levels.pop()
+        for up, block in zip(self.up, self.merge, strict=True):
+            merged = block(torch.cat([levels.pop(), up(merged)], dim=1))
+        return self.classify(merged)
+
+
+def _block(in_channels: int, channels: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(in_channels, channels, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(channels, channels, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(inplace=True),
+    )
+
+
+class Masks(TypedDict):
+    """What ``Segmenter.predict_step`` returns for a batch.
+
+    Attributes:
+        names: of the images.
+        masks: the class of each pixel, uint8, shape (batch, height, width).
+    """
+
+    names: Sequence[str]
+    masks: Tensor
+
+
+class Segmenter(L.LightningModule):
+    """Trains a network on ``(images, masks)`` with the sum of the cross-entropy and the Dice loss.
+
+    ``images`` is float of shape (batch, 3, height, width), ``masks`` is int64 of shape (batch, height, width), 0 being
+    the background. Logged are ``train_loss`` at every step and, over a whole epoch, ``val_loss`` and ``val_dice``,
+    ``test_loss`` and ``test_dice``: the Dice score, in [0, 1], is that of each class over all pixels of the
+    epoch, averaged over the classes but the background.
+
+    Args:
+        net: maps images to logits of shape (batch, ``num_classes``, height, width).
+        optimizer: called with the parameters and returns the optimizer; in a config, ``_partial_: true``.
+        scheduler: called with the optimizer and the number of optimizer steps of the run, returns a schedule
+            that is stepped after every optimizer step (see `recipes.schedules`). None: the rate stays.
+        num_classes: number of classes with the background, at most 256.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Callable[[Iterable[Any]], Optimizer],
+        scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
+        *,
+        num_classes: int,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters("num_classes")
+        self.net = net
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self.val_dice = _dice_score(num_classes)
+        self.test_dice = _dice_score(num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of shape (batch, ``num_classes``, height, width)."""
+        return self.net(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The loss of one batch, a scalar."""
+        images, masks = batch
+        loss = segmentation_loss(self(images), masks)
+        self.log("train_loss", loss, on_step=True, on_epoch=False, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log ``val_loss`` and ``val_dice``."""
+        self._evaluate("val", self.val_dice, batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log ``test_loss`` and ``test_dice``."""
+        self._evaluate("test", self.test_dice, batch)
+
+    def predict_step(self, batch: tuple[Tensor, Sequence[str]], batch_idx: int) -> Masks:
+        """The most likely class of each pixel, for a batch of images and their names."""
+        images, names = batch
+        return {"names": names, "masks": self(images).argmax(dim=1).to(torch.uint8)}
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimizer and, if there is one, the schedule, stepped once per optimizer step."""
+        return with_schedule(self.make_optimizer(self.net.parameters()), self.make_scheduler, self.trainer)
+
+    def _evaluate(self, stage: str, dice: DiceScore, batch: tuple[Tensor, Tensor]) -> None:
+        images, masks = batch
+        logits = self(images)
+        dice.update(logits.argmax(dim=1), masks)
+        options = {"on_step": False, "on_epoch": True, "prog_bar": True, "batch_size": len(masks)}
+        self.log(f"{stage}_loss", segmentation_loss(logits, masks), sync_dist=True, **options)
+        self.log(f"{stage}_dice", dice, **options)
+
+
+def segmentation_loss(logits: Tensor, masks: Tensor) -> Tensor:
+    """The cross-entropy, in nats per pixel, plus the Dice loss, in [0, 1]; a float32 scalar.
+
+    The Dice loss is that of Milletari, Navab and Ahmadi, "V-Net" (2016), with p instead of p squared below: one minus
+    2 sum(p t) / (sum(p) + sum(t)), of each class but the background over the whole batch, averaged. A class with few
+    pixels counts as much as any. The sums are taken in float32: in float16 they overflow from 65,504 pixels on.
+
+    Args:
+        logits: shape (batch, classes, height, width).
+        masks: int64, shape (batch, height, width).
+    """
+    logits = logits.float()
+    chances = logits.softmax(dim=1)[:, 1:]
+    truth = F.one_hot(masks, logits.shape[1]).movedim(-1, 1)[:, 1:]
+    over = (0, 2, 3)
+    both, either = (chances * truth).sum(over), chances.sum(over) + truth.sum(over)
+    dice = (2.0 * both + 1.0) / (either + 1.0)  # 1 for a class that is not there, and is not found
+    return F.cross_entropy(logits, masks) + 1.0 - dice.mean()
+
+
+def _dice_score(num_classes: int) -> DiceScore:
+    return DiceScore(
+        num_classes, include_background=False, average="macro", aggregation_level="global", input_format="index"
+    )
+
+
+class MaskWriter(BasePredictionWriter):
+    """Writes what `Segmenter` predicts: a PNG for each image, called like it, whose pixels are classes.
+
+    The files have a palette: the background is black, and each class has a colour. Their values, which
+    ``numpy.asarray(Image.open(file))`` gives, are the classes. ``overview.png`` shows the first images above their
+    masks.
+
+    Args:
+        dirpath: folder of the masks; it is made.
+        overview: images in ``overview.png``; 0 for none.
+
+    Attributes:
+        written: number of masks written by this process.
+    """
+
+    def __init__(self, dirpath: str | Path, overview: int = 8) -> None:
+        super().__init__(write_interval="batch")
+        self.dirpath = Path(dirpath)
+        self.overview = overview
+        self.written = 0
+        self._shown: list[np.ndarray] = []
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make the folder."""
+        self.written = 0
+        self._shown = []
+        self.dirpath.mkdir(parents=True, exist_ok=True)
+
+    def write_on_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        prediction: Masks,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the masks of a batch.
+
+        Raises:
+            ValueError: a name that leads out of the folder.
+        """
+        # Host-device synchronisation: the masks are fetched from the device.
+        for index, (name, mask) in enumerate(zip(prediction["names"], prediction["masks"].cpu().numpy(), strict=True)):
+            if Path(name).name != name:
+                raise ValueError(f"An image is called {name!r}, expected a name without folders: masks are called so.")
+            coloured(mask).save(self.dirpath / f"{name}.png")
+            self.written += 1
+            if len(self._shown) < self.overview:
+                self._shown.append(
+                    np.concatenate([_visible(batch[0][index]), np.asarray(coloured(mask).convert("RGB"))])
+                )
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the overview, and say where the masks are."""
+        if trainer.is_global_zero and self._shown:
+            Image.fromarray(np.concatenate(self._shown, axis=1)).save(self.dirpath / "overview.png")
+        self._shown = []
+        rank_zero_info(f"{self.written} masks are in {self.dirpath}")
+
+
+def coloured(mask: np.ndarray) -> Image.Image:
+    """An image with a palette whose values are those of ``mask``, uint8 of shape (height, width)."""
+    image = Image.fromarray(mask, mode="P")
+    image.putpalette([channel for number in range(256) for channel in _colour(number)])
+    return image
+
+
+def _colour(number: int) -> tuple[int, int, int]:
+    """Black for 0; hues of the others are a golden section of the circle apart, so that neighbours differ."""
+    if number == 0:
+        return 0, 0, 0
+    red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1.0, 0.65, 1.0)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def _visible(image: Tensor) -> np.ndarray:
+    """A normalised image, shape (3, height, width), as uint8 of shape (height, width, 3), from dark to bright."""
+    pixels = image.float().cpu()
+    pixels = (pixels - pixels.min()) / (pixels.max() - pixels.min()).clamp(min=1e-6)
+    return (pixels * 255.0).round().to(torch.uint8).permute(1, 2, 0).numpy()

@@ -1,0 +1,173 @@
+"""How much faster ``predict`` runs in its precision than it would in float32."""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from trainer.callbacks.curves import logging_folder
+from trainer.callbacks.pace import batch_size
+from trainer.errors import ConfigurationError
+
+
+class InferenceSpeed(Callback):
+    """Measures ``predict_step`` on the same batches in the run's precision and in float32.
+
+    The first batches of a ``predict`` are kept on their device. When all predictions are made, ``predict_step`` is
+    called on them again: in turn in the one precision and in the other, under the context of the prediction (inference
+    mode, unless the Trainer was told otherwise), in eval mode. The first rounds do not count, in which memory is
+    allocated and kernels are chosen. A precision's time is the median of its rounds, and what is compared. Loading
+    batches, moving them and writing predictions are not in it.
+
+    The result goes to ``inference_speed.json``, into the log, and on the command line into ``result.json``. In float32
+    itself there is nothing to compare. On several processes the first one measures, on its device. Nothing is done
+    in a ``fit``, ``validate`` or ``test``.
+
+    On a CPU without float16 instructions, ``16-mixed`` brings kernels of its own (``trainer.precision.cpu_fp16``). They
+    are in place in the float32 rounds, too, and cost some ten microseconds a product: models of milliseconds do not
+    notice.
+
+    Args:
+        batches: Batches of each round.
+        rounds: Rounds that count, in each precision.
+        warmup: Rounds before, which do not.
+        dirpath: Folder of ``inference_speed.json``. Default: that of the first logger.
+
+    Attributes:
+        result: What was measured; None before. The keys:
+
+            - ``precision``: Such as "bf16-mixed".
+            - ``seconds``, ``seconds_float32``: Median time of a round in it, and in float32.
+            - ``samples``: In a round.
+            - ``samples_per_second``, ``samples_per_second_float32``.
+            - ``speed_up``: ``seconds_float32 / seconds``; below 1 the precision is slower.
+            - ``batches``, ``rounds``.
+            - ``inference_mode``: Whether it was on.
+
+    Raises:
+        ConfigurationError: Fewer than one batch or round, or a negative `warmup`.
+    """
+
+    def __init__(
+        self, batches: int = 4, rounds: int = 7, warmup: int = 2, dirpath: str | os.PathLike[str] | None = None
+    ) -> None:
+        if batches < 1 or rounds < 1 or warmup < 0:
+            raise ConfigurationError(
+                f"Got batches={batches!r}, rounds={rounds!r} and warmup={warmup!r}, expected at least 1, 1 and 0."
+            )
+        self.batches = batches
+        self.rounds = rounds
+        self.warmup = warmup
+        self.result: dict[str, Any] | None = None
+        self._dirpath = dirpath
+        self._clock = time.perf_counter
+        self._kept: list[tuple[Any, ...]] = []  # arguments of predict_step
+
+    def on_predict_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Starts afresh."""
+        self.result = None
+        self._kept = []
+
+    def on_predict_batch_start(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keeps the batch, if it is one of the first."""
+        if len(self._kept) < self.batches:
+            several = isinstance(trainer.predict_dataloaders, list | tuple) and len(trainer.predict_dataloaders) > 1
+            self._kept.append((batch, batch_idx, dataloader_idx) if several else (batch, batch_idx))
+
+    def on_predict_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Measures, unless the precision is float32."""
+        kept, self._kept = self._kept, []
+        if not kept or not trainer.is_global_zero or str(trainer.precision) == "32-true":
+            return
+        own_times, other_times = [], []
+        for _ in range(self.warmup + self.rounds):
+            with trainer.precision_plugin.forward_context():
+                own_times.append(self._round(trainer, pl_module, kept))
+            with _in_float32(pl_module, trainer.strategy.root_device.type):
+                other_times.append(self._round(trainer, pl_module, _widened(kept)))
+        own, other = (statistics.median(times[self.warmup :]) for times in (own_times, other_times))
+        samples = sum(batch_size(arguments[0]) for arguments in kept)
+        self.result = {
+            "precision": str(trainer.precision),
+            "seconds": own,
+            "seconds_float32": other,
+            "samples": samples,
+            "samples_per_second": samples / own,
+            "samples_per_second_float32": samples / other,
+            "speed_up": other / own,
+            "batches": len(kept),
+            "rounds": self.rounds,
+            "inference_mode": torch.is_inference_mode_enabled(),
+        }
+        rank_zero_info(in_words(self.result))
+        folder = Path(self._dirpath or logging_folder(trainer))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "inference_speed.json").write_text(json.dumps(self.result, indent=2) + "\n", encoding="utf-8")
+
+    def _round(self, trainer: "pl.Trainer", module: "pl.LightningModule", batches: list[tuple[Any, ...]]) -> float:
+        """Seconds that ``predict_step`` takes for all batches."""
+        device = trainer.strategy.root_device
+        _wait_for(device)
+        started = self._clock()
+        for arguments in batches:
+            module.predict_step(*arguments)
+        _wait_for(device)
+        return self._clock() - started
+
+
+def in_words(result: dict[str, Any]) -> str:
+    """One line about what `InferenceSpeed` has measured."""
+    own, other = result["samples_per_second"], result["samples_per_second_float32"]
+    return (
+        f"Inference in {result['precision']}: {own:,.1f} samples/s; in float32: {other:,.1f}; {result['speed_up']:.2f}"
+        f" times as fast (medians of {result['rounds']} rounds of {result['batches']} batches)"
+    )
+
+
+@contextmanager
+def _in_float32(module: nn.Module, device_type: str) -> Iterator[None]:
+    """The module in float32, without autocast; weights of other dtypes are put back to the bit afterwards."""
+    tensors = [*module.parameters(), *module.buffers()]
+    others = [(one, one.data) for one in tensors if one.is_floating_point() and one.dtype is not torch.float32]
+    with torch.inference_mode(False), torch.no_grad():  # weights made in inference mode could not be trained again
+        for one, data in others:
+            one.data = data.float()
+    try:
+        with (
+            torch.autocast(device_type, enabled=False)
+            if torch.amp.is_autocast_available(device_type)
+            else nullcontext()
+        ):
+            yield
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            for one, data in others:
+                one.data = data
+
+
+def _widened(batches: Any) -> Any:
+    """The batches with their floating-point tensors in float32."""
+    return apply_to_collection(batches, Tensor, lambda one: one.float() if one.is_floating_point() else one)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)  # host-device synchronisation: the host is ahead of the device
