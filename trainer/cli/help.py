@@ -15,6 +15,7 @@ _SUMMARY = {
     "predict": "run a model over data and save what it says",
     "compare": "train in several precisions, and say what each of them gains and costs",
     "recipes": "list the recipes, with a line on each",
+    "tune": "find the largest batch that fits, or a learning rate",
     "checks": "say what this machine can do, how fast, and which precision to use",
     "report": "make one HTML page of a run or a sweep",
 }
@@ -37,6 +38,21 @@ samples per second, peak memory and skipped steps, the loss curves in one pictur
 The report, compare.md, and compare.png and compare.json go to multirun/RECIPE/DATE_TIME, each run to a
 folder in there. The exit status is 0 when all runs completed. Where no precision is given, 32, 16-mixed and
 bf16-mixed are compared.""",
+    "tune": """\
+tune batch_size finds the largest batch that fits into memory, in each precision, and tells how fast each size
+is. On a GPU it asks the GPU; on a CPU a budget does: tune.memory=3GiB, or most of what is free. Each size is
+tried in a few real training steps, in a process of its own. 32, 16-mixed and bf16-mixed are tried where no
+precision is given.
+tune lr runs a learning-rate range test: the rate grows from update to update, and the loss over it tells
+which rate to use. It draws the curve, lr.png.
+Both write tune.json into outputs/RECIPE/DATE_TIME, and leave no checkpoints and nothing else behind.
+
+  python -m trainer tune batch_size +recipe=resnet50
+  python -m trainer tune batch_size +recipe=resnet50 precision=32,bf16-mixed tune.memory=4GiB tune.multiple_of=1
+  python -m trainer tune lr +recipe=resnet50 precision=16-mixed
+  python -m trainer tune lr +recipe=resnet50 tune.min_lr=1e-5 tune.max_lr=1 tune.steps=200
+
+Settings are those of fit, and tune.* (conf/tune/default.yaml has them with their meaning).""",
     "checks": """\
 Tells the versions of what is installed, the devices, what each precision does on them (native, emulated or
 unsupported), the measured speed of float32, float16 and bfloat16 (two seconds), how many dataloader workers to
@@ -56,7 +72,12 @@ Examples:
     python -m trainer report multirun/resnet50/DATE_TIME sweep.html""",
 }
 
-_WORDS = {"recipes": "", "checks": "[json]", "report": "[RUN_DIR [OUT.html]]"}
+_WORDS = {
+    "recipes": "",
+    "tune": "batch_size|lr [SETTING=VALUE ...]",
+    "checks": "[json]",
+    "report": "[RUN_DIR [OUT.html]]",
+}
 """What may follow a command that runs nothing."""
 
 _TRAIN = """\
@@ -106,6 +127,7 @@ _GROUPS = {
     "callbacks": "",
     "logger": "",
     "compare": "what compare asks of the runs",
+    "tune": "what tune tries",
     "debug": "settings to look for mistakes with",
     "sweep": "ready-made sweeps",
 }
