@@ -39,7 +39,7 @@ from trainer.callbacks import (
     ScaleMonitor,
     Throughput,
 )
-from trainer.callbacks.run_summary import batch_size
+from trainer.callbacks.pace import batch_size
 from trainer.cli import machine
 from trainer.cli.apart import Tell
 from trainer.cli.lr_range import LearningRateSweep
