@@ -177,7 +177,8 @@ def test_help_names_every_command_and_every_option(project, capsys):
         "predict",
         "compare",
         "recipes",
-        "line, other, resnet50",
+        "line, ",
+        "other, resnet50, ",
         "early_stopping",
         "-m",
     ):
