@@ -193,7 +193,7 @@ def find(
                     )
                 samples = message["batch"]
             note = f"{message['skipped']} updates overflowed" if message["skipped"] else ""
-            tried = Tried(size, True, message["samples_per_second"], message["memory"], note)
+            tried = Tried(min(size, message["batch"]), True, message["samples_per_second"], message["memory"], note)
         else:
             raise tune.failure(message, where, folder)
         finding.tried.append(tried)
@@ -209,8 +209,8 @@ def find(
     except _CannotBeComputedError as error:
         finding.problem = " ".join(str(error).split())
         tune.say(f"precision={precision}: {finding.problem}")
-    if finding.largest and finding.largest == most():
-        finding.bound = "samples" if finding.largest == samples else "tune.max_batch_size"
+    if finding.largest and (bound := most()) is not None and finding.largest >= bound:
+        finding.largest, finding.bound = bound, "samples" if bound == samples else "tune.max_batch_size"
     return finding
 
 
