@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,11 @@ def told(argument, tell):
 def told_and_hangs(argument, tell):
     tell({"status": "ok"})
     time.sleep(60)
+
+
+def leaves_its_number(argument, tell):
+    argument.write_text(str(os.getpid()))
+    time.sleep(120)
 
 
 def silent(argument, tell):
@@ -55,3 +62,24 @@ def test_what_they_tell_and_how_they_end(tmp_path, monkeypatch):
     begun = time.monotonic()
     assert run_apart(f"{HERE}:told_and_hangs", None, log)["status"] == "ok"
     assert time.monotonic() - begun < 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_they_do_not_outlive_the_one_that_started_them(tmp_path):
+    code = (
+        "from pathlib import Path; from trainer.cli.apart import run_apart;"
+        f"run_apart('{HERE}:leaves_its_number', Path('{tmp_path}/number'), Path('{tmp_path}/log'))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2]) as parent:
+        number = wait_for(lambda: (tmp_path / "number").exists() and (tmp_path / "number").read_text())
+        parent.kill()
+    assert wait_for(lambda: not Path(f"/proc/{number}").exists() or None)
+
+
+def wait_for(what, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
