@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -78,6 +79,14 @@ def _entry(function: str, argument: Any, sender: Connection, log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:] = dict.fromkeys([os.getcwd(), *sys.path])  # where the user's modules are
     module, _, name = function.partition(":")
     getattr(import_module(module), name)(argument, sender.send)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # nobody is left to be told

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trainer import redaction
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
-from trainer.cli.processes import under_torchrun
+from trainer.cli.processes import is_quiet, under_torchrun
 from trainer.cli.schema import describe
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
@@ -295,5 +295,6 @@ def write(folder: Path, result: dict[str, Any]) -> None:
 
 
 def say(text: str) -> None:
-    """A line for the person who waits."""
-    print(text, flush=True, file=sys.stdout)
+    """A line for the person who waits; none with ``--quiet``."""
+    if not is_quiet():
+        print(text, flush=True)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.cli import machine, tune
 from trainer.cli.apart import Message, killed, run_apart
 from trainer.cli.arguments import COMPARED, Arguments, UsageError
+from trainer.cli.processes import is_quiet
 from trainer.cli.search import largest
 from trainer.cli.sweep import print_table
 from trainer.cli.tune import LOG, Settings, Try
@@ -193,7 +194,7 @@ def find(
                     )
                 samples = message["batch"]
             note = f"{message['skipped']} updates overflowed" if message["skipped"] else ""
-            tried = Tried(size, True, message["samples_per_second"], message["memory"], note)
+            tried = Tried(min(size, message["batch"]), True, message["samples_per_second"], message["memory"], note)
         else:
             raise tune.failure(message, where, folder)
         finding.tried.append(tried)
@@ -209,8 +210,8 @@ def find(
     except _CannotBeComputedError as error:
         finding.problem = " ".join(str(error).split())
         tune.say(f"precision={precision}: {finding.problem}")
-    if finding.largest and finding.largest == most():
-        finding.bound = "samples" if finding.largest == samples else "tune.max_batch_size"
+    if finding.largest and (bound := most()) is not None and finding.largest >= bound:
+        finding.largest, finding.bound = bound, "samples" if bound == samples else "tune.max_batch_size"
     return finding
 
 
@@ -264,16 +265,14 @@ def _report(findings: Sequence[Finding], settings: Settings, folder: Path) -> No
                 _rate(fastest),
             ]
         )
-    console = print_table("Batch sizes that fit", header, rows, left=("precision", "bound by"))
+    if not is_quiet():
+        print_table("Batch sizes that fit", header, rows, left=("precision", "bound by"))
     for finding in findings:
         if finding.largest:
-            line = f"precision={finding.precision} {settings.batch_size_key}={finding.largest}"
-        elif finding.problem:
-            line = f"precision={finding.precision}: {finding.problem}"
+            print(f"precision={finding.precision} {settings.batch_size_key}={finding.largest}")
         else:
-            line = f"precision={finding.precision}: not even one sample fits."
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Everything is in {folder / tune.RESULT}", markup=False, highlight=False, soft_wrap=True)
+            print(f"precision={finding.precision}: {finding.problem or 'not even one sample fits.'}")
+    tune.say(f"Everything is in {folder / tune.RESULT}")
 
 
 def _rate(tried: Tried | None) -> str:

@@ -85,8 +85,10 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
             title=f"{name}, {message['precision']}",
         )
         figure.savefig(folder / PICTURE)
-    for line in _lines(message, found.lr, found.why, found.lowest, current, settings):
-        tune.say(line)
+    *remarks, last = _lines(message, found.lr, found.why, found.lowest, current, settings)
+    for remark in remarks:
+        tune.say(remark)
+    print(last)
     tune.say(f"The curve is in {folder / PICTURE}" if points else f"Everything is in {folder / tune.RESULT}")
     return 0 if found.lr is not None else 1
 
