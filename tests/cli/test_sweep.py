@@ -103,11 +103,12 @@ def test_the_best_job_is_told_and_those_without_a_value_do_not_win(tmp_path, cap
     assert report(tmp_path) == 1  # a job that was pruned has not failed
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert [job["job"] for job in numbers if job["best"]] == [1]
-    header, _, *rows, empty, said = (tmp_path / "summary.md").read_text().splitlines()
+    header, _, *rows, _, said, _, command = (tmp_path / "summary.md").read_text().splitlines()
     assert header.startswith("| job | overrides | status | epochs | time | loss | test_acc | val_acc |")
     assert rows[1].startswith("| 1 (best) | optimizer.lr=1 | completed |")
     assert [row.split(" | ")[0] for row in rows if "best" in row] == ["| 1 (best)"]
-    assert (empty, said) == ("", "Best: job 1, with loss 0.2, the lowest: optimizer.lr=1")
+    assert said == "Best: job 1, with loss 0.2, the lowest: optimizer.lr=1"
+    assert command == "    python -m trainer fit +recipe=a optimizer.lr=1"
     assert said in capsys.readouterr().out
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
     from trainer.callbacks.inference_speed import InferenceSpeed
     from trainer.callbacks.nonfinite_guard import NonFiniteGuard
+    from trainer.callbacks.optuna_pruning import OptunaPruning
     from trainer.callbacks.overflow_report import OverflowReport
     from trainer.callbacks.progress_bar import ProgressBar
     from trainer.callbacks.run_summary import RunSummary
@@ -35,6 +36,7 @@ __all__ = [
     "HalveOnOutOfMemory",
     "InferenceSpeed",
     "NonFiniteGuard",
+    "OptunaPruning",
     "OverflowReport",
     "ProgressBar",
     "RunSummary",
@@ -54,6 +56,7 @@ _HOMES = {
     "HalveOnOutOfMemory": "trainer.callbacks.halve_on_out_of_memory",
     "InferenceSpeed": "trainer.callbacks.inference_speed",
     "NonFiniteGuard": "trainer.callbacks.nonfinite_guard",
+    "OptunaPruning": "trainer.callbacks.optuna_pruning",
     "OverflowReport": "trainer.callbacks.overflow_report",
     "ProgressBar": "trainer.callbacks.progress_bar",
     "RunSummary": "trainer.callbacks.run_summary",

@@ -39,7 +39,7 @@ CONSOLE = "console.log"
 _BASIC = "hydra._internal.core_plugins."
 _ELSEWHERE = "hydra_plugins.hydra_submitit_launcher."
 _STOP = ".stop"
-_ENDING = {getattr(signal, name, 0) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")}
+_ENDING = {getattr(signal, name, -1) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")}
 
 # Hydra's settings for the sweep, which are none of a job's business.
 _SWEEP_ONLY = (
@@ -170,11 +170,11 @@ class Job:
             result = json.loads(file.read_text(encoding="utf-8"))
         if status != 0 and result["status"] in ENDED_WELL:
             result["status"] = "failed"
-        if status != 0 and "error" not in result:
-            if not file.is_file() and status is not None and -status in _ENDING:
+        if status is not None and status != 0 and "error" not in result:
+            number = -status if status < 0 else status - 128
+            if not file.is_file() and number in _ENDING:
                 result["status"] = "interrupted"  # before it could write anything
-            killed = status is not None and status < 0
-            result["error"] = f"ended by signal {-(status or 0)}" if killed else f"exit status {status}"
+            result["error"] = f"ended by signal {number}" if status < 0 else f"exit status {status}"
             if self.aside and result["status"] == "failed":
                 result["error"] += f", see {self.folder / CONSOLE}"
         result |= {"job": self.number, "overrides": self.overrides, "exit_status": status, "digest": self.digest}

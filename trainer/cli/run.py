@@ -87,7 +87,8 @@ def run(config: DictConfig) -> float | None:
         module, data, trainer = assemble(settings, folder)
         started = time.monotonic()  # importing and building is not what a run is compared by
         _execute(settings, folder, module, data, trainer)
-        result["status"] = "completed"
+        is_pruned = any(getattr(callback, "pruned", False) for callback in getattr(trainer, "callbacks", ()))
+        result["status"] = "pruned" if is_pruned else "completed"
     except (KeyboardInterrupt, SystemExit) as error:
         result["status"] = "interrupted"
         if isinstance(error.__context__, KeyboardInterrupt):  # what the Trainer makes of a Ctrl-C

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,9 +20,13 @@ ENDED_WELL = ("completed", "pruned")
 """What a job's status is when nothing went wrong. A sweeper stops ("prunes") a job that is not worth finishing."""
 
 
+PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
+"""How the override begins by which Optuna's sweeper has a job report to its study."""
+
+
 def shown(overrides: Sequence[str]) -> list[str]:
     """The overrides a person wants to see."""
-    return [override for override in overrides if not override.startswith("command=")]
+    return [override for override in overrides if not override.startswith(("command=", PRUNING))]
 
 
 def read_results(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
@@ -99,14 +104,15 @@ def _common(results: list[dict[str, Any]]) -> set[str]:
 
 
 def _best(results: list[dict[str, Any]]) -> str:
-    """A sentence on the best job; empty where there is none."""
+    """A sentence on the best job, and the command that is like it; empty where there is none."""
     for result in results:
         if result["best"]:
             objective, common = result["objective"], _common(results)
             own = " ".join(word for word in shown(result["overrides"]) if word not in common)
             way = "lowest" if objective["mode"] == "min" else "highest"
             what = f"{objective['metric']} {objective['value']:.4g}, the {way}"
-            return f"Best: job {result['job']}, with {what}{f': {own}' if own else ''}"
+            command = shlex.join(["python", "-m", "trainer", "fit", *shown(result["overrides"])])
+            return f"Best: job {result['job']}, with {what}{f': {own}' if own else ''}\n\n    {command}"
     return ""
 
 

@@ -65,6 +65,7 @@ def validate(arguments: Arguments) -> DictConfig:
     hydra_node.check(composer, config, overrides)
     if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
         plugins.prepare(config.hydra)
+        _check_intervals(config, overrides)
     _check_whole(composer, config, overrides, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
     return config
 
@@ -79,11 +80,14 @@ def _values(overrides: Sequence[Override]) -> list[list[str]]:
         if override.is_sweep_override()
         else [str(override.input_line)]
         for override in overrides
-        if not override.is_interval_sweep()  # a sweeper plugin draws from it; there are no values to check
     ]
 
 
 def _sweep(override: Override) -> Iterator[str]:
+    interval: Any = override.value()
+    if override.is_interval_sweep():  # a sweeper draws from it; if its ends are right, what is between them is
+        yield from (str(interval.start), str(interval.end))
+        return
     try:
         yield from override.sweep_string_iterator()
     except Exception as error:
@@ -121,6 +125,16 @@ def _sweeper_params(composer: Composer, config: DictConfig) -> list[Override]:
     return overrides
 
 
+def _check_intervals(config: DictConfig, overrides: Sequence[Override]) -> None:
+    if "BasicSweeper" in config.hydra.sweeper["_target_"]:
+        for override in overrides:
+            if override.is_interval_sweep():
+                raise UsageError(
+                    f"{override.input_line} is an interval, which only hydra/sweeper=optuna can choose from. Add that,"
+                    " or give the values one by one."
+                )
+
+
 def _refuse_several_values(overrides: Sequence[Override]) -> None:
     for override in overrides:
         if override.is_sweep_override():
@@ -132,8 +146,10 @@ def _refuse_several_values(overrides: Sequence[Override]) -> None:
 
 def _check_option(composer: Composer, override: Override) -> None:
     group = override.key_or_group
-    if not composer.is_group(group) or override.is_delete() or override.is_interval_sweep():
+    if not composer.is_group(group) or override.is_delete():
         return
+    if override.is_interval_sweep():
+        raise UsageError(f"{override.input_line} is an interval, expected options of the config group {group}.")
     written = list(_sweep(override)) if override.is_sweep_override() else override.value()
     for option in written if isinstance(written, list) else [written]:
         if isinstance(option, dict):

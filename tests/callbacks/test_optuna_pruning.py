@@ -1,0 +1,75 @@
+"""A run reports to its trial of Optuna, and ends when the study says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import project  # noqa: F401
+from trainer.cli import main
+
+optuna = pytest.importorskip("optuna")
+pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
+
+STORAGE = "sqlite:///study.db"
+LINE = ["fit", "+recipe=line", "logger=none", "callbacks=none", "hydra.run.dir=run", "trainer.max_epochs=4"]
+
+
+@pytest.fixture
+def study(project):  # noqa: F811
+    """One trial that could hardly be better, and one that has begun."""
+    study = optuna.create_study(storage=STORAGE, study_name="s", direction="minimize")
+    good = study.ask()
+    for step in range(4):
+        good.report(1e-9, step)
+    study.tell(good, 1e-9)
+    study.ask()
+    return study
+
+
+def pruning(
+    trial: int = 1, metric: str = "val_loss", pruner: str = "{name:median,n_startup_trials:1,n_warmup_steps:2}"
+) -> str:
+    settings = f"storage:'{STORAGE}',study_name:s,trial:{trial},metric:{metric},pruner:{pruner}"
+    return f"++callbacks.pruning={{_target_:trainer.callbacks.OptunaPruning,{settings}}}"
+
+
+def result() -> dict:
+    return json.loads(Path("run/result.json").read_text())
+
+
+def test_a_trial_that_is_behind_ends_its_run(study):
+    assert main([*LINE, pruning(), "objective.metric=val_loss"]) == 0
+    told = study.get_trials()[1]
+    assert list(told.intermediate_values) == [0, 1, 2]  # the third validation is the first that counts
+    assert (result()["status"], result()["epochs"]) == ("pruned", 3)
+    assert told.intermediate_values[2] == pytest.approx(result()["metrics"]["val_loss"])
+    assert told.state.name == "RUNNING"  # it is the sweep that closes it
+
+
+def test_without_a_pruner_it_only_reports(study):
+    assert main([*LINE, pruning(pruner="{name:none}")]) == 0
+    assert list(study.get_trials()[1].intermediate_values) == [0, 1, 2, 3]
+    assert (result()["status"], result()["epochs"]) == ("completed", 4)
+
+
+def test_validations_are_counted_across_a_resume(study):
+    words = [*LINE[:-1], pruning(pruner="{name:none}"), "callbacks=model_checkpoint", "resume=auto"]
+    assert main([*words, "trainer.max_epochs=2"]) == 0
+    assert main([*words, "trainer.max_epochs=3"]) == 0
+    assert list(study.get_trials()[1].intermediate_values) == [0, 1, 2]
+
+
+def test_a_trial_that_is_over_is_left_alone(study):
+    study.tell(1, 5.0)
+    with pytest.warns(UserWarning, match="Trial 1 of the study s is over; this run is not reported to it."):
+        assert main([*LINE, pruning()]) == 0
+    assert study.get_trials()[1].intermediate_values == {}
+    assert result()["status"] == "completed"
+
+
+def test_a_metric_that_is_not_there_is_not_reported(study):
+    assert main([*LINE, pruning(metric="val_acc")]) == 0
+    assert study.get_trials()[1].intermediate_values == {}

@@ -1,0 +1,77 @@
+"""Ends a run that a study of Optuna does not think worth finishing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+
+from trainer.studies import trial_of
+
+
+class OptunaPruning(L.Callback):
+    """Reports a metric to a trial of Optuna after each validation, and stops the run when the study's pruner says so.
+
+    ``hydra/sweeper=optuna`` adds it to each job. The run ends as by early stopping, so its checkpoints are as they
+    should be. Validations are counted from 0, across a resume.
+
+    Args:
+        storage: of the study, a URL as Optuna takes it.
+        study_name: its name there.
+        trial: the number of the trial.
+        metric: that is optimised, as it is logged.
+        pruner: ``name`` (median, hyperband, none) and arguments of Optuna's class; None for none.
+
+    Attributes:
+        pruned: whether it has stopped the run.
+        validations: how many it has seen.
+    """
+
+    def __init__(
+        self, storage: str, study_name: str, trial: int, metric: str, pruner: Mapping[str, Any] | None = None
+    ) -> None:
+        self.storage, self.study_name, self.trial, self.metric = storage, study_name, trial, metric
+        self.pruner = pruner
+        self.pruned = False
+        self.validations = 0
+        self._trial: Any = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the study, on the first process."""
+        if not trainer.is_global_zero:
+            return
+        self._trial = trial_of(self.storage, self.study_name, self.trial, self.pruner)
+        if self._is_over():
+            warnings.warn(
+                f"Trial {self.trial} of the study {self.study_name} is over; this run is not reported to it.",
+                stacklevel=2,
+            )
+            self._trial = None
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Report, and ask."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        stop, value = False, trainer.callback_metrics.get(self.metric)
+        if self._trial is not None and value is not None:
+            self._trial.report(float(value), step=self.validations)
+            stop = bool(self._trial.should_prune())
+        self.validations += 1
+        if trainer.strategy.broadcast(stop):
+            self.pruned = trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {"validations": self.validations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.validations = state_dict["validations"]
+
+    def _is_over(self) -> bool:
+        import optuna
+
+        state = self._trial.study.get_trials(deepcopy=False)[self.trial].state
+        return state not in (optuna.trial.TrialState.RUNNING, optuna.trial.TrialState.WAITING)

@@ -1,0 +1,313 @@
+"""``hydra/sweeper=optuna``: a sweep whose jobs are chosen by Optuna, from what the jobs before have reached. No torch.
+
+The space is written as any sweep is, in Hydra's own syntax: ``interval(1e-4, 1e-1)``, ``tag(log, interval(...))``,
+``int(interval(8, 256))``, ``range(1, 5)``, ``choice(a, b)`` or plainly ``a,b``, ``glob(*)``. A trial is a job of it,
+a process and a folder of its own as every other; while it runs, `trainer.callbacks.OptunaPruning` reports to the
+study. The study is a file in the sweep's folder, so the same sweep in the same folder goes on with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, Quote, QuotedString, RangeSweep
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from trainer.cli.arguments import UsageError, canonical_precisions
+from trainer.cli.objective import choose, monitored, value_of
+from trainer.cli.results import write_result
+from trainer.cli.sweep import PRUNING, read_results
+from trainer.studies import make_pruner, make_sampler
+
+_JOB, _FOLDER = "job", "folder"
+"""What a trial remembers of the sweep it is part of."""
+
+
+class OptunaSweeper(Sweeper):
+    """Chooses the jobs of a sweep by Optuna.
+
+    Args:
+        n_trials: how many the study is to have in the end, pruned and failed ones included.
+        n_jobs: how many are begun at a time; the launcher runs them.
+        sampler: ``name`` (tpe, random, grid, cmaes), ``seed``, and arguments of Optuna's class.
+        pruner: ``name`` (median, hyperband, none), and arguments of Optuna's class.
+        study_name: in the storage.
+        storage: a URL as Optuna takes it; None for ``study.db`` in the sweep's folder.
+        params: the space, or a part of it, by key; what the command line says of a key comes first.
+    """
+
+    def __init__(
+        self,
+        n_trials: int,
+        n_jobs: int,
+        sampler: Mapping[str, Any],
+        pruner: Mapping[str, Any],
+        study_name: str,
+        storage: str | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.n_trials, self.n_jobs, self.study_name, self.storage = n_trials, n_jobs, study_name, storage
+        self.sampler, self.pruner, self.params = dict(sampler), dict(pruner), dict(params or {})
+        self.hydra_context: HydraContext | None = None
+        self.config: DictConfig | None = None
+        self.launcher: Launcher | None = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Called by Hydra before the sweep.
+
+        Raises:
+            UsageError: a number that makes no sense.
+        """
+        for name in ("n_trials", "n_jobs"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"hydra.sweeper.{name} is {value}, expected a number from 1.")
+        self.hydra_context, self.config = hydra_context, config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
+        """Run the study's trials, as many as it does not have yet.
+
+        Args:
+            arguments: the overrides of the command line.
+
+        Raises:
+            UsageError: there is nothing to optimise, or nothing to choose, or a study of another kind.
+        """
+        assert self.config is not None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        folder = Path(str(self.config.hydra.sweep.dir)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
+        fixed, space = self._space(arguments)
+        run = _Run(self, folder, fixed, space, *self._objective())
+        returns = []
+        while batch := run.next():
+            assert self.launcher is not None
+            try:
+                returns.append(self.launcher.launch([words for _, words in batch], initial_job_idx=batch[0][0]))
+            finally:
+                run.take_over()
+        return returns
+
+    def _objective(self) -> tuple[str, str]:
+        """The metric, and which way it is better."""
+        assert self.config is not None
+        chosen = choose(self.config.get("objective"), monitored(self.config.get("callbacks")))
+        if chosen is None:
+            raise UsageError(
+                "hydra/sweeper=optuna optimises a metric, and nothing says which. Write objective.metric=val_loss, or"
+                " another that the model logs, and objective.mode=min or max if its name does not tell."
+            )
+        return chosen
+
+    def _space(self, arguments: list[str]) -> tuple[list[str], dict[str, tuple[str, BaseDistribution]]]:
+        """The overrides that all jobs have; and by name of each parameter, its key as it is written, and values."""
+        assert self.hydra_context is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        params = [
+            f"{key}={canonical_precisions(str(v)) if key == 'precision' else v}" for key, v in self.params.items()
+        ]
+        fixed: dict[str, str] = {}
+        space: dict[str, tuple[str, BaseDistribution]] = {}
+        for override in parser.parse_overrides([*params, *arguments]):
+            key = override.get_key_element()
+            name = key.lstrip("+")
+            fixed.pop(name, None)
+            space.pop(name, None)
+            if override.is_sweep_override():
+                space[name] = key, _distribution(override)
+            else:
+                value = override.get_value_element_as_str()
+                fixed[name] = f"{key}={value}" if not override.is_delete() else str(override.input_line)
+        if not space:
+            raise UsageError(
+                "hydra/sweeper=optuna has nothing to choose: give a setting several values, or an interval, as in"
+                " 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
+            )
+        return list(fixed.values()), space
+
+
+class _Run:
+    """One run of a sweep: what of its study is still to be done.
+
+    Args:
+        sweeper: its settings.
+        folder: of the sweep.
+        fixed: the overrides that all jobs have.
+        space: key, as on the command line, and values of each parameter, by name.
+        metric: that is optimised.
+        mode: which way it is better.
+    """
+
+    def __init__(
+        self,
+        sweeper: OptunaSweeper,
+        folder: Path,
+        fixed: list[str],
+        space: dict[str, tuple[str, BaseDistribution]],
+        metric: str,
+        mode: str,
+    ) -> None:
+        assert sweeper.config is not None
+        self.folder, self.fixed, self.space, self.metric = folder, fixed, space, metric
+        self.n_trials, self.n_jobs = sweeper.n_trials, sweeper.n_jobs
+        self.pruner, self.study_name = sweeper.pruner, sweeper.study_name
+        written = OmegaConf.to_container(sweeper.config.hydra.sweeper, resolve=False)
+        assert isinstance(written, dict)
+        own = f"sqlite:///{(folder / 'study.db').as_posix()}"
+        self.storage = str(written["storage"] or own)  # as it is written: what it is filled in with may be a secret
+        self.study = self._open(sweeper.storage or own, sweeper.sampler, mode)
+        self.take_over()
+        for trial in self._ours(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL):
+            if (result := self._results().get(trial.user_attrs[_JOB])) is not None:
+                write_result(Path(result["run_dir"]), result)  # for the table at the end: it is part of this sweep
+        self._again = [(trial.user_attrs[_JOB], self._words(trial)) for trial in self._ours(TrialState.RUNNING)]
+
+    def _open(self, storage: str, sampler: dict[str, Any], mode: str) -> optuna.Study:
+        direction = StudyDirection.MINIMIZE if mode == "min" else StudyDirection.MAXIMIZE
+        try:
+            study = optuna.create_study(
+                storage=storage, study_name=self.study_name, direction=direction, load_if_exists=True
+            )
+        except ImportError as error:  # of a database
+            raise UsageError(f"hydra.sweeper.storage is {self.storage}, and its driver is missing: {error}") from error
+        except Exception as error:
+            if type(error).__name__ == "ArgumentError":  # sqlalchemy's, of a URL
+                said = f"hydra.sweeper.storage is {self.storage}, expected a URL such as sqlite:///study.db."
+                raise UsageError(said) from None
+            raise
+        if study.direction != direction:
+            raise UsageError(
+                f"The study {self.study_name} in {self.storage} is to {study.direction.name.lower()}, and"
+                f" objective.mode asks to {direction.name.lower()}. Choose another name: hydra.sweeper.study_name=NAME."
+            )
+        trials = len(study.get_trials(deepcopy=False))
+        study.sampler, study.pruner = make_sampler(sampler, trials), make_pruner(self.pruner)
+        if sampler.get("name") == "grid":
+            points = self._grid()
+            self.n_trials = min(self.n_trials, len(points))
+            for point in points if trials == 0 else ():
+                study.enqueue_trial(dict(zip(self.space, point, strict=True)))
+        return study
+
+    def _grid(self) -> list[tuple[Any, ...]]:
+        values = []
+        for name, (_, distribution) in self.space.items():
+            if isinstance(distribution, CategoricalDistribution):
+                values.append(list(distribution.choices))
+            elif isinstance(distribution, IntDistribution) and not distribution.log:
+                values.append(list(range(distribution.low, distribution.high + 1, distribution.step)))
+            else:
+                raise UsageError(
+                    f"{name} has no list of values, which a grid is made of. Write them down, as in {name}=1,2,5; or"
+                    " choose another sampler: hydra.sweeper.sampler.name=tpe."
+                )
+        return list(itertools.product(*values))
+
+    def _ours(self, *states: TrialState) -> list[FrozenTrial]:
+        """Trials of this sweep: another one may work on the same study."""
+        trials = self.study.get_trials(deepcopy=False, states=states)
+        return [trial for trial in trials if trial.user_attrs.get(_FOLDER) == str(self.folder)]
+
+    def _results(self) -> dict[int, dict[str, Any]]:
+        return {result["job"]: result for result in read_results(self.folder)}
+
+    def next(self) -> list[tuple[int, list[str]]]:
+        """Numbers, one after the other, and overrides of the jobs to run next; none when there are none left."""
+        if self._again:  # a sweep that was ended has left them
+            end = 1
+            while end < min(self.n_jobs, len(self._again)) and self._again[end][0] == self._again[end - 1][0] + 1:
+                end += 1
+            batch, self._again = self._again[:end], self._again[end:]
+            return batch
+        every = self.study.get_trials(deepcopy=False)
+        left = self.n_trials - sum(trial.state != TrialState.WAITING for trial in every)
+        first = 1 + max(
+            (t.user_attrs[_JOB] for t in every if t.user_attrs.get(_FOLDER) == str(self.folder)), default=-1
+        )
+        return [self._begin(first + index) for index in range(min(left, self.n_jobs))]
+
+    def _begin(self, job: int) -> tuple[int, list[str]]:
+        distributions = {name: distribution for name, (_, distribution) in self.space.items()}
+        try:
+            trial = self.study.ask(distributions)
+        except ValueError as error:  # a choice among other values than those of the trials before
+            raise UsageError(
+                f"The study {self.study_name} in {self.storage} was made over another space: {error} Choose another"
+                " name: hydra.sweeper.study_name=NAME."
+            ) from error
+        trial.set_user_attr(_FOLDER, str(self.folder))
+        trial.set_user_attr(_JOB, job)
+        return job, self._words(self.study.get_trials(deepcopy=False)[trial.number])
+
+    def _words(self, trial: FrozenTrial) -> list[str]:
+        """The overrides of a trial's job."""
+        chosen = [f"{self.space[name][0]}={value}" for name, value in trial.params.items() if name in self.space]
+        return [*self.fixed, *chosen, self._pruning(trial.number)]
+
+    def _pruning(self, number: int) -> str:
+        """The callback by which the job reports."""
+        pruner = ",".join(f"{name}:{_quoted(v) if isinstance(v, str) else v}" for name, v in self.pruner.items())
+        told = {"storage": self.storage, "study_name": self.study_name, "metric": self.metric}
+        words = ",".join(f"{name}:{_quoted(value)}" for name, value in told.items())
+        return f"{PRUNING}{words},trial:{number},pruner:{{{pruner}}}}}"
+
+    def take_over(self) -> None:
+        """Tell the study what has become of the jobs. One that was interrupted has not come to its end."""
+        results = self._results()
+        for trial in self._ours(TrialState.RUNNING):
+            result = results.get(trial.user_attrs[_JOB], {})
+            value, status = value_of(result), result.get("status")
+            if status == "completed" and value is not None:
+                self.study.tell(trial.number, value)
+            elif status == "pruned":
+                self.study.tell(trial.number, state=TrialState.PRUNED)
+            elif status in ("completed", "failed"):
+                self.study.tell(trial.number, state=TrialState.FAIL)
+
+
+def _distribution(override: Override) -> BaseDistribution:
+    """The values of a sweep over one setting, for Optuna."""
+    sweep: Any = override.value()
+    log = "log" in getattr(sweep, "tags", ())
+    try:
+        if isinstance(sweep, IntervalSweep):
+            assert sweep.start is not None
+            assert sweep.end is not None
+            if isinstance(sweep.start, int) and isinstance(sweep.end, int):
+                return IntDistribution(sweep.start, sweep.end, log=log)
+            return FloatDistribution(sweep.start, sweep.end, log=log)
+        if isinstance(sweep, RangeSweep):
+            values = sorted(sweep.range())
+            if all(isinstance(value, int) for value in values):
+                step = 1 if log else abs(int(sweep.step))
+                return IntDistribution(int(values[0]), int(values[-1]), log=log, step=step)
+            return FloatDistribution(values[0], values[-1], step=abs(float(sweep.step)))
+        return CategoricalDistribution(list(override.sweep_string_iterator()))
+    except (ValueError, IndexError) as error:
+        raise UsageError(f"Cannot choose from {override.input_line!r}: {error}.") from error
+
+
+def _quoted(text: str) -> str:
+    return str(QuotedString(text, Quote.single).with_quotes())

@@ -1,0 +1,71 @@
+"""Studies of Optuna: opened by the sweep that owns one, and by its runs, which report to it. Imports neither torch nor,
+before it is asked for something, Optuna.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.errors import ConfigurationError, did_you_mean
+
+_PRUNERS = {"median": "MedianPruner", "hyperband": "HyperbandPruner", "none": "NopPruner"}
+_SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler", "cmaes": "CmaEsSampler"}
+
+
+def make_pruner(settings: Mapping[str, Any] | None) -> Any:
+    """A pruner of Optuna.
+
+    Args:
+        settings: ``name``, one of median, hyperband and none, and arguments of Optuna's class. None for none.
+
+    Raises:
+        ConfigurationError: another name, or an argument that the class does not take.
+    """
+    import optuna
+
+    return _make(optuna.pruners, _PRUNERS, "pruner", settings or {"name": "none"})
+
+
+def make_sampler(settings: Mapping[str, Any], trials: int) -> Any:
+    """A sampler of Optuna.
+
+    Args:
+        settings: ``name``, one of tpe, random, grid and cmaes, and arguments of Optuna's class. The points of a grid
+            are put into the study's queue, so its sampler has nothing to do.
+        trials: how many the study has: a seed that has made them makes others now.
+
+    Raises:
+        ConfigurationError: another name, or an argument that the class does not take.
+    """
+    import optuna
+
+    seed = settings.get("seed")
+    return _make(
+        optuna.samplers, _SAMPLERS, "sampler", {**settings, **({} if seed is None else {"seed": seed + trials})}
+    )
+
+
+def _make(module: Any, classes: Mapping[str, str], kind: str, settings: Mapping[str, Any]) -> Any:
+    arguments = dict(settings)
+    name = str(arguments.pop("name", None))
+    if name not in classes:
+        raise ConfigurationError(
+            f"The {kind} is {name}, expected one of {', '.join(classes)}.{did_you_mean(name, classes)}"
+        )
+    try:
+        return getattr(module, classes[name])(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"The {kind} {name} does not take these settings: {error}.") from error
+    except ImportError as error:
+        raise ConfigurationError(f"The {kind} {name} needs a package that is not installed: {error}") from error
+
+
+def trial_of(storage: str, study_name: str, number: int, pruner: Mapping[str, Any] | None) -> Any:
+    """A trial of a study, to report to; in another process than the one that has begun it."""
+    import optuna
+
+    opened = optuna.storages.get_storage(storage)
+    study = optuna.load_study(study_name=study_name, storage=opened, pruner=make_pruner(pruner))
+    trial = opened.get_trial_id_from_study_id_trial_number(opened.get_study_id_from_name(study_name), number)
+    return optuna.trial.Trial(study, trial)
