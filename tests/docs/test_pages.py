@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the comman
 UNCHECKED = {
     "docs/architecture.md": 1,  # the layers
     "docs/migrating-from-lightning.md": 1,  # the one import that changes
+    "docs/several-gpus.md": 2,  # two nodes, Slurm
 }
 """How many blocks of a page nobody checks: "text" and "diff" without a marker, and those that are not run. Of pages
 that are not named: none. Raise a number only for what cannot run on a machine with one CPU and no network."""
