@@ -20,7 +20,6 @@ import torch
 
 from tests.docs.execute import make_commands, run, shell_environment, warm_python
 from tests.docs.pages import ROOT, Block, read
-from trainer.cli.arguments import COMMANDS
 
 PAGE = ROOT / "docs" / "quick-start.md"
 STEPS = [
@@ -158,7 +157,6 @@ def test_sweeps_two_precisions(newcomer: Newcomer) -> None:
     assert [result["precision"] for result in results] == ["32-true", "16-mixed"]
 
 
-@pytest.mark.skipif("report" not in COMMANDS, reason="still to come")
 def test_opens_the_report(newcomer: Newcomer) -> None:
     newcomer.write()
     newcomer.follow("Sweep over two precisions", "Open the report")
