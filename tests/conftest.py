@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from trainer.precision.readback import Readback
+
+ROOT = Path(__file__).parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,3 +40,22 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Readback, "__init__", init)
     monkeypatch.setattr(Readback, "wait", wait)
     return account
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip wheel` makes of the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run(pip, check=True, timeout=240)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the wheel in it; the dependencies are those of this environment."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel)]
+    subprocess.run(pip, check=True, timeout=240)
+    return folder

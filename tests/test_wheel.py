@@ -15,24 +15,6 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run(pip, check=True, timeout=240)
-    (file,) = folder.glob("*.whl")
-    return file
-
-
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """A folder with nothing but the wheel in it; the dependencies are those of this environment."""
-    folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel)]
-    subprocess.run(pip, check=True, timeout=240)
-    return folder
-
-
 def run(words, installed, folder):
     environment = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run(

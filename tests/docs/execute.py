@@ -25,14 +25,15 @@ _HERE = Path(__file__).parent
 
 
 @contextmanager
-def warm_python(folder: Path) -> Iterator[Path]:
+def warm_python(folder: Path, packages: Path = ROOT) -> Iterator[Path]:
     """A server of `tests.docs.warm_python` for the time of the context; yields its socket.
 
     Args:
         folder: for the socket; its path must be short.
+        packages: the folder that has the project's packages: the checkout, or where a wheel is installed.
     """
     path = folder / "python"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, str(_HERE / "warm_python.py"), "serve", str(path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as server:
@@ -44,7 +45,7 @@ def warm_python(folder: Path) -> Iterator[Path]:
             server.terminate()
 
 
-def run(blocks: Sequence[Block], folder: Path, tools: Path, server: Path, timeout: float) -> str:
+def run(blocks: Sequence[Block], folder: Path, tools: Path, server: Path, timeout: float, packages: Path = ROOT) -> str:
     """Run a page's blocks.
 
     Args:
@@ -53,6 +54,7 @@ def run(blocks: Sequence[Block], folder: Path, tools: Path, server: Path, timeou
         tools: a folder for what is needed to run them.
         server: the warm Python's socket.
         timeout: seconds for all of them.
+        packages: those of the server.
 
     Returns:
         Everything that was printed.
@@ -63,17 +65,10 @@ def run(blocks: Sequence[Block], folder: Path, tools: Path, server: Path, timeou
     for block in blocks:
         if block.language in READ and block.is_checked:
             _parse(block)
-    _make_commands(tools)
+    make_commands(tools)
     script = tools / "page.sh"
     script.write_text("\n".join(["set -eo pipefail", *_lines(blocks, tools)]) + "\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COLUMNS"))}
-    environment |= {
-        "PATH": f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "WARM_PYTHON": str(server),
-        "WARM_PYTHON_AGAIN": str(tools / "bin" / AGAIN),
-    }
+    environment = shell_environment(tools, server, packages)
     if any("scripts/" in block.text for block in blocks):
         shutil.copytree(tools / "scripts", folder / "scripts")
     status, said = _bash(script, folder, environment, timeout)
@@ -83,6 +78,18 @@ def run(blocks: Sequence[Block], folder: Path, tools: Path, server: Path, timeou
     assert status == 0, f"The block in line {last} ended with status {status}:\n{said[-6000:]}"
     _check_outputs(blocks, outputs)
     return said
+
+
+def shell_environment(tools: Path, server: Path, packages: Path = ROOT) -> dict[str, str]:
+    """The environment in which commands of a page run. ``tools`` has what `make_commands` makes."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COLUMNS"))}
+    return environment | {
+        "PATH": f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(packages),
+        "OMP_NUM_THREADS": "1",
+        "WARM_PYTHON": str(server),
+        "WARM_PYTHON_AGAIN": str(tools / "bin" / AGAIN),
+    }
 
 
 def _bash(script: Path, folder: Path, environment: dict[str, str], timeout: float) -> tuple[int, str]:
@@ -122,7 +129,8 @@ def _lines(blocks: Sequence[Block], tools: Path) -> Iterator[str]:
             yield from lines
 
 
-def _make_commands(tools: Path) -> None:
+def make_commands(tools: Path) -> None:
+    """Write what stands for ``python`` and the others into ``tools / "bin"``, and for the scripts."""
     for folder in ("bin", "scripts"):
         (tools / folder).mkdir(parents=True)
     scripts = [path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and "." not in path.name]

@@ -1,0 +1,43 @@
+"""docs/api is what the docstrings say."""
+
+from __future__ import annotations
+
+import _api_reference as reference
+import pytest
+
+import trainer
+from trainer import callbacks, errors
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return reference.pages()
+
+
+@pytest.mark.parametrize("name", [*reference.PAGES, "index"])
+def test_the_pages_are_current(name: str, pages: dict[str, str]):
+    committed = (reference.FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    assert committed == pages[name], "Run scripts/make_api_reference."
+
+
+def test_there_are_no_others(pages: dict[str, str]):
+    assert {path.stem for path in reference.FOLDER.glob("*.md")} == pages.keys()
+
+
+def test_every_public_name_is_there(pages: dict[str, str]):
+    for name in set(trainer.__all__) - {"__version__"}:
+        assert f"\n## {name}\n" in pages["trainer"]
+    for name in callbacks.__all__:
+        assert f"\n## {name}\n" in pages["callbacks"]
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and value.__module__ == errors.__name__:
+            assert f"\n## {name}\n" in pages["errors"]
+    for name in ("Digits", "ImageClassifier"):
+        assert f"\n## {name}\n" in pages["recipes"]
+
+
+def test_tells_arguments_with_type_default_and_meaning(pages: dict[str, str]):
+    assert "| `exact_resume` | `bool` | `True` | not Lightning's. Whether a resume" in pages["trainer"]
+    assert "| `gradient_clip_algorithm` | `str \\| None` | `None` | short for `GradientClipping`. |" in pages["trainer"]
+    assert "| `PrecisionError` | an unknown precision," in pages["trainer"]
+    assert "`fit(model, train_dataloaders=None," in pages["trainer"]

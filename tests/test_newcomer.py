@@ -1,0 +1,217 @@
+"""docs/quick-start.md, step by step, from an empty folder with nothing but the installed wheel."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.docs.execute import make_commands, run, shell_environment, warm_python
+from tests.docs.pages import ROOT, Block, read
+
+PAGE = ROOT / "docs" / "quick-start.md"
+STEPS = [
+    "Train the default recipe",
+    "Write your own module and recipe",
+    "Sweep over two precisions",
+    "Open the report",
+    "Break it, and be told which layer it was",
+    "Kill a run, and go on",
+]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell"),
+]
+
+
+def steps() -> dict[str, list[Block]]:
+    """The page's blocks, by the step that they belong to."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    starts = [(number, line[6:]) for number, line in enumerate(lines, 1) if re.match(r"## \d\. ", line)]
+    ends = [number for number, _ in starts[1:]] + [len(lines)]
+    blocks = read(PAGE)
+    return {
+        name: [block for block in blocks if start < block.line < end]
+        for (start, name), end in zip(starts, ends, strict=True)
+    }
+
+
+@dataclass
+class Newcomer:
+    """Someone who follows the page in a folder.
+
+    Args:
+        folder: empty at first.
+        tools: a folder beside it.
+        server: the warm Python that has the wheel.
+        wheel: the folder that it is installed in.
+    """
+
+    folder: Path
+    tools: Path
+    server: Path
+    wheel: Path
+
+    def write(self) -> None:
+        """Write all files of the page."""
+        for block in read(PAGE):
+            if file := block.markers.get("file"):
+                path = self.folder / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(block.text)
+
+    def follow(self, *names: str) -> str:
+        """Run the blocks of steps; returns what was printed."""
+        blocks = [block for name in names for block in steps()[name]]
+        tools = self.tools / "-".join(str(STEPS.index(name)) for name in names)
+        return run(blocks, self.folder, tools, self.server, timeout=200, packages=self.wheel)
+
+    def start(self, command: str) -> subprocess.Popen[bytes]:
+        """Start one command."""
+        tools = self.tools / "start"
+        if not tools.exists():
+            make_commands(tools)
+        environment = shell_environment(tools, self.server, self.wheel) | {"DOCS_LIMITS": "none"}
+        return subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=self.folder, env=environment)
+
+    def one(self, pattern: str) -> Path:
+        """The one path in the folder that matches."""
+        (path,) = self.folder.glob(pattern)
+        return path
+
+
+@pytest.fixture(scope="module")
+def server(installed: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="newcomer") as folder, warm_python(Path(folder), installed) as path:
+        yield path
+
+
+@pytest.fixture
+def newcomer(server: Path, installed: Path, tmp_path: Path) -> Newcomer:
+    (tmp_path / "empty").mkdir()
+    return Newcomer(tmp_path / "empty", tmp_path / "tools", server, installed)
+
+
+def result_in(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
+
+
+def test_the_page_has_these_steps() -> None:
+    assert list(steps()) == STEPS
+    assert all(any(block.language == "bash" for block in blocks) for blocks in steps().values())
+
+
+def test_it_is_the_wheel(newcomer: Newcomer) -> None:
+    (newcomer.folder / "where.py").write_text("import recipes, trainer; print(trainer.__file__, recipes.__file__)")
+    where = subprocess.run(
+        ["bash", "-c", "python where.py"], cwd=newcomer.folder, capture_output=True, text=True, timeout=60, check=True,
+        env=_environment(newcomer),
+    ).stdout  # fmt: skip
+    assert where.split() == [str(newcomer.wheel / name / "__init__.py") for name in ("trainer", "recipes")]
+
+
+def _environment(newcomer: Newcomer) -> dict[str, str]:
+    make_commands(newcomer.tools)
+    return shell_environment(newcomer.tools, newcomer.server, newcomer.wheel)
+
+
+def test_trains_the_default_recipe(newcomer: Newcomer) -> None:
+    newcomer.follow("Train the default recipe")
+    run_folder = newcomer.one("outputs/resnet50/*")
+    result = result_in(run_folder)
+    assert (result["status"], result["precision"]) == ("completed", "16-mixed")
+    for written in ("checkpoints/last.ckpt", "csv/metrics.csv", "curves.png", ".hydra/config.yaml", "summary.json"):
+        assert (run_folder / written).is_file(), written
+
+
+def test_trains_a_module_and_a_recipe_of_ones_own(newcomer: Newcomer) -> None:
+    newcomer.follow("Write your own module and recipe")
+    result = result_in(newcomer.one("outputs/mine/*"))
+    assert result["status"] == "completed"
+    assert result["epochs"] == 10
+    assert result["metrics"]["val_acc"] > 0.9
+
+
+def test_sweeps_two_precisions(newcomer: Newcomer) -> None:
+    newcomer.write()
+    said = newcomer.follow("Sweep over two precisions")
+    table = newcomer.one("multirun/mine/*/summary.md").read_text()
+    for precision in ("32-true", "16-mixed"):
+        assert re.search(rf"\| precision={precision} \| completed", table)
+        assert f"precision={precision}" in said
+    results = json.loads(newcomer.one("multirun/mine/*/summary.json").read_text())
+    assert [result["precision"] for result in results] == ["32-true", "16-mixed"]
+
+
+def test_opens_the_report(newcomer: Newcomer) -> None:
+    newcomer.write()
+    newcomer.follow("Sweep over two precisions", "Open the report")
+    page = newcomer.one("multirun/mine/*/report.html").read_text()
+    assert "16-mixed" in page
+    assert "val_acc" in page
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"https?:", page)
+
+
+def test_is_told_which_layer_overflows(newcomer: Newcomer) -> None:
+    newcomer.write()
+    said = newcomer.follow("Break it, and be told which layer it was")
+    assert "The forward overflows in 'second' (Linear)" in said
+    broken, mended = sorted(newcomer.folder.glob("outputs/mine/*"), key=lambda path: path.name)
+    assert "The forward overflows in 'second' (Linear)" in next(broken.rglob("overflow_report_step_2.md")).read_text()
+    assert result_in(broken)["status"] == "failed"
+    assert result_in(mended)["status"] == "completed"
+    assert result_in(mended)["skipped_steps"] == 0
+    assert result_in(mended)["metrics"]["val_acc"] > 0.9
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: Path) -> None:
+    (block,) = steps()["Kill a run, and go on"]
+    command = block.text.strip()
+    newcomer.write()
+    undisturbed = Newcomer(tmp_path / "undisturbed", tmp_path / "other", newcomer.server, newcomer.wheel)
+    undisturbed.folder.mkdir()
+    undisturbed.write()
+    assert undisturbed.start(command).wait(timeout=120) == 0
+
+    with newcomer.start(command) as first:
+        _wait_for(lambda: list(newcomer.folder.glob("outputs/mine/auto-*/checkpoints/last.ckpt")))
+        os.kill(first.pid, signal.SIGKILL)
+    killed = newcomer.one("outputs/mine/auto-*")
+    assert first.returncode == -signal.SIGKILL
+    assert not (killed / "result.json").exists()
+
+    assert newcomer.start(command).wait(timeout=120) == 0
+    assert newcomer.one("outputs/mine/auto-*") == killed
+    assert result_in(killed)["epochs"] == 10
+    expected = _weights(undisturbed.one("outputs/mine/auto-*"))
+    found = _weights(killed)
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def _wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 190
+    weights: dict[str, torch.Tensor] = checkpoint["state_dict"]
+    return weights
