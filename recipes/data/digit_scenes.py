@@ -30,8 +30,8 @@ class DigitScenes(SplitDataModule):
     others. Scenes depend on ``seed``, their number and their size alone. They are made in a second and held in memory.
 
     A batch to train, validate or test on is ``(images, masks)``: ``images`` is float32 of shape (batch, 3, height,
-    width), normalised; ``masks`` is int64 of shape (batch, height, width), 0 for the background and 1 + d for the digit
-    d (or 1 for any digit, with two classes). A batch to predict is ``(images, names)``: those of the test scenes.
+    width), normalised; ``masks`` is int64 of shape (batch, height, width), 0 for the background and 1 for a digit (or
+    1 + d for the digit d, with eleven classes). A batch to predict is ``(images, names)``: those of the test scenes.
 
     Args:
         batch_size: scenes in a batch, on one rank.
@@ -40,7 +40,7 @@ class DigitScenes(SplitDataModule):
         train_size: scenes to train on.
         val_size: scenes to validate on.
         test_size: scenes to test and predict on.
-        num_classes: 11: which digit it is; 2: whether it is one.
+        num_classes: 2: whether a pixel is a digit's; 11: which digit's, which is far harder to learn.
         seed: of the scenes and the splits, and of nothing else.
 
     Raises:
@@ -56,12 +56,12 @@ class DigitScenes(SplitDataModule):
         train_size: int = 1000,
         val_size: int = 200,
         test_size: int = 200,
-        num_classes: int = CLASSES,
+        num_classes: int = 2,
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, num_workers, collate_fn=Scenes.collate)
         if num_classes not in (2, CLASSES):
-            raise ValueError(f"num_classes is {num_classes}, expected 11 (which digit) or 2 (digit or not).")
+            raise ValueError(f"num_classes is {num_classes}, expected 2 (digit or not) or 11 (which digit).")
         if image_size < 32:
             raise ValueError(f"image_size is {image_size}, expected at least 32 pixels: the digits would be too small.")
         self.image_size = image_size

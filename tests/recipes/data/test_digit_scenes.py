@@ -1,0 +1,84 @@
+import numpy as np
+import pytest
+import torch
+
+from recipes.data import DigitScenes
+from recipes.data.digit_scenes import MEAN, STD, Painter
+
+SMALL = {"train_size": 20, "val_size": 6, "test_size": 5, "image_size": 32, "batch_size": 4}
+
+
+def scenes(**options: object) -> DigitScenes:
+    module = DigitScenes(**{**SMALL, **options})
+    module.setup("fit")
+    return module
+
+
+def test_batches():
+    module = scenes()
+    batches = list(module.train_dataloader())
+    assert len(batches) == 5
+    for images, masks in batches:
+        assert images.shape == (4, 3, 32, 32)
+        assert images.dtype == torch.float32
+        assert masks.shape == (4, 32, 32)
+        assert masks.dtype == torch.int64
+    assert [len(masks) for _, masks in module.val_dataloader()] == [4, 2]
+    assert set(torch.cat([masks for _, masks in batches]).unique().tolist()) == {0, 1}
+
+
+def test_what_is_predicted_has_a_name():
+    module = scenes()
+    (images, names), (last, rest) = module.predict_dataloader()
+    assert names == ["test_0000", "test_0001", "test_0002", "test_0003"]
+    assert rest == ["test_0004"]
+    (tested, _), _ = module.test_dataloader()
+    assert torch.equal(images, tested)
+    assert last.shape == (1, 3, 32, 32)
+    assert module.splits["test"][4][0].shape == (3, 32, 32)
+
+
+def test_scenes_depend_on_their_seed_alone():
+    np.random.seed(3)
+    first, again, other = scenes(), scenes(), scenes(seed=1)
+    for split in ("train", "val", "test"):
+        assert torch.equal(first.splits[split].images, again.splits[split].images)
+        assert torch.equal(first.splits[split].masks, again.splits[split].masks)
+        assert not torch.equal(first.splits[split].images, other.splits[split].images)
+    assert not torch.equal(first.splits["val"].images[:5], first.splits["test"].images)
+
+
+def test_masks_can_say_which_digit():
+    which, whether = scenes(num_classes=11, train_size=100), scenes(train_size=100)
+    assert set(which.splits["train"].masks.unique().tolist()) == set(range(11))
+    assert torch.equal(which.splits["train"].masks.clamp(max=1), whether.splits["train"].masks)
+
+
+def test_images_are_normalised():
+    module = DigitScenes(train_size=400, batch_size=400)
+    module.setup("fit")
+    ((images, masks),) = module.train_dataloader()
+    assert images.mean().item() == pytest.approx(0.0, abs=0.1)
+    assert images.std().item() == pytest.approx(1.0, abs=0.1)
+    assert 0.05 < (masks > 0).float().mean() < 0.2
+    train = module.splits["train"]
+    assert torch.allclose(train[0][0], (train.images[0] / 255 - MEAN) / STD)
+
+
+def test_a_mask_is_where_the_digit_is():
+    # A scan that is all ink, on a photograph without any contrast: what differs is the digit.
+    photo = np.full((64, 64, 3), 60, dtype=np.uint8)
+    painter = Painter(np.ones((1, 8, 8)), np.array([7]), [photo], np.random.default_rng(0))
+    image = np.full((48, 48, 3), 60 / 255)
+    mask = np.zeros((48, 48), dtype=np.uint8)
+    painter._add_digit(image, mask)
+    changed = np.abs(image - 60 / 255).max(axis=2) > 0.01
+    assert changed.sum() >= 12 * 12
+    assert np.array_equal(changed, mask == 8)
+    assert set(np.unique(mask)) == {0, 8}
+
+
+@pytest.mark.parametrize("options", [{"num_classes": 3}, {"image_size": 16}])
+def test_what_cannot_be_is_refused(options: dict[str, int]):
+    with pytest.raises(ValueError, match=r"expected (2|at least 32)"):
+        DigitScenes(**options)

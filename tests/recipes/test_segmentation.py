@@ -1,0 +1,184 @@
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from recipes.schedules import onecycle
+from recipes.segmentation import MaskWriter, Segmenter, UNet, coloured, segmentation_loss
+from tests.support import loader_of, make_trainer
+from trainer.cli import main
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+class Brightness(nn.Module):
+    """Class 1 where the image is above 0: what it must say is plain to see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([-images[:, :1], images[:, :1]], dim=1) * self.weight
+
+
+# Of loaders that give whole batches; the names are in the batch.
+unknown_indices = pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
+
+
+def halves(count: int, names: bool = False) -> list[Any]:
+    """Batches of two images, bright on the left or on the right half; with masks or with names."""
+    batches = []
+    for number in range(count):
+        images = torch.full((2, 3, 8, 8), -1.0)
+        images[0, :, :, :4] = images[1, :, :, 4:] = 1.0
+        batches.append((images, [f"{number}_a", f"{number}_b"] if names else (images[:, 0] > 0).long()))
+    return batches
+
+
+@pytest.mark.parametrize(("width", "depth", "size"), [(4, 0, 5), (4, 2, 12), (6, 3, 16)])
+def test_a_mask_is_as_large_as_its_image(width: int, depth: int, size: int):
+    net = UNet(3, width=width, depth=depth)
+    assert net(torch.zeros(2, 3, size, 2 * size if depth else size)).shape[:3] == (2, 3, size)
+    assert net.classify.in_channels == width
+    assert len(net.down) == depth + 1
+    assert len(net.up) == len(net.merge) == depth
+
+
+def test_every_level_takes_part():
+    net = UNet(2, width=4, depth=2)
+    net(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_images_that_cannot_be_halved_are_refused():
+    with pytest.raises(ValueError, match=r"The images have 12x20 pixels, expected multiples of 8"):
+        UNet(2, depth=3)(torch.zeros(1, 3, 12, 20))
+
+
+def test_the_loss_is_cross_entropy_plus_dice():
+    masks = torch.tensor([[[0, 0], [1, 1]]])
+    logits = torch.zeros(1, 3, 2, 2)
+    third = 1 / 3
+    dice_1 = (2 * 2 * third + 1) / (4 * third + 2 + 1)
+    dice_2 = 1 / (4 * third + 1)  # of a class that is not there
+    expected = -np.log(third) + 1 - (dice_1 + dice_2) / 2
+    assert segmentation_loss(logits, masks).item() == pytest.approx(expected)
+
+    right = torch.stack([masks == number for number in range(3)], dim=1) * 100.0
+    assert segmentation_loss(right, masks).item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_loss_of_many_pixels_does_not_overflow_in_float16():
+    masks = torch.ones(2, 300, 300, dtype=torch.int64)  # more than float16's largest number, 65,504
+    logits = torch.zeros(2, 2, 300, 300, dtype=torch.float16)
+    loss = segmentation_loss(logits, masks)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(np.log(2) + 1 - 2 / 3, abs=1e-3)
+
+
+def test_metrics_are_over_the_epoch(tmp_path: Path):
+    module = Segmenter(Brightness(), ADAMW, num_classes=2)
+    images, masks = halves(1)[0]
+    wrong = masks.clone()
+    wrong[0] = 1 - masks[0]  # half of all pixels; one image of the four
+    (metrics,) = make_trainer(tmp_path).validate(module, loader_of([(images, masks), (images, wrong)]), verbose=False)
+    assert set(metrics) == {"val_loss", "val_dice"}
+    assert metrics["val_dice"] == pytest.approx(0.75)
+    (metrics,) = make_trainer(tmp_path).test(module, loader_of(halves(2)), verbose=False)
+    assert metrics["test_dice"] == 1.0
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_it_learns(precision: str, tmp_path: Path):
+    torch.manual_seed(0)
+    module = Segmenter(UNet(2, width=4, depth=1), ADAMW, partial(onecycle), num_classes=2)
+    trainer = make_trainer(tmp_path, precision=precision, max_epochs=2)
+    trainer.fit(module, loader_of(halves(15)), loader_of(halves(1)))
+    assert trainer.callback_metrics["val_dice"] > 0.95
+    assert trainer.lr_scheduler_configs[0].scheduler.total_steps == 30
+
+
+@unknown_indices
+def test_a_mask_is_written_for_each_image_and_nothing_is_kept(tmp_path: Path):
+    writer = MaskWriter(tmp_path / "masks", overview=3)
+    trainer = make_trainer(tmp_path, callbacks=[writer])
+    module = Segmenter(Brightness(), ADAMW, num_classes=2)
+    assert trainer.predict(module, loader_of(halves(2, names=True)), return_predictions=False) is None
+    names = ["0_a.png", "0_b.png", "1_a.png", "1_b.png", "overview.png"]
+    assert sorted(file.name for file in (tmp_path / "masks").iterdir()) == names
+    assert writer.written == 4
+    assert writer._shown == []
+    with Image.open(tmp_path / "masks" / "1_b.png") as mask:
+        assert mask.mode == "P"
+        assert np.array_equal(np.asarray(mask), halves(1)[0][0][1, 0] > 0)
+    with Image.open(tmp_path / "masks" / "overview.png") as overview:
+        pixels = np.asarray(overview)
+    assert pixels.shape == (16, 24, 3)  # three images above their masks
+    assert pixels[0, 0].tolist() == [255, 255, 255]
+    assert pixels[0, 7].tolist() == [0, 0, 0]
+    assert pixels[8, 0].any()
+    assert not pixels[8, 7].any()
+
+
+@unknown_indices
+def test_an_overview_is_not_written_where_none_is_wanted(tmp_path: Path):
+    trainer = make_trainer(tmp_path, callbacks=[MaskWriter(tmp_path / "masks", overview=0)])
+    trainer.predict(Segmenter(Brightness(), ADAMW, num_classes=2), loader_of(halves(1, names=True)))
+    assert sorted(file.name for file in (tmp_path / "masks").iterdir()) == ["0_a.png", "0_b.png"]
+
+
+@unknown_indices
+def test_a_name_leads_out_of_no_folder(tmp_path: Path):
+    batch = (halves(1)[0][0], ["fine", "../out"])
+    trainer = make_trainer(tmp_path, callbacks=[MaskWriter(tmp_path / "masks")])
+    with pytest.raises(ValueError, match=r"An image is called '../out', expected a name without folders"):
+        trainer.predict(Segmenter(Brightness(), ADAMW, num_classes=2), loader_of([batch]))
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_classes_have_colours_of_their_own():
+    mask = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    image = coloured(mask)
+    assert np.array_equal(np.asarray(image), mask)
+    colours = np.asarray(image.convert("RGB")).reshape(-1, 3)
+    assert colours[0].tolist() == [0, 0, 0]
+    assert len({tuple(colour) for colour in colours.tolist()}) == 12
+    assert (colours[1:].max(axis=1) == 255).all()
+
+
+SMALL = [
+    *("data.train_size=240", "data.val_size=40", "data.test_size=10", "data.image_size=32", "data.batch_size=16"),
+    *("model.net.depth=2", "optimizer.lr=0.005", "trainer.accelerator=cpu", "trainer.enable_model_summary=false"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # says Lightning's ModelCheckpoint
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_the_recipe_finds_digits_and_writes_masks(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = ["+recipe=unet", f"precision={precision}", *SMALL]
+    assert main(["fit", *recipe, "hydra.run.dir=fitted", "trainer.max_epochs=8"]) == 0
+    fitted = json.loads(Path("fitted/result.json").read_text())
+    assert fitted["metrics"]["val_dice"] > 0.5  # 0.17 where everything is said to be a digit
+    assert not Path("fitted/masks").exists()
+    assert "inference_speed" not in fitted
+
+    assert main(["predict", *recipe, "ckpt_path=fitted/checkpoints/last.ckpt", "hydra.run.dir=predicted"]) == 0
+    masks = sorted(file.name for file in Path("predicted/masks").iterdir())
+    assert masks == ["overview.png", *(f"test_{index:04d}.png" for index in range(10))]
+    assert not Path("predicted/predictions.pt").exists()
+    with Image.open("predicted/masks/test_0000.png") as mask:
+        assert mask.size == (32, 32)
+    result = json.loads(Path("predicted/result.json").read_text())
+    assert result["inference_speed"] == json.loads(Path("predicted/inference_speed.json").read_text())
+    assert result["inference_speed"]["precision"] == precision
+    assert result["inference_speed"]["speed_up"] > 0
+    assert result["inference_speed"]["inference_mode"] is True
+    assert "times as fast" in Path("predicted/predict.log").read_text()
