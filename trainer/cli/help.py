@@ -14,7 +14,7 @@ _SUMMARY = {
     "test": "compute the test metrics of a model",
     "predict": "run a model over data and save what it says",
     "compare": "train in several precisions, and say what each of them gains and costs",
-    "recipes": "list the recipes, with a line on each",
+    "recipes": "list the recipes, show what one says, or copy one to edit",
     "tune": "find the largest batch that fits, or a learning rate",
     "checks": "say what this machine can do, how fast, and which precision to use",
     "report": "make one HTML page of a run or a sweep",
@@ -59,7 +59,13 @@ unsupported), the measured speed of float32, float16 and bfloat16 (two seconds),
 begin with, memory and disks, and which precision to use here. `checks json` writes all of it as JSON. The exit
 status is 1 when something is broken: torch cannot be imported, or nothing can be written.""",
     "recipes": """\
-Lists the recipes that come with the package and those in ./conf/recipe, with a line on each.""",
+Lists the recipes that come with the package and those in ./conf/recipe, with a line on each. With a NAME: that
+recipe, composed, with the meaning of every key. `recipes copy` writes one to ./conf/recipe/NEWNAME.yaml, to be edited.
+
+Examples:
+    python -m trainer recipes
+    python -m trainer recipes resnet50 precision=16-mixed
+    python -m trainer recipes copy resnet50 mine""",
     "report": """\
 Makes one page of a run or a sweep, whether it is finished, was cut short, or still goes on: settings, curves,
 loss scale and gradients, speed, memory, overflow reports, environment. It is written to report.html in the
@@ -73,7 +79,7 @@ Examples:
 }
 
 _WORDS = {
-    "recipes": "",
+    "recipes": "[NAME [SETTING=VALUE ...] | copy NAME [NEWNAME]]",
     "tune": "batch_size|lr [SETTING=VALUE ...]",
     "checks": "[json]",
     "report": "[RUN_DIR [OUT.html]]",

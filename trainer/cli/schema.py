@@ -98,6 +98,51 @@ class TrainerSettings:
 TYPES = {field.name: str(field.type) for field in fields(TrainerSettings)}
 """The type of every setting, as it is written above."""
 
+MEANINGS = {
+    "accelerator": "the kind of device; auto: the best there is",
+    "strategy": "how several processes work together: auto, ddp, ...",
+    "devices": "how many, or a list of their indices; -1 for all",
+    "num_nodes": "machines",
+    "fast_dev_run": "true: one batch of everything, and nothing is written",
+    "max_epochs": "epochs to train; -1 for no end",
+    "min_epochs": "epochs to train before anything may stop the run",
+    "max_steps": "optimizer steps to train; -1 for no end",
+    "min_steps": "optimizer steps to train before anything may stop the run",
+    "max_time": "when to stop: 00:12:00:00 is days, hours, minutes and seconds",
+    "limit_train_batches": "batches of an epoch, or a share of them, to train on",
+    "limit_val_batches": "batches, or a share of them, to validate on; 0: no validation",
+    "limit_test_batches": "batches, or a share of them, to test on",
+    "limit_predict_batches": "batches, or a share of them, to predict on",
+    "overfit_batches": "train and validate on the same few batches",
+    "val_check_interval": "batches, a share of an epoch, or a time, between two validations",
+    "check_val_every_n_epoch": "epochs between two validations",
+    "num_sanity_val_steps": "validation batches to try before training begins",
+    "log_every_n_steps": "optimizer steps between two rows for the loggers",
+    "enable_checkpointing": "whether checkpoints are written",
+    "enable_progress_bar": "whether there is a progress bar, and a summary at the end",
+    "enable_model_summary": "whether a table of the layers is printed",
+    "accumulate_grad_batches": "batches that make one optimizer step",
+    "gradient_clip_val": "the largest norm of the gradients; null: any",
+    "gradient_clip_algorithm": "norm: of all gradients together; value: each element",
+    "deterministic": "true: only operations that always give the same result",
+    "benchmark": "true: have cuDNN try which convolution is fastest",
+    "inference_mode": "whether evaluation runs in torch.inference_mode",
+    "use_distributed_sampler": "whether each process gets its share of the data",
+    "profiler": "simple, advanced, pytorch, or null",
+    "detect_anomaly": "true: stop at the operation whose backward made the first NaN; slow",
+    "barebones": "true: without anything that costs time",
+    "plugins": "strategies' parts of your own",
+    "sync_batchnorm": "true: batch normalisation over all processes",
+    "reload_dataloaders_every_n_epochs": "epochs between two calls of train_dataloader(); 0: one call",
+    "default_root_dir": "where to write what has no folder of its own; null: the run's folder",
+    "enable_autolog_hparams": "whether the module's hyper-parameters go to the loggers",
+    "model_registry": "the name of a model in Lightning's registry",
+    "resume": "auto: go on from the newest checkpoint of the same command",
+    "exact_resume": "false: resume also where the result may differ",
+    "dataloader_timeout": "seconds that workers may take for a batch; 0: any time",
+}
+"""What each of the settings is, in a few words; `trainer.Trainer` and Lightning's documentation say more."""
+
 # The words that the settings of type Any understand; None stands for null.
 _WORDS: dict[str, tuple[str | bool | None, ...]] = {
     "accelerator": ACCELERATORS,

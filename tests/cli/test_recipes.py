@@ -1,0 +1,142 @@
+"""``trainer recipes``: the list, one of them with the meaning of every key, and a copy to edit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.conftest import write
+from trainer.cli import main
+from trainer.cli.arguments import Arguments
+from trainer.cli.compose import Composer
+from trainer.cli.folders import packaged_conf
+from trainer.cli.meanings import without_meaning
+from trainer.cli.schema import MEANINGS, TYPES
+
+RECIPES = [file.stem for file in sorted((packaged_conf() / "recipe").glob("*.yaml"))]
+GROUPS = ("precision", "optimizer", "scheduler", "callbacks", "data", "logger", "trainer")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_key_of_a_recipe_that_ships_has_a_meaning(recipe):
+    assert without_meaning(Composer(Arguments()), [f"+recipe={recipe}"]) == []
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_key_of_an_option_that_ships_has_a_meaning(group):
+    composer = Composer(Arguments())
+    for option in composer.options(group):
+        assert without_meaning(composer, [f"{group}={option}"]) == [], option
+
+
+def test_every_setting_of_the_trainer_has_a_meaning():
+    assert set(MEANINGS) == set(TYPES) - {"_target_"}
+
+
+@pytest.fixture
+def listed(project):
+    write(
+        project,
+        {
+            "conf/recipe/noted.yaml": """
+            # @package _global_
+            # A line with notes.
+            #   python -m trainer fit +recipe=noted precision=16 data.batch_size=2
+            # +recipe=noted.yaml and +recipe=noted-2 are others
+            defaults: [line]
+            data:
+              batch_size: 2 # points, few
+            trainer:
+              limit_val_batches: 3 # enough
+            model:
+              start: "a # b"
+              tips: {a: 1, b: [1, 2]} # flow
+        """
+        },
+    )
+    return project
+
+
+def lines_of(capsys, *argv: str) -> list[str]:
+    assert main(["recipes", *argv]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def line_of(lines: list[str], start: str) -> list[str]:
+    (found,) = [line for line in lines if line.strip().startswith(start)]
+    return [part.strip() for part in found.rsplit("  # ", 1)]
+
+
+def test_a_recipe_is_shown_composed_with_what_its_keys_mean(listed, capsys):
+    lines = lines_of(capsys, "noted", "optimizer.lr=0.3", "precision=16-mixed")
+    assert lines[:2] == [
+        "# A line with notes.",
+        "#   python -m trainer fit +recipe=noted precision=16 data.batch_size=2",
+    ]
+    shown = yaml.safe_load("\n".join(lines))
+    assert shown["data"] == {"_target_": "line_fit.Points", "batch_size": 2}
+    assert shown["optimizer"]["lr"] == 0.3
+    assert shown["model"]["start"] == "a # b"
+    assert shown["model"]["tips"] == {"a": 1, "b": [1, 2]}
+    assert shown["precision"]["init_scale"] == 65536.0
+    assert "hydra" not in shown
+    assert {"max_epochs", "limit_val_batches", "accelerator"} < set(shown["trainer"])
+    assert "min_epochs" not in shown["trainer"]  # which nobody sets
+    assert line_of(lines, "lr:") == ["lr: 0.3", "learning rate"]
+    assert line_of(lines, "limit_val_batches:")[1].endswith("0: no validation (enough)")
+    assert line_of(lines, "start:") == ["start: 'a # b'"]
+    assert line_of(lines, "tips:")[1] == "flow"
+    assert line_of(lines, "optimizer: $") == ["optimizer: ${optimizer}", "what optimizer is"]
+    assert line_of(lines, "max_epochs:")[1] == MEANINGS["max_epochs"]
+    assert line_of(lines, "model_checkpoint:")[1].startswith("The newest checkpoint")
+
+
+def test_a_copy_goes_by_its_own_name_and_works(listed, capsys):
+    lines = lines_of(capsys, "copy", "noted", "mine")
+    assert lines == [
+        f"Wrote {Path('conf', 'recipe', 'mine.yaml')}, a copy of conf/recipe/noted.yaml. Edit it, then run:",
+        "  python -m trainer fit +recipe=mine precision=16 data.batch_size=2",
+    ]
+    text = Path("conf/recipe/mine.yaml").read_text()
+    assert "# +recipe=noted.yaml and +recipe=noted-2 are others" in text
+    assert yaml.safe_load(text) == yaml.safe_load(Path("conf/recipe/noted.yaml").read_text())
+    assert any(line.startswith("mine ") and "A line with notes." in line for line in lines_of(capsys))
+    assert yaml.safe_load("\n".join(lines_of(capsys, "mine")))["data"]["batch_size"] == 2
+
+
+def test_a_recipe_that_ships_is_copied_into_a_new_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines_of(capsys, "copy", "resnet50")
+    ours = (packaged_conf() / "recipe" / "resnet50.yaml").read_text()
+    assert Path("conf/recipe/resnet50.yaml").read_text() == ours
+    assert main(["recipes", "copy", "resnet50"]) == 2
+    assert "is there already: nothing was written." in capsys.readouterr().err
+
+
+MISTAKES = [
+    (["notted"], "There is no recipe 'notted'. Did you mean 'noted'?"),
+    (["copy"], "recipes copy NAME [NEWNAME]"),
+    (["copy", "notted"], "There is no recipe 'notted'."),
+    (["copy", "noted", "../x"], "is no name for a recipe"),
+    (["copy", "noted", "line"], "is there already: nothing was written."),
+    (["line", "noted"], "Got the recipes line and noted, expected one"),
+    (["line", "optimizer=sdg"], "Did you mean 'sgd'?"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), MISTAKES)
+def test_mistakes(listed, capsys, argv, message):
+    before = sorted(Path("conf/recipe").iterdir())
+    assert main(["recipes", *argv]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(Path("conf/recipe").iterdir()) == before
+
+
+def test_nothing_heavy_is_imported():
+    code = "import sys; from trainer.cli import main; main(['recipes', 'resnet50']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.endswith("\nFalse\n")
