@@ -162,6 +162,7 @@ def test_table(tmp_path, summary, monkeypatch):
         "a_step": "1",
         "run folder": str(tmp_path),
         "summary": str(tmp_path / "summary.json"),
+        "report": f"python -m trainer report {tmp_path}",
     }
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -297,6 +298,8 @@ def _table(summary: Mapping[str, Any]) -> Table:
     for name, value in summary["paths"].items():
         for path in value if isinstance(value, list) else [value]:
             table.add_row(labels.get(name, name.replace("_", " ")), Text(_short(path)))
+    if "summary" in summary["paths"]:
+        table.add_row("report", Text(shlex.join(["python", "-m", "trainer", "report", _short(summary["paths"]["run"])])))
     return table
 
 

@@ -179,9 +179,11 @@ def _limit(axes: Axes, chart: Chart, scale: str, curves: Sequence[Curve]) -> Non
         axes.set_yscale("log")
         axes.set_ylim(low / 1.3, high * 1.3)
     else:
-        margin = 0.06 * (high - low) or 0.06 * abs(high) or 0.5
-        near_zero = chart.scale == "linear" and low >= 0  # rates, shares and counts are read against zero
-        axes.set_ylim(0 if near_zero else low - margin, high + margin)
+        if chart.scale == "linear" and low >= 0:  # rates, shares and counts are read against zero
+            axes.set_ylim(0, 1.08 * high or 1)
+        else:
+            margin = 0.06 * (high - low) or 0.06 * abs(high) or 0.5
+            axes.set_ylim(low - margin, high + margin)
 
 
 def _mark_broken(axes: Axes, curves: Iterable[Curve]) -> None:

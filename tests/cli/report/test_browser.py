@@ -1,0 +1,72 @@
+"""The page in a real browser, at the width of a desktop and of a phone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.cli.report.browser import IS_THERE, browser
+from tests.cli.report.conftest import CURVES, report, result, series
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not IS_THERE, reason="needs Chromium or Chrome, on Linux"),
+]
+
+LONG = "a_name_without_any_place_to_break_it_" * 6
+
+
+def test_it_fits_and_asks_nobody_for_anything(make_run, tmp_path):
+    wide = {"losses": series([1.0 + math.cos(step / 9) for step in range(300)])}
+    told = result(status="failed", error=LONG, overrides=[f"+a.{LONG}={LONG}"], metrics={f"val_{LONG}": 1.0})
+    folder = make_run(told=told, files={"curves.json": CURVES | wide, "fit.log": f"[x][WARNING] - {LONG}\n"})
+    report(folder)
+    for number in range(3):
+        make_run(f"multirun/a/1/{number}", told=result(job=number, overrides=[f"x.{LONG}={number}"]))
+    report("multirun/a/1")
+    with browser(tmp_path / "profile") as tab:
+        for page in (folder / "report.html", tmp_path / "multirun/a/1/report.html"):
+            for width, height in ((1280, 900), (390, 844)):
+                tab.open(page, width, height, dark=width == 390)
+                tab.value("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+                assert tab.value("document.documentElement.scrollWidth") == width
+                assert tab.value("document.querySelectorAll('.plot svg').length") >= 9
+                assert tab.value("getComputedStyle(document.body).backgroundColor") == (
+                    "rgb(16, 19, 23)" if width == 390 else "rgb(246, 247, 249)"
+                )
+                tab.picture(tmp_path / f"{width}.png")
+                assert (tmp_path / f"{width}.png").stat().st_size > 20_000
+                assert tab.complaints == []
+                assert tab.requests == [page.resolve().as_uri()]
+
+
+def test_values_under_the_pointer(make_run, tmp_path):
+    folder = make_run()
+    report(folder)
+    with browser(tmp_path / "profile") as tab:
+        tab.open(folder / "report.html", 1280, 2400)
+        box = tab.value("JSON.parse(JSON.stringify(document.querySelector('.plot svg').getBoundingClientRect()))")
+        middle = {"x": box["x"] + box["width"] * 0.98, "y": box["y"] + box["height"] / 2}
+        tab.ask("Input.dispatchMouseEvent", type="mouseMoved", **middle)
+        tip = tab.value("document.querySelector('.tip').innerText")
+        assert [word for word in tip.split() if word] == ["step", "4", "1", "train", "1.5", "val_loss"]
+        assert tab.value("document.querySelectorAll('.plot .point').length") == 2
+        tab.ask("Input.dispatchMouseEvent", type="mouseMoved", x=5, y=5)
+        assert tab.value("document.querySelectorAll('.tip, .cursor, .point').length") == 0
+        assert tab.complaints == []
+
+
+def test_the_policy_holds_where_the_escaping_would_not(make_run, tmp_path):
+    """Somebody adds a script and a picture to the page: neither is run nor loaded."""
+    folder = make_run()
+    report(folder)
+    file = folder / "report.html"
+    added = (
+        "<script>document.title = 'run'</script><img src='http://127.0.0.1:9/x.png' onerror=\"document.title='run'\">"
+    )
+    file.write_text(file.read_text().replace("</main>", f"{added}</main>"))
+    with browser(tmp_path / "profile") as tab:
+        tab.open(file, 1280, 900)
+        assert tab.value("document.title") == "digits - Completed"
+        assert any("Content Security Policy" in text for text in tab.complaints)
