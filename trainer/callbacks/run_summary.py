@@ -299,7 +299,9 @@ def _table(summary: Mapping[str, Any]) -> Table:
         for path in value if isinstance(value, list) else [value]:
             table.add_row(labels.get(name, name.replace("_", " ")), Text(_short(path)))
     if "summary" in summary["paths"]:
-        table.add_row("report", Text(shlex.join(["python", "-m", "trainer", "report", _short(summary["paths"]["run"])])))
+        table.add_row(
+            "report", Text(shlex.join(["python", "-m", "trainer", "report", _short(summary["paths"]["run"])]))
+        )
     return table
 
 
