@@ -146,7 +146,7 @@ class Segmenter(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer and, if there is one, the schedule, stepped once per optimizer step."""
-        return with_schedule(self.make_optimizer(self.net.parameters()), self.make_scheduler, self.trainer)
+        return with_schedule(self.make_optimizer(self.net.parameters()), self.make_scheduler, self)
 
     def _evaluate(self, stage: str, dice: DiceScore, batch: tuple[Tensor, Tensor]) -> None:
         images, masks = batch

@@ -159,9 +159,10 @@ SMALL = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # says Lightning's ModelCheckpoint
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_the_recipe_finds_digits_and_writes_masks(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_recipe_finds_digits_and_writes_masks(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
     recipe = ["+recipe=unet", f"precision={precision}", *SMALL]
     assert main(["fit", *recipe, "hydra.run.dir=fitted", "trainer.max_epochs=8"]) == 0
@@ -181,4 +182,5 @@ def test_the_recipe_finds_digits_and_writes_masks(precision: str, tmp_path: Path
     assert result["inference_speed"]["precision"] == precision
     assert result["inference_speed"]["speed_up"] > 0
     assert result["inference_speed"]["inference_mode"] is True
+    assert f"Inference in {precision}: " in capsys.readouterr().out
     assert "times as fast" in Path("predicted/predict.log").read_text()

@@ -111,6 +111,10 @@ def run(config: DictConfig) -> float | None:
             log.info("Nothing was left to do: the run in %s is complete.", folder)
         if is_first() and is_ours:
             write_result(folder, result)
+    if is_first() and not is_quiet() and "inference_speed" in result:
+        from trainer.callbacks.inference_speed import in_words
+
+        print(in_words(result["inference_speed"]))
     if is_first() and (is_quiet() or config.command != "fit"):
         print(_last_line(result, folder), flush=True)
     return value_of(result)
