@@ -127,7 +127,7 @@ def test_the_same_seed_trains_the_same_gan(tmp_path):
 
 def test_samples_depend_on_their_seed_alone():
     gan = GAN(ADAM, width=16)
-    state = torch.get_rng_state()
+    state, weights = torch.get_rng_state(), copy.deepcopy(gan.state_dict())
     first = gan.sample(3)
     assert gan.training
     assert gan.generator.training
@@ -135,6 +135,7 @@ def test_samples_depend_on_their_seed_alone():
     assert torch.equal(gan.sample(3, seed=0), first)
     assert not torch.equal(gan.sample(3, seed=1), first)
     assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, weights[name]) for name, value in gan.state_dict().items())  # BatchNorm's as well
     gan.eval()
     assert not gan.generator.training
     gan.sample(1)
