@@ -9,7 +9,7 @@ import trainer
 from trainer.cli.arguments import COMMANDS, TOOLS
 from trainer.cli.recipes import options
 
-_SUMMARY = {
+SUMMARY = {
     "fit": "train a model, validating as it goes",
     "validate": "compute the validation metrics of a model",
     "test": "compute the test metrics of a model",
@@ -19,6 +19,7 @@ _SUMMARY = {
     "tune": "find the largest batch that fits, or a learning rate",
     "checks": "say what this machine can do, how fast, and which precision to use",
     "report": "make one HTML page of a run or a sweep",
+    "completion": "print a script that has the shell complete commands and settings",
 }
 
 _ABOUT = {
@@ -67,6 +68,14 @@ Examples:
     python -m trainer recipes
     python -m trainer recipes resnet50 precision=16-mixed
     python -m trainer recipes copy resnet50 mine""",
+    "completion": """\
+Prints a script that has the shell complete commands, flags, config groups and their options, keys, and files of
+checkpoints, for the command `trainer`.
+
+Examples:
+    eval "$(trainer completion bash)"          in ~/.bashrc
+    eval "$(trainer completion zsh)"           in ~/.zshrc, after compinit
+    trainer completion fish > ~/.config/fish/completions/trainer.fish""",
     "report": """\
 Makes one page of a run or a sweep, whether it is finished, was cut short, or still goes on: settings, curves,
 loss scale and gradients, speed, memory, overflow reports, environment. It is written to report.html in the
@@ -83,6 +92,7 @@ _WORDS = {
     "recipes": "[NAME [SETTING=VALUE ...] | copy NAME [NEWNAME]]",
     "tune": "batch_size|lr [SETTING=VALUE ...]",
     "checks": "[json]",
+    "completion": "bash|zsh|fish",
     "report": "[RUN_DIR [OUT.html]]",
 }
 """What may follow a command that runs nothing."""
@@ -215,7 +225,7 @@ def _first_screen(config_dir: str | None) -> str:
     lines = [(trainer.__doc__ or "").partition("\n")[0], "", "usage: trainer COMMAND [SETTING=VALUE ...] [FLAGS]"]
     for title, names in (_COMMAND_GROUPS | others).items():
         known = [name for name in names if name in COMMANDS]
-        lines += [f"\n{title}:", *(f"  {name:<{width}} {_SUMMARY[name]}" for name in known)] if known else []
+        lines += [f"\n{title}:", *(f"  {name:<{width}} {SUMMARY[name]}" for name in known)] if known else []
     recipes = ", ".join(options("recipe", config_dir)) or "none yet: put one into conf/recipe/"
     return "\n".join([*lines, "", _BEGIN, "", _wrapped("Recipes: ", recipes), "", _READ_ON])
 
