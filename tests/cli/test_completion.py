@@ -32,7 +32,7 @@ def test_commands_and_flags(project):
 
 def test_groups_and_options(project):
     assert texts("fit", "+") == ["+debug=", "+recipe=", "+sweep="]
-    assert {"+recipe=", "data=", "data.", "trainer.", "seed=", "ckpt="} <= set(texts("fit", ""))
+    assert {"+recipe=", "data=", "callbacks.", "trainer.", "seed=", "ckpt="} <= set(texts("fit", ""))
     assert texts("fit", "+recipe=li") == ["+recipe=line "]
     assert texts("fit", "precision=16-mixed,b") == ["precision=16-mixed,bf16-mixed ", "precision=16-mixed,bf16-true "]
     assert texts("fit", "optimizer=adam") == ["optimizer=adam ", "optimizer=adamw "]
