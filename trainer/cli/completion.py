@@ -184,7 +184,8 @@ def _settings(before: list[str], word: str, config_dir: str | None) -> Iterator[
         elif sign != "+":
             yield Candidate(f"{sign}{group}{'=' if sign != '~' else ' '}")
     if sign != "+":  # which is for keys that are not there
-        yield from (Candidate(f"{sign}{text}", about) for text, about in _next_parts(known, bare))
+        for text, about in _next_parts(known, bare):
+            yield Candidate(f"{sign}{text}" if sign != "~" else f"~{text.replace('=', ' ')}", about)
 
 
 def _next_parts(known: dict[str, Any], start: str) -> Iterator[Candidate]:
