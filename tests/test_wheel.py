@@ -60,3 +60,60 @@ def test_trains_from_an_empty_folder(installed, tmp_path):
     assert '"status": "completed"' in result.read_text()
     run(["report"], installed, tmp_path)
     assert "resnet50" in (result.parent / "report.html").read_text()
+
+
+MODULE = """
+import lightning as L
+import torch
+
+
+class Line(L.LightningModule):
+    def __init__(self, optimizer):
+        super().__init__()
+        self.net, self.make = torch.nn.Linear(1, 1), optimizer
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch) - batch).pow(2).mean()
+
+    test_step = training_step
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+class Points(L.LightningDataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.rand(64, 1), 8)
+
+    test_dataloader = train_dataloader
+"""
+
+RECIPE = """
+# @package _global_
+# A recipe of ten lines.
+model:
+  _target_: {package}.Line
+  optimizer: ${{optimizer}}
+data:
+  _target_: {package}.Points
+trainer: {{max_epochs: 1, limit_val_batches: 0}}
+"""
+
+
+@pytest.mark.parametrize("package", ["my_module", "recipes.mine", "conf.mine"])
+def test_a_module_and_a_recipe_of_the_users(package, installed, tmp_path):
+    """Also in packages with the names of ours: ``recipes``, and ``conf``, which Hydra reads configs from."""
+    file = tmp_path / f"{package.replace('.', '/')}.py"
+    recipe = tmp_path / "conf" / "recipe" / "mine.yaml"
+    for path, text in ((file, MODULE), (recipe, RECIPE.format(package=package).lstrip())):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if "." in package:
+        (file.parent / "__init__.py").touch()
+    assert "A recipe of ten lines." in run(["recipes"], installed, tmp_path)
+    told = run(["fit", "+recipe=mine", "logger=none", "hydra.run.dir=trained", "-q"], installed, tmp_path)
+    assert "Everything is in trained" in told
+    if package == "my_module":
+        run(["test", "ckpt=trained", "logger=none"], installed, tmp_path)
+        run(["recipes", "copy", "resnet50", "other"], installed, tmp_path)
+        assert "+recipe=other" in (tmp_path / "conf" / "recipe" / "other.yaml").read_text()

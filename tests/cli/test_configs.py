@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, read
+from trainer.cli.arguments import COMMANDS, GROUPS_TO_ADD, Arguments, read
 from trainer.cli.build import check_targets, locate
 from trainer.cli.compose import Composer
 from trainer.cli.folders import packaged_conf
@@ -167,25 +167,24 @@ def test_a_part_of_the_config_can_be_shown_resolved(project, capsys):
     assert model["optimizer"]["lr"] == 0.1
 
 
-def test_help_names_every_command_and_every_option(project, capsys):
+def test_the_first_screen_names_every_command_and_every_recipe(project, capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for word in (
-        "fit",
-        "validate",
-        "test",
-        "predict",
-        "compare",
-        "recipes",
-        "line, ",
-        "other, resnet50, ",
-        "early_stopping",
-        "-m",
-    ):
-        assert word in out
+    for name in (*COMMANDS, *options("recipe")):
+        assert name in out
+    assert len(out.splitlines()) < 40  # a screen
+    assert max(map(len, out.splitlines())) <= 120
     assert main([]) == 0
     assert capsys.readouterr().out == out
-    for command in ("fit", "validate", "test", "predict", "compare", "recipes"):
+
+
+def test_help_of_a_command_names_every_option(project, capsys):
+    assert main(["fit", "--help"]) == 0
+    out = capsys.readouterr().out
+    for word in ("early_stopping", "-m", "--debug", "other", "ckpt=RUN", "imagefolder"):
+        assert word in out
+    assert max(map(len, out.splitlines())) <= 120
+    for command in COMMANDS:
         assert main([command, "--help"]) == 0
         assert f"usage: python -m trainer {command}" in capsys.readouterr().out
 

@@ -42,8 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         the signal's number when interrupted: 130 by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1.
     """
     search_here()
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["_complete"]:  # of a shell's script: not for people, and in a hurry
+        from trainer.cli.completion import answer
+
+        return answer(words[1:])
     try:
-        arguments = read(sys.argv[1:] if argv is None else argv)
+        arguments = read(words)
     except ConfigurationError as error:
         return _refuse(error)
     with _said_to_all(arguments):

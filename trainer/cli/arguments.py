@@ -18,7 +18,7 @@ from trainer.precision.names import ALIASES
 RUNS = ("fit", "validate", "test", "predict", "compare")
 """Subcommands that run something. All but ``compare``, a sweep of ``fit``, are methods of the Trainer."""
 
-TOOLS = {"recipes": 3, "checks": 1, "tune": 1, "report": 2}
+TOOLS = {"recipes": 3, "checks": 1, "tune": 1, "report": 2, "completion": 1}
 """Subcommands that run nothing, and how many words may follow them. Each is a module of `trainer.cli` with a function
 ``command``, which gets the `Arguments` and returns the exit status."""
 
@@ -30,9 +30,9 @@ GROUPS_TO_ADD = ("recipe", "debug", "sweep")
 COMPARED = ("32-true", "16-mixed", "bf16-mixed")
 """The precisions that ``compare`` compares where none are given."""
 
-# Hydra's flags: every spelling, the long one, and how many values follow ("?": one, if it is one of those
+# Hydra's flags, and ours: every spelling, the long one, and how many values follow ("?": one, if it is one of those
 # listed).
-_FLAGS = (
+FLAGS = (
     (("--help", "-h"), 0),
     (("--version",), 0),
     (("--hydra-help",), 0),
@@ -50,8 +50,8 @@ _FLAGS = (
     (("--debug",), 0),
     (("--quiet", "-q"), 0),
 )
-_LONG = {spelling: spellings[0] for spellings, _ in _FLAGS for spelling in spellings}
-_VALUES = {spellings[0]: count for spellings, count in _FLAGS}
+_LONG = {spelling: spellings[0] for spellings, _ in FLAGS for spelling in spellings}
+_VALUES = {spellings[0]: count for spellings, count in FLAGS}
 _SHOW = {"--cfg", "--info", "--hydra-help", "--shell-completion"}
 OURS = ("--debug", "--quiet")
 """Flags that Hydra does not know. They change what is shown, not what is computed."""

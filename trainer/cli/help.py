@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
 
 import trainer
 from trainer.cli.arguments import COMMANDS, TOOLS
 from trainer.cli.recipes import options
 
-_SUMMARY = {
+SUMMARY = {
     "fit": "train a model, validating as it goes",
     "validate": "compute the validation metrics of a model",
     "test": "compute the test metrics of a model",
@@ -18,6 +19,7 @@ _SUMMARY = {
     "tune": "find the largest batch that fits, or a learning rate",
     "checks": "say what this machine can do, how fast, and which precision to use",
     "report": "make one HTML page of a run or a sweep",
+    "completion": "print a script that has the shell complete commands and settings",
 }
 
 _ABOUT = {
@@ -25,12 +27,12 @@ _ABOUT = {
 Trains the model of a recipe. Checkpoints, logs and a summary go to a folder of the run's own,
 outputs/RECIPE/DATE_TIME; those of a sweep to multirun/RECIPE/DATE_TIME/JOB.""",
     "validate": """\
-Computes the metrics of a recipe's model on its validation data. The weights come from ckpt_path.""",
+Computes the metrics of a recipe's model on its validation data. The weights, and the config, come from ckpt.""",
     "test": """\
-Computes the metrics of a recipe's model on its test data. The weights come from ckpt_path.""",
+Computes the metrics of a recipe's model on its test data. The weights, and the config, come from ckpt.""",
     "predict": """\
 Runs a recipe's model over its prediction data and writes predictions.pt, which torch.load reads,
-into the run's folder. The weights come from ckpt_path.""",
+into the run's folder. The weights, and the config, come from ckpt.""",
     "compare": """\
 Trains the model of a recipe once in each precision, with the same seed and the same batches, every run
 in a process of its own and one after the other. Then it compares them with the first: loss, metric, time,
@@ -66,6 +68,14 @@ Examples:
     python -m trainer recipes
     python -m trainer recipes resnet50 precision=16-mixed
     python -m trainer recipes copy resnet50 mine""",
+    "completion": """\
+Prints a script that has the shell complete commands, flags, config groups and their options, keys, and files of
+checkpoints, for the command `trainer`.
+
+Examples:
+    eval "$(trainer completion bash)"          in ~/.bashrc
+    eval "$(trainer completion zsh)"           in ~/.zshrc, after compinit
+    trainer completion fish > ~/.config/fish/completions/trainer.fish""",
     "report": """\
 Makes one page of a run or a sweep, whether it is finished, was cut short, or still goes on: settings, curves,
 loss scale and gradients, speed, memory, overflow reports, environment. It is written to report.html in the
@@ -82,6 +92,7 @@ _WORDS = {
     "recipes": "[NAME [SETTING=VALUE ...] | copy NAME [NEWNAME]]",
     "tune": "batch_size|lr [SETTING=VALUE ...]",
     "checks": "[json]",
+    "completion": "bash|zsh|fish",
     "report": "[RUN_DIR [OUT.html]]",
 }
 """What may follow a command that runs nothing."""
@@ -97,7 +108,9 @@ _TRAIN = """\
     python -m trainer fit -m +recipe=resnet50 precision=32,16-mixed optimizer.lr=0.1,0.01
   Whatever happens to it, the same command again goes on where it stopped:
     python -m trainer fit +recipe=resnet50 resume=auto
-  Go on from a checkpoint:
+  Go on from the last checkpoint of a run, with its config, for longer:
+    python -m trainer fit ckpt=outputs/resnet50/DATE_TIME trainer.max_epochs=20
+  Go on from a checkpoint with a config that you name:
     python -m trainer fit +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt"""
 
 _COMPARE = """\
@@ -120,7 +133,31 @@ Settings of the comparison (conf/compare/default.yaml has them with their defaul
   compare.strict=true             exit status 1 also when a run does not keep to these"""
 
 _USE = """\
+  With the config, and the best weights, of a run:
+    python -m trainer {command} ckpt=outputs/resnet50/DATE_TIME
+  With those of one of its checkpoints, and other settings:
+    python -m trainer {command} ckpt=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt precision=bf16 data.batch_size=8
+  The weights alone, with a config that you name:
     python -m trainer {command} +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt"""
+
+_COMMAND_GROUPS = {
+    "Train": ("fit", "compare", "tune"),
+    "Use what was trained": ("validate", "test", "predict", "report"),
+    "Look around": ("recipes", "checks", "completion"),
+}
+
+_BEGIN = """\
+Begin with:
+  trainer recipes resnet50                           what a recipe says, with the meaning of every key
+  trainer fit +recipe=resnet50 precision=16-mixed    train it, in mixed precision
+  trainer fit +recipe=resnet50 optimizer.lr=0.01     override any key; -m and 0.1,0.01 sweep over it
+  trainer test ckpt=outputs/resnet50/DATE_TIME       a run's folder, or a checkpoint, brings its config along"""
+
+_READ_ON = """\
+`trainer COMMAND --help` says all about a command; `trainer fit --help` lists the settings and flags.
+`python -m trainer` is the same program. Errors are short: --debug shows tracebacks, -q leaves one line of output."""
+
+_WIDTH = 110
 
 _GROUPS = {
     "recipe": "what to train: a model, data and settings that fit together",
@@ -141,6 +178,7 @@ _GROUPS = {
 _SETTINGS = """\
 Settings with a value (--cfg job prints all of them):
   trainer.max_epochs=3  trainer.devices=2  data.batch_size=64  optimizer.lr=0.1  seed=7
+  ckpt=RUN              the folder of a run, or a checkpoint in it: restores the config as well (no recipe needed)
   ckpt_path=FILE        the checkpoint to resume from, or whose weights to use
   resume=auto           go on where the same command stopped; it has a folder of its own, outputs/NAME/auto-HASH
   exact_resume=false    go on also where the result may differ: with other data, or another number of processes
@@ -157,6 +195,8 @@ Flags, anywhere among the settings:
   --info [WHAT]          how the config is composed; WHAT is all, config, defaults, defaults-tree,
                          plugins or searchpath
   --config-dir FOLDER    look for configs there too (./conf is always looked into, and first)
+  -q, --quiet            no progress bar and no tables: warnings, and one line at the end
+  --debug                errors with the whole traceback; it is in the run's log anyway
   --hydra-help           the rest of Hydra's flags"""
 
 
@@ -170,17 +210,28 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
     if command in TOOLS:
         return f"usage: python -m trainer {command} {_WORDS[command]}".rstrip() + f"\n\n{_ABOUT[command]}"
     if command is None:
-        names = "\n".join(f"  {name:<9} {_SUMMARY[name]}" for name in COMMANDS)
-        top = [
-            "usage: python -m trainer COMMAND [SETTING=VALUE ...] [FLAGS]",
-            (trainer.__doc__ or "").partition("\n")[0],
-            f"Commands (COMMAND --help says more):\n{names}",
-        ]
-    else:
-        top = [f"usage: python -m trainer {command} [SETTING=VALUE ...] [FLAGS]", _ABOUT[command]]
-    example = {None: _TRAIN, "fit": _TRAIN, "compare": _COMPARE}.get(command) or _USE.format(command=command)
+        return _first_screen(config_dir)
+    top = [f"usage: python -m trainer {command} [SETTING=VALUE ...] [FLAGS]", _ABOUT[command]]
+    example = {"fit": _TRAIN, "compare": _COMPARE}.get(command) or _USE.format(command=command)
     own = [_COMPARE_SETTINGS] if command == "compare" else []
     return "\n\n".join([*top, f"Examples:\n{example}", *own, _groups(config_dir), _SETTINGS, _FLAGS])
+
+
+def _first_screen(config_dir: str | None) -> str:
+    """What fits on one: the commands in groups, how to begin, and where to read on."""
+    grouped = {name for names in _COMMAND_GROUPS.values() for name in names}
+    others = {"Others": tuple(name for name in COMMANDS if name not in grouped)}
+    width = max(map(len, COMMANDS)) + 1
+    lines = [(trainer.__doc__ or "").partition("\n")[0], "", "usage: trainer COMMAND [SETTING=VALUE ...] [FLAGS]"]
+    for title, names in (_COMMAND_GROUPS | others).items():
+        known = [name for name in names if name in COMMANDS]
+        lines += [f"\n{title}:", *(f"  {name:<{width}} {SUMMARY[name]}" for name in known)] if known else []
+    recipes = ", ".join(options("recipe", config_dir)) or "none yet: put one into conf/recipe/"
+    return "\n".join([*lines, "", _BEGIN, "", _wrapped("Recipes: ", recipes), "", _READ_ON])
+
+
+def _wrapped(start: str, text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
 
 
 def versions() -> str:
@@ -199,5 +250,5 @@ def _groups(config_dir: str | None) -> str:
     for group, about in _GROUPS.items():
         name = f"+{group}=" if group in ("recipe", "debug", "sweep") else f"{group}="
         found = ", ".join(options(group, config_dir)) or "none yet"
-        lines.append(f"  {name:<11} {found}{f'  ({about})' if about else ''}")
+        lines.append(_wrapped(f"  {name:<11} ", f"{found}{f'  ({about})' if about else ''}"))
     return "\n".join(lines)
