@@ -54,12 +54,12 @@ def test_noise_alone_suggests_nothing(seed):
     assert suggest([(rate, 2.3 + draw.gauss(0, 0.1)) for rate in RATES]).lr is None
     rising = suggest([(rate, 2.3 + step / 20 + draw.gauss(0, 0.1)) for step, rate in enumerate(RATES)])
     assert rising.lr is None
-    assert "does not fall" in rising.why
+    assert "does not fall clearly" in rising.why
 
 
 def test_a_flat_curve():
     found = suggest([(rate, 1.0) for rate in RATES])
-    assert (found.lr, found.lowest) == (None, RATES[0])
+    assert (found.lr, found.lowest) == (None, RATES[6])  # the first with a whole mean
 
 
 @pytest.mark.parametrize("points", [0, 1, 7])
