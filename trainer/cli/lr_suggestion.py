@@ -50,7 +50,7 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
     rate = points[lowest][0]
     # The spread of the loss from one point to the next, as a standard deviation, where nothing diverges yet; a mean has
     # less, by the root of their number.
-    calm = losses[: max(lowest + 1, len(losses) // 4)]
+    calm = losses[: max(lowest + 1, len(losses) // 2)]
     spread = statistics.median(abs(b - a) for a, b in pairwise(calm)) / (math.sqrt(2) * _MEDIAN_OF_NORMAL)
     if smoothed[reach] - smoothed[lowest] <= _CLEAR * spread / math.sqrt(2 * reach + 1):
         why = (
