@@ -48,18 +48,24 @@ def test_nothing_behind_the_lowest_point_counts():
     assert suggest(curve + tail).lr == suggest(curve).lr
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_alone_suggests_nothing(seed):
-    draw = random.Random(seed)
-    assert suggest([(rate, 2.3 + draw.gauss(0, 0.1)) for rate in RATES]).lr is None
+def test_noise_alone_hardly_ever_suggests_anything():
+    found = 0
+    for seed in range(200):
+        draw = random.Random(seed)
+        found += suggest([(rate, 2.3 + draw.gauss(0, 0.1)) for rate in RATES]).lr is not None
+    assert found <= 4
+
+
+def test_a_loss_that_only_rises():
+    draw = random.Random(0)
     rising = suggest([(rate, 2.3 + step / 20 + draw.gauss(0, 0.1)) for step, rate in enumerate(RATES)])
     assert rising.lr is None
-    assert "does not fall" in rising.why
+    assert "does not fall clearly" in rising.why
 
 
 def test_a_flat_curve():
     found = suggest([(rate, 1.0) for rate in RATES])
-    assert (found.lr, found.lowest) == (None, RATES[0])
+    assert (found.lr, found.lowest) == (None, RATES[6])  # the first with a whole mean
 
 
 @pytest.mark.parametrize("points", [0, 1, 7])

@@ -47,7 +47,7 @@ def test_a_suggestion(config, tmp_path, capsys):
 def test_no_suggestion(config, tmp_path, capsys):
     assert report(message([(rate, 1.0) for rate in RATES], ended_by="the last rate", skipped=0), *config, tmp_path) == 1
     out = capsys.readouterr().out
-    assert "No suggestion: the loss does not fall at any of these rates: use other tune.min_lr" in out
+    assert "No suggestion: the loss does not fall clearly: use other tune.min_lr" in out
     assert "optimizer.lr=" not in out
     assert report(message([], ended_by="overflows"), *config, tmp_path) == 1
     assert "In the end every update overflowed" in capsys.readouterr().out

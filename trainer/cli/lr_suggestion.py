@@ -45,17 +45,20 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
     if len(points) < 4 * reach:
         why = f"the curve has {len(points)} points, which is too few: use more tune.steps, or a smaller tune.min_lr"
         return Suggestion(None, why, smoothed, None)
-    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    inner = range(reach, len(points) - reach)  # the means of as many points as any
+    lowest = min(inner, key=smoothed.__getitem__)
     rate = points[lowest][0]
-    # Of the loss from one point to the next, as a standard deviation; a mean has less, by the root of their number.
-    spread = statistics.median(abs(b - a) for a, b in pairwise(losses)) / (math.sqrt(2) * _MEDIAN_OF_NORMAL)
-    if smoothed[0] - smoothed[lowest] <= _CLEAR * spread / math.sqrt(2 * reach + 1):
-        why = "the loss does not fall at any of these rates: use other tune.min_lr and tune.max_lr, or more tune.steps"
+    # The spread of the loss from one point to the next, as a standard deviation, where nothing diverges yet; a mean has
+    # less, by the root of their number.
+    calm = losses[: max(lowest + 1, len(losses) // 2)]
+    spread = statistics.median(abs(b - a) for a, b in pairwise(calm)) / (math.sqrt(2) * _MEDIAN_OF_NORMAL)
+    if smoothed[reach] - smoothed[lowest] <= _CLEAR * spread / math.sqrt(2 * reach + 1):
+        why = (
+            "the loss does not fall clearly: use other tune.min_lr and tune.max_lr, larger batches, or more tune.steps"
+        )
         return Suggestion(None, why, smoothed, rate)
     slopes = {
         i: statistics.linear_regression(logs[i - reach : i + reach + 1], losses[i - reach : i + reach + 1]).slope
-        for i in range(reach, min(lowest + 1, len(losses) - reach))
+        for i in range(reach, lowest + 1)
     }
-    if not slopes or min(slopes.values()) >= 0:
-        return Suggestion(None, "the loss is lowest at the smallest rates: use a smaller tune.min_lr", smoothed, rate)
     return Suggestion(points[min(slopes, key=slopes.__getitem__)][0], "where the loss falls fastest", smoothed, rate)
