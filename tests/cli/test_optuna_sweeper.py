@@ -237,6 +237,14 @@ def test_a_config_file_does_not_choose_the_sweeper(trials, capsys):
     assert not Trial.started
 
 
+def test_a_config_file_names_no_study(trials, capsys):
+    study = "storage: 'sqlite:////tmp/x.db', study_name: s, trial: 0, metric: a"
+    node = f"{{_target_: trainer.callbacks.OptunaPruning, {study}}}"
+    write(Path(), {"conf/callbacks/sly.yaml": f"pruning: {node}\n"})
+    assert main(["fit", "+recipe=line", "callbacks=sly"]) == 2
+    assert "callbacks.pruning.storage is sqlite:////tmp/x.db in a config file." in capsys.readouterr().err
+
+
 def test_the_extra_is_named_where_it_is_missing(trials, monkeypatch, capsys):
     monkeypatch.setattr("trainer.cli.plugins._is_installed", lambda name: False)
     assert main([*SWEEP, LR]) == 2

@@ -43,6 +43,11 @@ def check(settings: dict[str, Any], given: Collection[str]) -> None:
             if name in _NAMES and _leads_out(value):
                 raise UsageError(f"{key} is {value}, expected a name that stays in its folder: without '..' or a root.")
             is_said = any(key == one or key.startswith(f"{one}.") for one in given)
+            if name == "storage" and not is_said:
+                raise UsageError(
+                    f"{key} is {value} in a config file. A study is written to, wherever it is, so it is named on the"
+                    f" command line: {key}={value}"
+                )
             if name in _FOLDERS and not is_said and "://" not in value and not _is_inside(here, value):
                 raise UsageError(
                     f"{key} leads to {value}, which is not in the working directory. To write there, say so on the"
