@@ -90,6 +90,14 @@ def test_a_run_that_goes_on(make_run):
     assert page.titles[:3] == ["Loss", "val_acc", "Learning rate"]
 
 
+def test_rows_that_are_newer_than_the_points(make_run):
+    rows = ROWS + "16384.0,0.25,2.0,2,2.5,,5,0.75,,\n8192.0,0.25,3.0,2,2.5,,7,0.5,,\n"
+    page = report(make_run(files=running(os.getpid()) | {"csv/metrics.csv": rows}))
+    scale, loss = page.lines("Loss scale")["scale"], page.lines("Loss")["train"]
+    assert (scale["x"], scale["y"]) == ([1, 3, 4, 5, 7], [65536.0, 32768.0, 32768.0, 16384.0, 8192.0])
+    assert (loss["x"], loss["y"]) == ([1, 2, 3, 4, 5, 7], [4.0, 3.0, 2.0, 1.0, 0.75, 0.5])
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="a process cannot be asked for")
 def test_a_run_whose_process_is_gone(make_run):
     process = subprocess.Popen([sys.executable, "-c", ""])

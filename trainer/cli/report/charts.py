@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,12 +133,15 @@ def _metrics(run: Record, rows: dict[str, Curve]) -> tuple[list[Chart], list[Cha
     others: list[Chart] = []
     for base, names in groups.items():
         is_loss = base == "loss"
+        losses = run.losses
         if is_loss and has_losses:
+            of_steps = [rows[name] for name in names if _is_training(name) and not name.endswith("_epoch")]
+            losses = _continued(losses, of_steps[0]) if of_steps else losses
             names = [name for name in names if not _is_training(name)]
         lines = list(_lines(names, rows))
         if is_loss and has_losses:
             lines = [
-                *_training_loss(run.losses),
+                *_training_loss(losses),
                 *(replace(line, color=line.color or len(lines) + 1) for line in lines),
             ]
         title = "Loss" if is_loss else base if len(names) > 1 else names[0]
@@ -248,9 +252,16 @@ def _scale(run: Record, logged: Curve) -> tuple[Curve, Curve]:
     changes = Curve.of(run.points.get("scales"))
     if not changes.finite or set(changes.values) == {1.0}:
         return (logged if set(logged.values) != {1.0} else Curve()), Curve()
-    last = max(changes.steps[-1], run.step or 0)
-    scale = Curve([*changes.steps, last], [*changes.values, changes.values[-1]])
+    written = max([changes.steps[-1], *run.losses.steps[-1:], *run.seconds.steps[-1:]])
+    scale = _continued(Curve([*changes.steps, written], [*changes.values, changes.values[-1]]), logged)
     return scale, Curve.of(run.points.get("skipped"))
+
+
+def _continued(curve: Curve, logged: Curve) -> Curve:
+    """``curve``, and what was logged after it: while a run goes on, rows are written sooner than ``curves.json``."""
+    end = curve.steps[-1] if curve else -math.inf
+    later = [(step, value) for step, value in zip(logged.steps, logged.values, strict=True) if step > end]
+    return Curve([*curve.steps, *(step for step, _ in later)], [*curve.values, *(value for _, value in later)])
 
 
 def _pace(run: Record) -> tuple[list[Chart], list[str]]:

@@ -223,7 +223,10 @@ def _in_page(svg: str, chart: Chart) -> str:
 
 
 def _rounded(value: float) -> float | None:
-    return float(f"{value:.5g}") if math.isfinite(value) else None
+    """Five digits, which is more than can be seen; all of a whole number, such as a loss scale. None: not finite."""
+    if not math.isfinite(value):
+        return None
+    return value if value == int(value) and abs(value) < 2**53 else float(f"{value:.5g}")
 
 
 def _short(step: float) -> str:

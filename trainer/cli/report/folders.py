@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.cli.arguments import UsageError
@@ -83,8 +83,7 @@ def changed(folder: Path) -> float:
     return max(times, default=0.0)
 
 
-def _found(folder: Path, depth: int, wanted: object) -> list[Path]:
-    assert callable(wanted)
+def _found(folder: Path, depth: int, wanted: Callable[[Path], bool]) -> list[Path]:
     if wanted(folder):
         return [folder]
     return [each for child in _children(folder) for each in _found(child, depth - 1, wanted)] if depth else []
@@ -113,11 +112,10 @@ def _time(file: Path) -> float:
 
 
 def _near(folder: Path) -> str:
-    """Runs beside the one that was asked for, or anywhere here."""
-    for place in (folder.parent, *map(Path, _TOPS)):
-        if place != Path() and (found := below(place)):
-            return f" There are: {_list(found)}"
-    return ""
+    """Runs beside the one that was asked for, or where runs usually are."""
+    beside = [place for place in _children(folder.parent) if is_sweep(place) or is_run(place)]
+    found = beside or [place for top in _TOPS for place in below(Path(top))]
+    return f" There are: {_list(found)}" if found else ""
 
 
 def _list(folders: list[Path], most: int = 5) -> str:

@@ -216,7 +216,6 @@ def _facts(run: Record) -> list[tuple[str, str]]:
         ("Devices", str(run.result.get("devices") or run.summary.get("devices") or "")),
         ("Seed", str(run.result.get("seed", run.config.get("seed", "")))),
         ("Started", _when(run.started) if run.started else ""),
-        ("Host", str(run.environment.get("host", ""))),
     ]
     return [(label, value) for label, value in facts if value and value != "None"]
 

@@ -6,6 +6,7 @@ const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 5 });
 function told(value) {
   if (value === null) return "not finite";
   const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
   return size && (size < 1e-3 || size >= 1e9) ? value.toExponential(2) : number.format(value);
 }
 

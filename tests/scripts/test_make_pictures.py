@@ -1,0 +1,50 @@
+"""The pictures: what a terminal shows, as SVG, and the top of a page, as PNG."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        loader = SourceFileLoader("make_pictures", str(ROOT / "scripts" / "make_pictures"))
+        module = module_from_spec(spec_from_loader("make_pictures", loader))
+        loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    return module
+
+
+BAR = "\x1b[?25lepoch 1\r\nloss 3\r\x1b[2K\x1b[1A\x1b[2K\x1b[1mepoch 2\x1b[0m\r\nloss 2  \r\n\x1b[?25hdone\n"
+
+
+def test_what_is_left_on_the_screen(pictures):
+    assert pictures.screen(BAR) == ["\x1b[1mepoch 2\x1b[0m", "loss 2", "done", ""]
+
+
+def test_the_terminal_asks_nobody_for_a_font(pictures):
+    svg = pictures.terminal(BAR)
+    assert svg.startswith("<svg")
+    assert "url(http" not in svg
+    assert "@font-face" not in svg
+    assert "epoch&#160;2" in svg
+
+
+def test_a_long_command_goes_on_in_the_next_line(pictures):
+    text = "".join(word for word, _ in pictures.wrapped(["a" * 60, "b" * 60, "c"]))
+    assert text == f"{'a' * 60} \\\n    {'b' * 60} c"
+
+
+def test_the_pictures_are_small():
+    files = {file.name: file.stat().st_size for file in (ROOT / "docs" / "pictures").iterdir()}
+    assert {"fit.svg", "report.png", "report-dark.png"} <= set(files)
+    assert max(files.values()) < 300_000
