@@ -1,6 +1,7 @@
 """docs/api: the public names, from their docstrings, as Markdown that renders anywhere.
 
-The sources are read (by griffe), not imported, so the pages depend on nothing but them.
+The sources are read (by griffe), not imported, so the pages depend on nothing but them. The README's tables of commands
+and recipes are made here, too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import griffe
+
+from trainer.cli.arguments import COMMANDS
+from trainer.cli.help import _SUMMARY as SUMMARY
+from trainer.cli.recipes import description
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "api"
@@ -36,6 +41,8 @@ def write() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (FOLDER / f"{name}.md").write_text(text, encoding="utf-8")
+    file = ROOT / "README.md"
+    file.write_text(with_tables(file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def pages() -> dict[str, str]:
@@ -57,6 +64,18 @@ def pages() -> dict[str, str]:
     )
     texts["index"] = "\n\n".join(["# API reference", introduction, *listed]) + "\n"
     return texts
+
+
+def with_tables(readme: str) -> str:
+    """The README with its tables as they should be."""
+    commands = {command: SUMMARY[command] for command in COMMANDS}
+    recipes = {path.stem: description(path) for path in sorted((ROOT / "conf" / "recipe").glob("*.yaml"))}
+    for name, rows in (("commands", commands), ("recipes", recipes)):
+        lines = "\n".join([f"| {name[:-1]} | |", "|---|---|", *(f"| `{key}` | {text} |" for key, text in rows.items())])
+        start, end = f"<!-- {name}: start -->", f"<!-- {name}: end -->"
+        before, _, rest = readme.partition(start)
+        readme = f"{before}{start}\n{lines}\n{end}{rest.partition(end)[2]}"
+    return readme
 
 
 def _public(module: griffe.Object | griffe.Alias) -> Iterator[griffe.Object]:

@@ -197,6 +197,8 @@ def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: 
     assert newcomer.start(command).wait(timeout=120) == 0
     assert newcomer.one("outputs/mine/auto-*") == killed
     assert result_in(killed)["epochs"] == 10
+    log = (killed / "fit.log").read_text()
+    assert "resume='auto': going on from" in log  # a run from the start would have the same weights
     expected = _weights(undisturbed.one("outputs/mine/auto-*"))
     found = _weights(killed)
     assert expected.keys() == found.keys()

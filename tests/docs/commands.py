@@ -18,12 +18,14 @@ NAMES = ("python", "trainer", "torchrun", "pip", "git")
 AGAIN = "python-again"
 """What programs start further processes with: as ``python``, without limits of its own."""
 
-BATCHES = {
-    "fit": ["limit_train_batches=2", "limit_val_batches=1", "max_epochs=1"],
-    "compare": ["limit_train_batches=2", "limit_val_batches=1", "max_epochs=1"],
-    "validate": ["limit_val_batches=1"],
-    "test": ["limit_test_batches=1"],
-    "predict": ["limit_predict_batches=1"],
+_FIT = ["trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.max_epochs=1"]
+LIMITS = {
+    "fit": _FIT,
+    "compare": _FIT,
+    "validate": ["trainer.limit_val_batches=1"],
+    "test": ["trainer.limit_test_batches=1"],
+    "predict": ["trainer.limit_predict_batches=1"],
+    "tune": ["tune.max_batch_size=8", "tune.steps_per_try=2", "tune.steps=10"],
 }
 
 
@@ -36,13 +38,13 @@ def limits(words: list[str], given: str | None = None) -> list[str]:
     """
     if given is not None:
         return [] if given == "none" else given.split()
-    command = next((word for word in words if word in BATCHES), None)
+    command = next((word for word in words if word in LIMITS), None)
     shows = {"--cfg", "-c", "--help", "-h", "--info", "-i"}.intersection(words)
     if command is None or shows or "+debug=fast_dev_run" in words:
         return []
-    chosen = [f"trainer.{limit}" for limit in BATCHES[command]]
+    chosen = list(LIMITS[command])
     recipes = [word.partition("=")[2] for word in words if re.match(r"\+?recipe=", word)]
-    if any((ROOT / "conf" / "recipe" / f"{recipe}.yaml").is_file() for recipe in recipes):
+    if command != "tune" and any((ROOT / "conf" / "recipe" / f"{recipe}.yaml").is_file() for recipe in recipes):
         chosen.append("data.batch_size=4")
     swept = {word.partition("=")[0] for word in words if "," in word.partition("=")[2]}
     return [limit for limit in chosen if limit.partition("=")[0] not in swept]
@@ -64,8 +66,8 @@ def main(name: str, words: list[str]) -> int:
         name, words = "python", ["-m", "trainer", *words]
     if name == "torchrun":
         words = ["-m", "torch.distributed.run", *words]
-    is_ours = words[:2] in (["-m", "trainer"], ["-m", "torch.distributed.run"])
-    if not words or (words[0].startswith("-") and not is_ours):
+    is_module = words[:1] == ["-m"] and words[1].startswith(("trainer", "torch.distributed.run"))
+    if not words or (words[0].startswith("-") and not is_module):
         os.execv(sys.executable, [sys.executable, *words])
     if name != AGAIN:
         ours = [place for place, pair in enumerate(pairwise(words)) if pair == ("-m", "trainer")]

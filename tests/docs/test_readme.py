@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import re
 
+from _api_reference import with_tables
+
 from tests.docs.pages import ROOT, read
-from trainer.cli.arguments import COMMANDS
-from trainer.cli.folders import packaged_conf
-from trainer.cli.help import help_text
-from trainer.cli.recipes import description
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def table_under(heading: str) -> dict[str, str]:
-    """The rows of the section's table: the first column without its quotes, and the second."""
-    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, re.MULTILINE))
-
-
-def test_the_recipes():
-    files = (packaged_conf() / "recipe").glob("*.yaml")
-    assert table_under("Recipes") == {file.stem: description(file) for file in files}
-
-
-def test_the_commands():
-    table = table_under("The command line")
-    assert table.keys() == set(COMMANDS)
-    listed = " ".join(help_text(None).split())
-    for command, text in table.items():
-        assert f"{command} {text}" in listed
+def test_the_tables_of_commands_and_recipes():
+    assert with_tables(README) == README, "Run scripts/make_api_reference."
+    assert "| `fit` | train a model, validating as it goes |" in README
+    assert "| `resnet50` | ResNet-50 on scanned digits" in README
 
 
 def test_the_example():

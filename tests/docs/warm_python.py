@@ -12,6 +12,7 @@ import array
 import contextlib
 import importlib
 import json
+import logging
 import os
 import runpy
 import selectors
@@ -181,6 +182,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
 def _execute(words: list[str]) -> int:
     if words[0] == "-m":
         sys.argv = words[1:]
+        _log_to_the_root()
         sys.path.insert(0, os.getcwd())
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
@@ -188,6 +190,14 @@ def _execute(words: list[str]) -> int:
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")
     return 0
+
+
+def _log_to_the_root() -> None:
+    """Leave logging to a program that sets it up: where it does so before Lightning is imported, Lightning does not."""
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
