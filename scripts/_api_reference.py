@@ -14,7 +14,7 @@ from pathlib import Path
 import griffe
 
 from trainer.cli.arguments import COMMANDS
-from trainer.cli.help import _SUMMARY as SUMMARY
+from trainer.cli.help import SUMMARY
 from trainer.cli.recipes import description
 
 ROOT = Path(__file__).parent.parent
