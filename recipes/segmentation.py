@@ -247,7 +247,7 @@ class MaskWriter(BasePredictionWriter):
 
 def coloured(mask: np.ndarray) -> Image.Image:
     """An image with a palette whose values are those of ``mask``, uint8 of shape (height, width)."""
-    image = Image.fromarray(mask, mode="P")
+    image = Image.fromarray(mask)
     image.putpalette([channel for number in range(256) for channel in _colour(number)])
     return image
 

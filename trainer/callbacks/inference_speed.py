@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ class InferenceSpeed(Callback):
         for _ in range(self.warmup + self.rounds):
             with trainer.precision_plugin.forward_context():
                 own_times.append(self._round(trainer, pl_module, kept))
-            with _in_float32(pl_module, trainer.strategy.root_device.type):
+            with _in_float32(pl_module):
                 other_times.append(self._round(trainer, pl_module, _widened(kept)))
         own, other = (statistics.median(times[self.warmup :]) for times in (own_times, other_times))
         samples = sum(batch_size(arguments[0]) for arguments in kept)
@@ -143,20 +143,15 @@ def in_words(result: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _in_float32(module: nn.Module, device_type: str) -> Iterator[None]:
-    """The module in float32, without autocast; weights of other dtypes are put back to the bit afterwards."""
+def _in_float32(module: nn.Module) -> Iterator[None]:
+    """The module in float32, as no autocast is on here; weights of other dtypes are put back to the bit afterwards."""
     tensors = [*module.parameters(), *module.buffers()]
     others = [(one, one.data) for one in tensors if one.is_floating_point() and one.dtype is not torch.float32]
     with torch.inference_mode(False), torch.no_grad():  # weights made in inference mode could not be trained again
         for one, data in others:
             one.data = data.float()
     try:
-        with (
-            torch.autocast(device_type, enabled=False)
-            if torch.amp.is_autocast_available(device_type)
-            else nullcontext()
-        ):
-            yield
+        yield
     finally:
         with torch.inference_mode(False), torch.no_grad():
             for one, data in others:
