@@ -35,7 +35,7 @@ def test_resnet_learns_generated_images_in_the_format_of_cifar10(
     result = fit("resnet50_cifar10", tmp_path, f"precision={precision}", *smaller, "data.crop_size=32")
     assert result["steps"] == 40  # five epochs of eight batches: the first 128 images and no others
     assert result["metrics"]["val_acc"] > 0.6  # ten classes
-    assert result["metrics"]["train_loss"] < 1.0
+    assert result["metrics"]["val_loss"] < 1.2  # 2.3 by guessing
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
