@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tests.cli.conftest import write
+from trainer.cli.arguments import Arguments, read
+from trainer.cli.compose import Composer
 from trainer.cli.folders import conf_folders, packaged_conf, user_conf
+from trainer.cli.validate import validate
+from trainer.cli.workdir import quoted
 
 # Finding a module is not running it: ours would import torch.
 USE_BOTH = """
@@ -60,3 +65,31 @@ def test_the_users_conf_comes_first_and_is_optional(tmp_path, monkeypatch):
 def test_in_the_checkout_our_conf_is_not_the_users(monkeypatch):
     monkeypatch.chdir(packaged_conf().parent)
     assert user_conf() is None
+
+
+@pytest.mark.parametrize("path", [r"C:\runs\a b", r"C:\it's\here", "a/b=c,d", r"\\server\share\run"])
+def test_a_path_of_windows_goes_through_an_override(path):
+    (override,) = Composer(Arguments()).parse([f"hydra.run.dir={quoted(path)}"])
+    assert override.value() == path
+
+
+def test_a_runs_folder_has_a_name_that_windows_takes(project):
+    for key in ("run", "sweep"):
+        composed = validate(read(["fit", "+recipe=line", "seed=1"]))
+        assert not re.search(r'[<>:"|?*]', str(composed.hydra[key].dir))
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        ("outputs/a/epoch=1-step=8.ckpt", "outputs/a/epoch=1-step=8.ckpt"),
+        (r"C:\runs\last.ckpt", r"C:\runs\last.ckpt"),
+        ("my runs/last.ckpt", "my runs/last.ckpt"),
+        ("'a=b.ckpt'", "a=b.ckpt"),
+        ("${oc.env:X}", "${oc.env:X}"),
+    ],
+)
+def test_a_checkpoints_name_needs_no_quotes(given, value):
+    (word,) = read(["fit", f"ckpt_path={given}"]).overrides
+    (override,) = Composer(Arguments()).parse([word])
+    assert str(override.value()) == value

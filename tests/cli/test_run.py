@@ -298,3 +298,12 @@ def test_what_lightning_tells_goes_to_the_log_and_not_to_the_terminal(project, c
     assert main(["fit", *LINE]) == 0
     assert "GPU available" not in capfd.readouterr().err
     assert "GPU available" in (only("outputs/line/*") / "fit.log").read_text()
+
+
+def test_what_is_not_a_terminal_gets_plain_lines(project, monkeypatch, capfd):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    assert main(["fit", *LINE, "trainer.enable_progress_bar=true", "trainer.enable_model_summary=true"]) == 0
+    assert main(["test", *LINE, "trainer.enable_progress_bar=true"]) == 0
+    out = "".join(capfd.readouterr())
+    assert "fit finished" in out
+    assert not re.search(r"[\x1b\r]", out)

@@ -119,7 +119,9 @@ def test_mistakes_on_the_command_line(project, capsys, argv, message):
 def test_a_missing_recipe_names_those_there_are(project, capsys):
     message = complaint(["test"], capsys)
     assert "`python -m trainer test +recipe=line`" in message
-    assert "Recipes: line, other, resnet50 " in message
+    assert "`python -m trainer test ckpt=RUN_FOLDER`" in message
+    for name in ("line", "other", "resnet50"):
+        assert f" {name}," in message
 
 
 @pytest.mark.parametrize(

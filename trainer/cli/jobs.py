@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.cli.compose import CONFIG_NAME
 from trainer.cli.folders import packaged_conf
 from trainer.cli.objective import value_of
-from trainer.cli.processes import PARENT, clean_environment, is_first
+from trainer.cli.processes import PARENT, clean_environment, is_first, is_quiet
 from trainer.cli.results import RESULT, read_result, write_result
 from trainer.cli.sweep import ENDED_WELL, shown
 from trainer.cli.workdir import quoted
@@ -114,6 +114,8 @@ class Job:
 
     def said(self, what: str = "") -> None:
         """Print a line about the job."""
+        if is_quiet():
+            return
         before = "" if self.aside else "\n"  # its own output has ended anywhere
         words = " ".join(shown(self.overrides))
         print(f"{before}Job {self.number}: {what or words}", flush=True)

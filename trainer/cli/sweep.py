@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.objective import best
+from trainer.cli.processes import is_quiet
 from trainer.cli.results import RESULT
 
 if TYPE_CHECKING:  # takes a moment to import
@@ -133,7 +134,8 @@ def _number(value: float | None) -> str:
 def _print(header: list[str], rows: list[list[str]], results: list[dict[str, Any]], folder: Path) -> None:
     jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
-    console = print_table(f"Sweep of {jobs}", header, narrow, left=("overrides", "status", "run dir"))
+    title, left = f"Sweep of {jobs}", ("overrides", "status", "run dir")
+    console = console_of_tables() if is_quiet() else print_table(title, header, narrow, left)
     if said := _best(results):
         console.print(said, style="bold green", soft_wrap=True, markup=False, highlight=False)
     for result in results:
@@ -162,11 +164,10 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
         The console it went to, for more.
     """
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = console_of_tables()
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     for name in header:
         table.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
@@ -174,6 +175,13 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
         table.add_row(*map(Text, cells), style=_style(cells))
     console.print(table)
     return console
+
+
+def console_of_tables() -> Console:
+    """A console as wide as a table wants where it is not a terminal's."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def _style(cells: Sequence[str]) -> str | None:

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.cli import compare, hydra_node, objective, places, plugins
 from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import Composer, resolve
+from trainer.cli.folders import packaged_conf
 from trainer.cli.recipes import options
 from trainer.cli.schema import TYPES, TrainerSettings, describe, expected, mistake
 from trainer.cli.targets import targets
@@ -350,10 +351,14 @@ def _check_model(plain: dict[str, Any], config_dir: str | None) -> None:
             )
     if plain["model"] is not None:
         return
-    command, names = plain["command"], list(options("recipe", config_dir))
+    command, found = plain["command"], options("recipe", config_dir)
+    names, ours = list(found), packaged_conf()
+    own = [name for name, file in found.items() if not file.is_relative_to(ours)]
+    example = (own or [name for name in ("resnet50",) if name in found] or [*names, "NAME"])[0]
+    run = "" if command in ("fit", "compare") else f" Or name a run: `python -m trainer {command} ckpt=RUN_FOLDER`."
     raise UsageError(
         f"There is no model to {command}. Choose a recipe, such as"
-        f" `python -m trainer {command} +recipe={names[0] if names else 'NAME'}`, or a model: model=NAME."
+        f" `python -m trainer {command} +recipe={example}`, or a model: model=NAME.{run}"
         f" Recipes: {', '.join(names) or 'none, put one into conf/recipe/'}"
         " (`python -m trainer recipes` describes them)."
     )
