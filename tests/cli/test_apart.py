@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,7 +19,8 @@ HERE = "tests.cli.test_apart"
 
 def told(argument, tell):
     print("said aloud")
-    tell({"status": "ok", "twice": 2 * argument, "pid": os.getpid()})
+    method = multiprocessing.get_start_method()
+    tell({"status": "ok", "twice": 2 * argument, "pid": os.getpid(), "method": method})
 
 
 def told_and_hangs(argument, tell):
@@ -51,6 +53,7 @@ def test_what_they_tell_and_how_they_end(tmp_path, monkeypatch):
     message = run_apart(f"{HERE}:told", 21, log)
     assert (message["status"], message["twice"]) == ("ok", 42)
     assert message["pid"] != os.getpid()
+    assert message["method"] == multiprocessing.get_start_method()  # of the workers of dataloaders
     assert log.read_text() == "said aloud\n"
     assert run_apart(f"{HERE}:silent", None, log) == {"status": "died", "signal": None, "exit_status": 3}
     dead = run_apart(f"{HERE}:struck", signal.SIGKILL, log)

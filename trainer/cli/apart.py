@@ -41,7 +41,7 @@ def run_apart(function: str, argument: Any, log: Path) -> Message:
     if sys.platform == "linux":
         context.set_forkserver_preload([_PRELOADED])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_entry, args=(function, argument, sender, log))
+    process = context.Process(target=_entry, args=(function, argument, sender, log, multiprocessing.get_start_method()))
     process.start()
     sender.close()
     try:
@@ -75,7 +75,8 @@ def killed(message: Message) -> bool:
     return bool(message["status"] == "died" and message["signal"] == _SIGKILL)
 
 
-def _entry(function: str, argument: Any, sender: Connection, log: Path) -> None:
+def _entry(function: str, argument: Any, sender: Connection, log: Path, start_method: str) -> None:
+    multiprocessing.set_start_method(start_method, force=True)  # of dataloader workers: as in any other run
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
