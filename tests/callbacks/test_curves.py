@@ -246,6 +246,21 @@ def test_resume(tmp_path, curves):
     assert resumed.draw() is not None
 
 
+def test_validations_are_no_part_of_the_pace(tmp_path, curves):
+    trainer = FakeTrainer(tmp_path, curves)
+    now = 0.0
+    curves.pace._clock = lambda: now
+    curves.on_train_start(trainer, trainer.module)
+    now = 1.0
+    trainer.train_batch(0.5)
+    curves.on_validation_start(trainer, None)
+    now = 61.0
+    curves.on_validation_end(trainer, None)
+    now = 62.0
+    trainer.train_batch(0.5)
+    assert points(curves.pace.seconds) == {1: 1.0, 2: 2.0}
+
+
 def test_the_pace_of_a_resumed_run_goes_on_in_the_same_folder(tmp_path, curves):
     FakeTrainer(tmp_path, curves).fit()
     seconds = points(curves.pace.seconds)

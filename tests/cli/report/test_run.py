@@ -123,7 +123,7 @@ HALVES = {
     "result.json": '{"status": "comp',
     "environment.json": '{"started": 1.0, "ho',
     "curves.json": '{"losses": {"steps": [1, 2], "val',
-    "csv/metrics.csv": ROWS[:-8],
+    "csv/metrics.csv": ROWS[:-2],
     ".hydra/config.yaml": "seed: 42\ntrainer: {max_ep",
     ".hydra/overrides.yaml": "- +recipe=digits\n- [",
     "fit.log": "[2026",
@@ -254,6 +254,9 @@ def test_what_a_run_says_is_text_and_nothing_else(make_run):
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     assert f"val_{BAD}" in page.titles
     assert page.text.count("<script>alert(1)</script>") > 10
+    data = [part.partition("</script>")[0] for part in page.html.split('<script type="application/json">')[1:]]
+    assert len(data) == len(page.data)
+    assert not any("<" in part for part in data)
 
 
 def test_names_of_files_are_text_too(make_run):
