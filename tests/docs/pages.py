@@ -127,4 +127,4 @@ def anchors(text: str) -> set[str]:
 def links(text: str) -> list[str]:
     """The targets of links and pictures."""
     found = re.findall(r"\]\(([^)\s]+)\)", prose(text))
-    return found + re.findall(r"(?:src|href)=\"([^\"]+)\"", prose(text))
+    return found + re.findall(r"(?:src|srcset|href)=\"([^\"]+)\"", prose(text))
