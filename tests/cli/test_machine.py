@@ -75,6 +75,20 @@ def test_in_a_container_the_group_of_the_host_is_not_there(tmp_path):
     assert machine.memory(root).usable == 400
 
 
+def test_the_limit_is_that_of_the_group_with_the_least_left(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/jobs/mine\n",
+            "sys/fs/cgroup/jobs/memory.max": "5000\n",
+            "sys/fs/cgroup/jobs/memory.current": "4000\n",
+            "sys/fs/cgroup/jobs/mine/memory.max": "3000\n",
+            "sys/fs/cgroup/jobs/mine/memory.current": "2900\n",
+        },
+    )
+    assert (machine.memory(root).limit, machine.memory(root).left) == (3000, 100)
+
+
 def test_without_limits(tmp_path):
     root = tree(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
     assert machine.cores(root).quota is None

@@ -56,6 +56,16 @@ def test_the_rates_of_a_cpu_with_float16_instructions(monkeypatch):
     assert machine.largest[torch.bfloat16] < machine.largest[torch.float32] / 8
 
 
+def test_short_calls_are_timed_several_at_once(monkeypatch):
+    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: True)
+    monkeypatch.setattr(speed, "_LARGEST_MATRIX", 128)
+    monkeypatch.setattr(speed, "_LARGEST_BATCH", 1)
+    machine = Machine(monkeypatch, dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 1e11))
+    found = rows(speed.measure(CPU, 0.5, machine.clock))
+    assert found["float32"].matmul == pytest.approx(1e11)
+    assert machine.dtypes[-100:] == machine.dtypes[-1:] * 100
+
+
 def test_all_take_turns(monkeypatch):
     monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: True)
     machine = Machine(monkeypatch, dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 1e11))

@@ -181,13 +181,18 @@ def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
 
 @pytest.mark.slow
 def test_the_budget_is_kept(hungry, capfd):
-    """64 MiB a sample: what the process takes besides is below 1 GiB, and ten samples are 640 MiB."""
-    settings = ["model.each=67108864", "model.capacity=1000", "precision=32", "tune.max_batch_size=16"]
-    write(Path(), {"conf/data/points.yaml": "_target_: line_fit.Points\nbatch_size: 1"})
-    assert main([*hungry, *settings, "tune.memory=200MiB"]) == 1  # less than Python and torch take
-    assert "precision=32-true: not even one sample fits." in capfd.readouterr().out
+    """128 MiB a sample: one fits beside Python and torch, the sixteen there are do not."""
+    settings = ["model.each=134217728", "model.capacity=1000", "precision=32", "tune.multiple_of=4"]
+    write(Path(), {"conf/data/points.yaml": "_target_: line_fit.Points\nbatch_size: 4"})
+    budget = 1500 * 2**20
+    assert main([*hungry, *settings, "tune.memory=1500MiB"]) == 0
     (result,) = told()["results"]
-    assert result["tried"][0]["note"] == "the process grew beyond the budget"
+    assert 1 <= result["largest"] < 16
+    assert result["bound"] == "memory"
+    fits = [one for one in result["tried"] if one["fits"]]
+    others = [one for one in result["tried"] if not one["fits"]]
+    assert max(one["memory"] for one in fits) <= budget < min(one["memory"] for one in others)
+    assert {one["note"] for one in others} == {"the process grew beyond the budget"}
 
 
 @pytest.mark.slow
