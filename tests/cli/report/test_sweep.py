@@ -53,6 +53,21 @@ def test_jobs_and_curves(sweep):
     assert "./1" in page.having("a", "href")
 
 
+def test_what_a_sweeper_has_drawn_is_readable(sweep):
+    pruning = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,storage:'sqlite:///x',trial:3}"
+    drawn = ["optimizer.lr=0.013311216080736894", "optimizer.lr=0.00014936568554617635", "model.act=v1.234567x"]
+    jobs = [job(n, 0.5, overrides=["+recipe=digits", word, pruning]) for n, word in enumerate(drawn)]
+    page = report(sweep(*jobs))
+    assert list(page.lines("val_acc")) == ["optimizer.lr=0.01331", "optimizer.lr=0.0001494", "model.act=v1.234567x"]
+    assert "OptunaPruning" not in page.text
+
+
+def test_labels_stay_apart(sweep):
+    drawn = ["optimizer.lr=0.0133111", "optimizer.lr=0.0133112"]
+    jobs = [job(n, 0.5, overrides=["+recipe=digits", word]) for n, word in enumerate(drawn)]
+    assert list(report(sweep(*jobs)).lines("val_acc")) == drawn
+
+
 def test_pruned_jobs(sweep):
     page = report(sweep(job(0, 0.5), job(1, 0.9, status="pruned"), job(2, 0.4)))
     assert "Pruned 1" in page.text

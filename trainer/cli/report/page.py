@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ _SAYS = {
     "unfinished": "Not finished",
 }
 _OURS = ("amp/", "lr-", "grad_norm")  # which have charts, and are no measure of success
+_LONG = re.compile(r"(?<![\w.])\d+\.\d{5,}(?:e[+-]?\d+)?(?![\w.])")  # numbers that a sweeper has drawn
 _METRICS = 3
 _SWEEP_METRICS = 4
 
@@ -300,6 +302,8 @@ def _environment(run: Record) -> list[tuple[str, list[tuple[str, str]]]]:
 def _jobs(runs: Sequence[Record], comparison: Mapping[str, Any]) -> tuple[list[Job], list[str]]:
     shared = set(_common(runs)) if len(runs) > 1 else set()
     labels = [_label(run, shared) for run in runs]
+    short = [_LONG.sub(lambda found: f"{float(found[0]):.4g}", label) for label in labels]
+    labels = short if len(set(short)) == len(set(labels)) else labels
     winner = _best(runs)
     colors = _colors(runs, winner)
     objectives = [run.objective[0] for run in runs if run.objective]

@@ -19,6 +19,7 @@ from trainer.cli.report import private
 from trainer.cli.report.curve import Curve, read_rows
 from trainer.cli.report.overflow import PATTERN, Overflow, read_overflow
 from trainer.cli.results import RESULT, read_result
+from trainer.cli.sweep import shown
 from trainer.environment import ENVIRONMENT
 
 _ENDS = {"finished": "completed"}  # summary.json's word for it
@@ -79,10 +80,10 @@ class Record:
 
     @cached_property
     def overrides(self) -> list[str]:
-        """What the command line set, ``command=`` left out."""
+        """What the command line set, without what is ours."""
         words = self.result.get("overrides") or _yaml(self.folder / ".hydra" / "overrides.yaml")
         listed = words if isinstance(words, list) else []
-        return [private.word(str(word)) for word in listed if not str(word).startswith("command=")]
+        return [private.word(word) for word in shown([str(word) for word in listed])]
 
     @property
     def command(self) -> str:
