@@ -15,7 +15,6 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the comman
 UNCHECKED = {
     "docs/architecture.md": 1,  # the layers
     "docs/migrating-from-lightning.md": 1,  # the one import that changes
-    "docs/report.md": 1,  # folders with a time in their names
     "docs/several-gpus.md": 2,  # two nodes, Slurm
     "docs/sweeps.md": 3,  # a table, four GPUs, Slurm
 }
