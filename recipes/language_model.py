@@ -1,6 +1,7 @@
 """A small GPT that reads and writes bytes."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,9 +170,9 @@ class LanguageModel(L.LightningModule):
         scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
         *,
         context: int,
-        width: int = 128,
-        heads: int = 4,
-        layers: int = 4,
+        width: int = 96,
+        heads: int = 3,
+        layers: int = 3,
         dropout: float = 0.0,
         tie_weights: bool = False,
         sample_length: int = 500,
@@ -329,4 +330,11 @@ class TextWriter(BasePredictionWriter):
             for text in prediction:
                 separator = "\n" + "-" * 80 + "\n" if file.tell() else ""
                 file.write(f"{separator}{text}\n")
-                print(text)
+                print(printable(text))
+
+
+def printable(text: str) -> str:
+    """``text`` with "?" for what a terminal would obey, or cannot show: an untrained model writes any bytes."""
+    shown = "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return shown.encode(encoding, errors="replace").decode(encoding)

@@ -51,7 +51,7 @@ class ByteText(L.LightningDataModule):
         *,
         separator: str = r"\n\n\n+",
         context: int = 256,
-        batch_size: int = 8,
+        batch_size: int = 4,
         num_workers: int = 0,
         split_seed: int = 0,
         held_out: float = 0.1,

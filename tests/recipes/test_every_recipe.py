@@ -28,7 +28,7 @@ SMALLER = {
 """Of a recipe that would take seconds for the one batch that is wanted."""
 
 WRITTEN = {"language_model": "samples.txt", "unet": "masks/test_0003.png"}
-"""What ``predict`` leaves where a callback of the recipe writes it."""
+"""By predict, where the recipe has a writer of its own."""
 
 # What a command needs: a method of the module, and one of the data module.
 STEPS = {
