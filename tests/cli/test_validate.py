@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from tests.cli.conftest import write
-from trainer.cli.arguments import COMMANDS
 from trainer.cli import main
-from trainer.cli.arguments import read
+from trainer.cli.arguments import COMMANDS, read
 from trainer.cli.validate import validate
 
 FIT = ["fit", "+recipe=line"]
