@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -94,3 +98,15 @@ def test_a_sweep_under_torchrun_is_refused(project, monkeypatch):
 def test_any_folder_name_survives_hydra(project, name):
     config = validate(read(["fit", "+recipe=line", f"hydra.run.dir={quoted(name)}"]))
     assert config.hydra.run.dir == name
+
+
+@pytest.mark.slow
+def test_of_a_failure_of_all_processes_one_tells(project):
+    settings = ["model.fail_at=1", "trainer.devices=2", "trainer.strategy=ddp", "hydra.run.dir=run", "logger=none"]
+    command = [sys.executable, "-m", "trainer", "fit", "+recipe=line", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 1
+    assert done.stderr.count("trainer: RuntimeError: asked to fail\n") == 1
+    assert "Traceback" not in done.stderr
+    for name in ("fit.log", "fit_rank_1.log"):
+        assert "RuntimeError: asked to fail" in Path("run", name).read_text()

@@ -106,6 +106,7 @@ def test_overrides_and_other_options_still_apply(run):
     assert (config.trainer.max_epochs, config.trainer.limit_val_batches) == (1, 3)
     assert config.model.start == 0.5
     assert composed("test", f"ckpt={run}", "logger=none").logger == {}
+    assert composed("test", f"ckpt={run}", "precision=32").precision == {"_target_": "trainer.precision.FullPrecision"}
 
 
 def test_types_hold_and_unknown_keys_are_named(run):

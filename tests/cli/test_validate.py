@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.arguments import read
+from trainer.cli.arguments import COMMANDS, read
 from trainer.cli.validate import validate
 
 FIT = ["fit", "+recipe=line"]
@@ -188,6 +188,5 @@ def test_the_exit_status_reaches_the_shell(project):
     done = subprocess.run([sys.executable, "-m", "trainer", "fitt"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "trainer: There is no command 'fitt'. Did you mean 'fit'?"
-        " The commands are fit, validate, test, predict, compare, recipes.\n"
+        f"trainer: There is no command 'fitt'. Did you mean 'fit'? The commands are {', '.join(COMMANDS)}.\n"
     )
