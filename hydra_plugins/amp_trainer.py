@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 _PLACES = {
-    "JoblibLauncher": "trainer.cli.joblib_launcher",
-    "OptunaSweeper": "trainer.cli.optuna_sweeper",
+    "JoblibLauncher": "trainer.cli.sweep.joblib_launcher",
+    "OptunaSweeper": "trainer.cli.sweep.optuna_sweeper",
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import write
-from tests.cli.test_sweep import command_line
+from tests.cli.sweep.test_sweep import command_line
 from trainer.cli import main
 
 STOPPED = {

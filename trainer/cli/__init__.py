@@ -142,7 +142,7 @@ def _hydra(arguments: Arguments) -> int:
 
             report = partial(sweep.report, folder, since=started)
         if sweeps(arguments, config):
-            from trainer.cli import jobs
+            from trainer.cli.sweep import jobs
 
             waiting = jobs.waiting(config.hydra, folder)
     try:

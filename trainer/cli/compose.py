@@ -29,10 +29,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer import redaction
-from trainer.cli import plugins
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
 from trainer.cli.schema import TYPES, TrainerSettings, expected
+from trainer.cli.sweep import plugins
 from trainer.errors import did_you_mean
 
 CONFIG_NAME = "amp_trainer"

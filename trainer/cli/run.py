@@ -46,7 +46,7 @@ def task(config: DictConfig) -> float | None:
     """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         from trainer.cli.compare import as_fit
-        from trainer.cli.jobs import run_job
+        from trainer.cli.sweep.jobs import run_job
 
         return run_job(config, as_fit) if config.command == "compare" else run_job(config)
     return run(config)

@@ -15,12 +15,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli import compare, hydra_node, objective, places, plugins
+from trainer.cli import compare, hydra_node, objective, places
 from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import Composer, resolve
 from trainer.cli.folders import packaged_conf
 from trainer.cli.recipes import options
 from trainer.cli.schema import TYPES, TrainerSettings, describe, expected, mistake
+from trainer.cli.sweep import plugins
 from trainer.cli.targets import targets
 from trainer.errors import did_you_mean
 from trainer.precision.names import ALIASES

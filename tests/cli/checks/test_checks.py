@@ -1,0 +1,179 @@
+"""``checks``: what it says of this machine and of others, and when it finds something broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.cli import checks, main
+from trainer.cli.checks import machine, speed
+from trainer.cli.checks.speed import Speed
+from trainer.precision import devices
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch, tmp_path):
+    """The speeds that it is to have measured."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1), raising=False)
+    rows = [
+        Speed("float32", 1e11, 8e10, {"matmul": 1.0, "convolution": 1.0}),
+        Speed("float16", 9e10, None, {"matmul": 0.9}),
+        Speed("bfloat16", 4.1e12, 1.6e11, {"matmul": 41.0, "convolution": 2.0}),
+    ]
+    monkeypatch.setattr(speed, "measure", lambda device, seconds: rows)
+    return rows
+
+
+def facts(capsys) -> dict:
+    main(["checks", "json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_it_prints(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
+    assert main(["checks"]) == 0
+    out = capsys.readouterr().out
+    assert f"torch          {torch.__version__} (" in out
+    assert "Precisions on" in out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "bf16-mixed native this CPU has bfloat16 instructions that torch uses" in lines
+    assert "float32 100.0 GFLOP/s 1.00x 80.0 GFLOP/s 1.00x" in lines
+    assert "float16 90.0 GFLOP/s 0.90x - -" in lines
+    assert "bfloat16 4.1 TFLOP/s 41.00x 160.0 GFLOP/s 2.00x" in lines
+    assert (
+        lines[-1] == "Use precision=bf16-mixed here: this CPU computes in bfloat16 natively; measured 41.0x in matrix"
+        " products and 2.0x in convolutions against float32."
+    )
+    assert list(Path().iterdir()) == []
+
+
+def test_the_numbers(capsys):
+    found = facts(capsys)
+    assert found["problems"] == []
+    assert found["versions"]["torch"].startswith(torch.__version__)
+    assert found["devices"][-1]["device"] == "cpu"
+    assert found["workers"]["usable"] == machine.cores().usable
+    assert found["memory"]["total"] == machine.memory().total
+    assert [disk["for"] for disk in found["disks"]] == ["disk", "checkpoints"]
+    assert found["disks"][0]["folder"] == str(Path.cwd())
+
+
+def test_a_measurement_may_speak_against_what_the_hardware_promises(measured, monkeypatch):
+    monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
+    slow = {"bfloat16": {"matmul": 0.4, "convolution": 0.8}}
+    assert checks.verdict(torch.device("cpu"), slow) == (
+        "Use precision=32 here: precision=auto takes bf16-mixed, for this CPU computes in bfloat16 natively, but it was"
+        " measured to be slower than float32: 0.4x in matrix products and 0.8x in convolutions."
+    )
+    mixed = {"bfloat16": {"matmul": 0.9, "convolution": 1.8}}
+    assert checks.verdict(torch.device("cpu"), mixed).startswith("Use precision=bf16-mixed here")
+
+
+def test_a_cpu_without_16_bits(monkeypatch):
+    monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: False)
+    text = checks.verdict(torch.device("cpu"), {"float32": {"matmul": 1.0}})
+    assert text.startswith("Use precision=32 here: this CPU has no bfloat16 instructions that torch uses. precision=16")
+
+
+def test_a_gpu(capsys, monkeypatch, measured):
+    measured[1].ratios = {"matmul": 3.9, "convolution": 3.1}
+
+    class Properties:
+        name, total_memory = "Tesla T4", 16 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(machine, "cores", lambda: machine.Cores(16, 16, None))
+    found = facts(capsys)
+    assert [row["device"] for row in found["devices"]] == ["cuda:0", "cuda:1", "cpu"]
+    assert found["devices"][0] == {
+        "device": "cuda:0",
+        "name": "Tesla T4",
+        "memory": 16 * 2**30,
+        "detail": "compute capability 7.5",
+    }
+    assert list(found["precisions"]) == ["Tesla T4", machine.cpu_name()]
+    assert found["workers"]["suggested"] == 7
+    assert found["verdict"].startswith("Use precision=16-mixed here: Tesla T4 has Tensor Cores, but no bfloat16 units")
+
+
+def test_a_busy_machine_is_not_judged_by_its_speed(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0, 0), raising=False)
+    found = facts(capsys)
+    assert found["remarks"][0].startswith("Other processes keep the cores busy (load 1000.0, cores ")
+    assert "measured" not in found["verdict"]
+
+
+def test_a_driver_that_torch_cannot_use(capsys, monkeypatch):
+    monkeypatch.setattr(checks, "nvidia_driver", lambda: "570.86.15")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found = facts(capsys)
+    assert found["versions"]["NVIDIA driver"] == "570.86.15"
+    assert "There is an NVIDIA driver, but torch was built without CUDA." in found["remarks"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 2 2025",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build",
+    ],
+)
+def test_the_version_of_the_driver(tmp_path, line):
+    (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.2.0\n")
+    assert checks.nvidia_driver(tmp_path / "version") == "570.86.15"
+
+
+def test_a_full_disk_is_something_broken(capsys, monkeypatch):
+    real = machine.disk
+    monkeypatch.setattr(
+        machine, "disk", lambda folder: machine.Disk(real(folder).folder, 0, 2**30, "No space left on device")
+    )
+    assert main(["checks"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"Broken: Nothing can be written into {Path.cwd()}: No space left on device (0 bytes of 1.0 GiB free)." in out
+    )
+    assert out.count("Broken:") == 1
+
+
+def test_little_space_and_little_shared_memory_are_remarks(capsys, monkeypatch):
+    monkeypatch.setattr(machine, "disk", lambda folder: machine.Disk(Path("/data"), 2**20, 2**30, None, "nfs4"))
+    monkeypatch.setattr(checks, "_shared_memory", lambda: 64 * 2**20)
+    assert main(["checks"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Note: /data has 1 MiB left" in out
+    assert "/dev/shm has 64 MiB" in out
+    assert "on a network (nfs4)" in out
+
+
+def test_torch_that_cannot_be_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])}
+    command = [sys.executable, "-m", "trainer", "checks"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "Broken: torch cannot be imported: OSError: libcudart.so.13" in ended.stdout
+    assert "Nothing can be trained here before torch is mended." in ended.stdout
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["jsn"], "Got 'jsn'. Did you mean 'json'?"), (["+recipe=resnet50"], "Got '+recipe=resnet50'")],
+)
+def test_what_it_is_not_told(capsys, words, message):
+    assert main(["checks", *words]) == 2
+    assert message in capsys.readouterr().err

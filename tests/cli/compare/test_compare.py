@@ -1,0 +1,366 @@
+"""``compare``: what its jobs are started with, what it reports of what they leave, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import write
+from trainer.cli import main
+from trainer.cli.compare import Comparison, as_fit, read_runs, report, unequal
+from trainer.cli.compare.verdict import Run, Thresholds
+
+LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
+
+
+def result(job: int, precision: str, **more) -> dict:
+    usual = {
+        "job": job,
+        "overrides": ["+recipe=a", f"precision={precision}", "command=compare"],
+        "recipe": "a",
+        "precision": precision,
+        "trained_in": precision,
+        "seed": 42,
+        "devices": "1 x NVIDIA A100",
+        "run_dir": str(job),
+        "status": "completed",
+        "epochs": 3,
+        "steps": 60,
+        "skipped_steps": job,
+        "peak_memory": {"gpu": 2**31 - job * 2**29},
+        "metrics": {"val_acc": 0.9 + job / 1000, "val_loss": 0.1},
+        "throughput": {
+            "samples_per_second": 1000.0 + 600 * job,
+            "train_seconds": 61.25,
+            "measured_batches": 50,
+            "waiting": 0.01,
+            "batches": [[1, 2], [3, 4], [5, 6]],
+        },
+    }
+    return usual | more
+
+
+CURVES = {"losses": {"steps": [1, 2], "values": [2.0, 0.5]}, "metrics": {"val": {}}}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def leave(*results: dict) -> list[Run]:
+    for each in results:
+        write(Path(each["run_dir"]), {"result.json": json.dumps(each), "curves.json": json.dumps(CURVES)})
+    return read_runs(Path())
+
+
+def test_the_report(folder, capsys):
+    leave(result(0, "32-true"), result(1, "16-mixed"))
+    assert report(folder, Thresholds(), ["+recipe=a", "precision=32-true,16-mixed", "hydra.sweep.dir='x y'"]) == 0
+    text = (folder / "compare.md").read_text()
+    assert text.startswith(
+        "# a: 32-true, 16-mixed\n\n    python -m trainer compare +recipe=a precision=32-true,16-mixed\n\n"
+        "| run | final loss | val_acc | training | samples/s | peak memory | skipped | speed-up | memory | verdict |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| 32-true | 0.5 | 0.9 | 61.2 s | 1,000 | 2,048 MiB | 0 | - | - | - |\n"
+        "| 16-mixed | 0.5 | 0.901 | 61.2 s | 1,600 | 1,536 MiB | 1 | 1.60x | -25% | missed |\n"
+    )
+    assert (
+        "- **16-mixed**: val_acc within 0.1 points of 32-true, 1.6x faster, 25.0% less memory.\n"
+        "  - Saves less than 30% of the memory. Mixed precision keeps" in text
+    )
+    assert (
+        "- The same in all runs: seed 42, 1 x NVIDIA A100, 3 epochs (60 optimizer steps), the first batch of every"
+        " epoch.\n- One run each" in text
+    )
+    assert "](compare.png)" in text
+    assert (folder / "compare.png").stat().st_size > 10_000
+    out = capsys.readouterr().out
+    assert "16-mixed: val_acc within 0.1 points of 32-true, 1.6x faster, 25.0% less memory.\n  - Saves less" in out
+    assert f"The report is {folder / 'compare.md'}" in out
+
+
+def test_the_numbers(folder, capsys):
+    leave(result(0, "32-true"), result(1, "bf16-mixed"))
+    report(folder, Thresholds(strict=True), ["+recipe=a"])
+    numbers = json.loads((folder / "compare.json").read_text())
+    assert numbers["command"] == "python -m trainer compare +recipe=a"
+    assert numbers["metric"] == "val_acc"
+    assert numbers["thresholds"]["strict"] is True
+    first, second = numbers["runs"]
+    assert first["verdict"] is None
+    assert second == {
+        "label": "bf16-mixed",
+        "precision": "bf16-mixed",
+        "status": "completed",
+        "error": None,
+        "final_loss": 0.5,
+        "metric": 0.901,
+        "train_seconds": 61.25,
+        "samples_per_second": 1600.0,
+        "peak_memory": {"gpu": 2**31 - 2**29},
+        "skipped_steps": 1,
+        "verdict": second["verdict"],
+        "run_dir": "1",
+    }
+    assert (second["verdict"]["speedup"], second["verdict"]["memory_saving"]) == (1.6, 0.25)
+    assert second["verdict"]["met"] is False
+
+
+def test_only_strict_makes_a_missed_threshold_count(folder, capsys):
+    leave(result(0, "32-true"), result(1, "16-mixed"), result(2, "bf16-mixed"))  # 25% and 50% less memory
+    assert report(folder, Thresholds()) == 0
+    assert report(folder, Thresholds(strict=True)) == 1
+    assert report(folder, Thresholds(strict=True, min_speedup=3.0)) == 2
+    assert report(folder, Thresholds(strict=True, min_memory_saving=None)) == 0
+
+
+def test_a_run_that_failed_is_a_row(folder, capsys):
+    failed = result(1, "16-mixed", status="failed", error="LossScaleCollapse: [b]1[/b]", throughput=None, metrics={})
+    leave(result(0, "32-true"), failed, result(2, "bf16-mixed"))
+    assert report(folder, Thresholds()) == 1
+    text = (folder / "compare.md").read_text()
+    assert "| 16-mixed | 0.5 | - | - | - | 1,536 MiB | 1 | - | - | failed |" in text
+    assert "- **16-mixed**: failed: LossScaleCollapse: [b]1[/b]\n- **bf16-mixed**: val_acc within 0.2 points" in text
+    assert "16-mixed: failed: LossScaleCollapse: [b]1[/b]\n" in capsys.readouterr().out
+
+
+def test_without_the_first_there_is_nothing_to_compare_with(folder, capsys):
+    leave(result(0, "32-true", status="failed", error="OSError: no"), result(1, "16-mixed"))
+    assert report(folder, Thresholds()) == 1
+    text = (folder / "compare.md").read_text()
+    assert "- **32-true**: failed: OSError: no\n- **16-mixed**: completed, but 32-true did not.\n" in text
+
+
+def test_an_interrupt_leaves_a_report_of_what_there_is(folder, capsys):
+    leave(result(0, "32-true"))
+    assert report(folder, Thresholds()) == 0
+    assert "- **32-true**: there is nothing to compare it with." in (folder / "compare.md").read_text()
+    leave(result(1, "16-mixed", status="interrupted"))
+    assert report(folder, Thresholds()) == 1
+    assert "- **16-mixed**: interrupted: it did not say why" in (folder / "compare.md").read_text()
+
+
+def test_without_runs_there_is_no_report(folder, capsys):
+    assert report(folder, Thresholds()) == 0
+    assert list(folder.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_an_earlier_comparison_in_the_same_folder_is_left_out(folder):
+    leave(*(result(job, precision) for job, precision in enumerate(("32-true", "16-mixed"))))
+    os.utime("1/result.json", (1000.0, 1000.0))
+    assert [run.label for run in read_runs(folder, since=2000.0)] == ["32-true"]
+
+
+def test_without_curves_there_is_no_picture(folder, capsys):
+    for job, precision in enumerate(("32-true", "16-mixed")):
+        bare = result(job, precision, throughput=None, peak_memory={}, metrics={})
+        write(folder / str(job), {"result.json": json.dumps(bare)})
+    assert report(folder, Thresholds()) == 0
+    text = (folder / "compare.md").read_text()
+    assert "compare.png" not in text
+    assert "- **16-mixed**: nothing was measured that can be compared." in text
+
+
+def test_runs_are_named_by_what_sets_them_apart(folder):
+    def named(*results):
+        return [run.label for run in leave(*results)]
+
+    assert named(result(0, "32-true"), result(1, "16-mixed")) == ["32-true", "16-mixed"]
+    fused = [result(job, "16-mixed") for job in (0, 1)]
+    for job, each in enumerate(fused):
+        each["overrides"].insert(1, f"+optimizer.fused={bool(job)}")
+    assert named(*fused) == ["+optimizer.fused=False", "+optimizer.fused=True"]
+    fused[1]["overrides"][2] = "precision=bf16-mixed"
+    assert named(*fused) == ["+optimizer.fused=False 16-mixed", "+optimizer.fused=True bf16-mixed"]
+    assert named(result(0, "32-true"), result(1, "auto", trained_in="bf16-mixed")) == ["32-true", "auto (bf16-mixed)"]
+
+
+def runs(**of_second) -> list[Run]:
+    return [Run("32-true", result(0, "32-true")), Run("16-mixed", result(1, "16-mixed", **of_second))]
+
+
+@pytest.mark.parametrize(
+    ("of_second", "sentence"),
+    [
+        ({}, "The same in all runs: "),
+        ({"throughput": None}, "1 x NVIDIA A100, 3 epochs (60 optimizer steps)."),  # nothing is known of the batches
+        ({"seed": 7}, "Not the same in all runs: 16-mixed has seed 7, 32-true 42."),
+        ({"devices": "1 x CPU"}, "16-mixed has devices 1 x CPU, 32-true 1 x NVIDIA A100."),
+        (
+            {"epochs": 1, "steps": 1},
+            "16-mixed trained for 1 epoch (1 optimizer step), 32-true for 3 epochs (60 optimizer steps).",
+        ),
+        (
+            {"throughput": {"batches": [[1, 2], [3, 9], [0, 6]]}},
+            "16-mixed was given other batches than 32-true from epoch 2 on, counted from 1",
+        ),
+        ({"throughput": {"batches": [[None, 2], [None, 4], [5, 6]]}}, "The same in all runs: "),
+        ({"throughput": {"batches": [[None, 2], [None, 5], [5, 6]]}}, "from epoch 2 on"),
+    ],
+)
+def test_whether_it_was_fair(of_second, sentence):
+    (found,) = unequal(runs(**of_second))
+    assert sentence in found
+
+
+def test_everything_that_was_not_fair_is_told():
+    found = unequal(runs(seed=7, epochs=2))
+    assert [line.startswith("Not the same in all runs") for line in found] == [True, False]
+    assert unequal(runs(status="failed", seed=7)) == []
+
+
+def test_circumstances():
+    few = {"throughput": result(0, "")["throughput"] | {"measured_batches": 5}}
+    assert "The rates rest on 5 batches: train for longer" in Comparison(runs(**few), Thresholds()).conditions[1]
+    on_cpu = [Run(run.label, run.result | {"peak_memory": {"process": 2**30}}) for run in runs()]
+    (hint,) = [line for line in Comparison(on_cpu, Thresholds()).conditions if "CPU" in line]
+    assert "not expected to be faster" in hint
+    assert len(Comparison(runs(), Thresholds()).conditions) == 2
+    assert Comparison(runs(), Thresholds(metric="val_ac")).conditions[0].startswith("compare.metric is val_ac, which")
+
+
+def test_a_job_is_an_ordinary_fit_that_measures():
+    assert as_fit(["+recipe=a", "precision=16-mixed", "command=compare"]) == [
+        "+recipe=a",
+        "precision=16-mixed",
+        "++callbacks.throughput._target_=trainer.callbacks.Throughput",
+        "++callbacks.curves._target_=trainer.callbacks.Curves",
+        "++callbacks.curves.dirpath=${hydra:runtime.output_dir}",
+        "command=fit",
+    ]
+
+
+class Job:
+    """Stands for the process of a job, which leaves what a run leaves."""
+
+    started: list[list[str]] = []
+
+    def __init__(self, command, *, cwd, env):
+        self.started.append(command)
+        (folder,) = [word.partition("=")[2].strip("'") for word in command if word.startswith("hydra.run.dir=")]
+        (precision,) = [word.partition("=")[2] for word in command if word.startswith("precision=")]
+        self.returncode = int(precision == "64-true")
+        left = result(0, precision, run_dir=folder)
+        if self.returncode:
+            left |= {"status": "failed", "error": "Oops: no"}
+        write(Path(folder), {"result.json": json.dumps(left)})
+
+    def wait(self):
+        return self.returncode
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    monkeypatch.setattr(Job, "started", [])
+    monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", Job)
+    return Job
+
+
+def test_one_job_for_each_precision(project, jobs, capsys):
+    assert main(["compare", "+recipe=line", "compare.min_memory_saving=null", "optimizer.lr=0.2"]) == 0
+    precisions = [word for command in jobs.started for word in command if word.startswith("precision=")]
+    assert precisions == ["precision=32-true", "precision=16-mixed", "precision=bf16-mixed"]
+    assert all("command=fit" in command and "hydra.mode=RUN" in command for command in jobs.started)
+    (folder,) = Path("multirun/line").iterdir()
+    assert {"compare.md", "compare.png", "compare.json"} <= {file.name for file in folder.iterdir()}
+    assert not (folder / "summary.md").exists()
+    command = "compare +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=32-true,16-mixed,"
+    assert f"    python -m trainer {command}bf16-mixed\n" in (folder / "compare.md").read_text()
+    out = capsys.readouterr().out
+    assert "Job 1: +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=16-mixed\n" in out
+    left = [json.loads(file.read_text()) for file in folder.glob("*/result.json")]
+    assert [each["overrides"][-1] for each in left] == ["command=compare"] * 3
+    # what a job is started with is a command line that is understood
+    assert main([*jobs.started[1][3:], "--cfg", "job"]) == 0
+
+
+def test_a_failed_job_leaves_the_others_alone_and_status_1(project, jobs, capsys):
+    assert main(["compare", "+recipe=line", "precision=32,64,bf16"]) == 1
+    assert len(jobs.started) == 3
+    (folder,) = Path("multirun/line").iterdir()
+    assert "- **64-true**: failed: Oops: no\n- **bf16-mixed**: " in (folder / "compare.md").read_text()
+
+
+def test_strict_shows_in_the_exit_status(project, jobs, capsys):
+    missed = ["compare", "+recipe=line", "precision=32,16"]  # as fast, as much memory
+    assert main(missed) == 0
+    assert main([*missed, "compare.strict=true"]) == 1
+    assert main([*missed, "compare.strict=true", "compare.min_speedup=0.5", "compare.min_memory_saving=0"]) == 0
+
+
+def test_a_comparison_under_torchrun_is_told_how_to_do_without(project, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert main(["compare", "+recipe=line"]) == 2
+    assert "`python -m trainer compare ... trainer=ddp trainer.devices=2`" in capsys.readouterr().err
+
+
+def test_help(capsys):
+    assert main(["compare", "--help"]) == 0
+    out = capsys.readouterr().out
+    for word in ("compare.md", "precision=32,16-mixed,bf16-mixed", "compare.min_speedup=1.5", "exit status"):
+        assert word in out
+
+
+def command_line(*argv: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "trainer", *argv]
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
+
+
+@pytest.mark.slow
+def test_real_trainings_in_two_precisions(project):
+    done = command_line("compare", *LINE, "precision=32,16", "trainer.max_epochs=3", "hydra.sweep.dir=jobs")
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(Path("jobs/compare.json").read_text())
+    assert numbers["metric"] == "val_loss"
+    first, second = numbers["runs"]
+    assert [first["label"], second["label"]] == ["32-true", "16-mixed"]
+    assert numbers["conditions"][0] == (
+        "The same in all runs: seed 42, 1 x CPU, 3 epochs (12 optimizer steps), the first batch of every epoch."
+    )
+    for run in (first, second):
+        measured = json.loads((Path(run["run_dir"]) / "result.json").read_text())["throughput"]
+        assert measured["measured_batches"] == 2 + 4 + 4  # half of the first epoch's four are warm-up
+        assert len(measured["batches"]) == 3
+        losses = json.loads((Path(run["run_dir"]) / "curves.json").read_text())["losses"]
+        assert losses["steps"] == list(range(1, 13))
+        assert losses["values"][0] == pytest.approx(2.6489, rel=1e-3)  # the same batch, and the same weights
+        assert run["final_loss"] == pytest.approx(sum(losses["values"][-2:]) / 2)
+        assert run["samples_per_second"] > 0
+    assert second["verdict"]["speedup"] == second["samples_per_second"] / first["samples_per_second"]
+    assert (first["skipped_steps"], second["skipped_steps"]) == (0, 2)  # a loss above 1, times 65536
+    assert Path("jobs/compare.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_real_training_that_fails_stays_alone(project):
+    done = command_line("compare", *LINE, "precision=16", "model.fail_at=null,3", "hydra.sweep.dir=jobs")
+    assert done.returncode == 1, done.stderr
+    runs = json.loads(Path("jobs/compare.json").read_text())["runs"]
+    assert [(run["label"], run["status"]) for run in runs] == [
+        ("model.fail_at=null", "completed"),
+        ("model.fail_at=3", "failed"),
+    ]
+    assert "model.fail_at=3: failed: RuntimeError: asked to fail" in done.stdout
+    assert len(json.loads(Path("jobs/1/curves.json").read_text())["losses"]["steps"]) == 3  # drawn as far as it came
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_real_trainings_on_a_gpu(project):
+    done = command_line("compare", *LINE, "trainer=gpu", "precision=32,16", "hydra.sweep.dir=jobs")
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(Path("jobs/compare.json").read_text())
+    assert [list(run["peak_memory"]) for run in numbers["runs"]] == [["gpu"], ["gpu"]]
+    assert numbers["runs"][1]["verdict"]["met"] is False  # a line has nothing for Tensor Cores to do
+    known = json.loads(Path("jobs/0/result.json").read_text())["gpu"]
+    assert tuple(known["capability"]) == torch.cuda.get_device_capability()
+    assert "memory" in numbers["runs"][1]["verdict"]["text"]

@@ -1,0 +1,231 @@
+"""What a comparison says of a run: numbers, words, thresholds and advice."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+from omegaconf import OmegaConf
+
+from trainer.cli.arguments import UsageError
+from trainer.cli.compare.verdict import Metric, Run, Thresholds, choose_metric, judge
+from trainer.cli.folders import packaged_conf
+
+GB = 2**30
+ACC, LOSS = Metric("val_acc", higher_is_better=True), Metric("val_loss", higher_is_better=False)
+
+
+def run(precision="32-true", *, rate=100.0, memory=10 * GB, gpu=True, waiting=0.01, capability=(8, 0), tf32=(), **more):
+    return Run(
+        precision,
+        {
+            "status": "completed",
+            "trained_in": precision,
+            "peak_memory": {"gpu" if gpu else "process": memory},
+            "gpu": {"capability": list(capability), "tf32": list(tf32)} if gpu else None,
+            "throughput": {"samples_per_second": rate, "waiting": waiting, "measured_batches": 50},
+            "metrics": {"val_acc": 0.9, "val_loss": 0.5},
+        }
+        | more,
+    )
+
+
+def test_the_sentence_of_the_house():
+    first = run(metrics={"val_acc": 0.913})
+    verdict = judge(
+        run("bf16-mixed", rate=160.0, memory=6.2 * GB, metrics={"val_acc": 0.9105}), first, ACC, Thresholds()
+    )
+    assert verdict.text == "val_acc within 0.3 points of 32-true, 1.6x faster, 38% less memory."
+    assert verdict.met
+    assert verdict.advice == ()
+    assert verdict.speedup == 1.6
+    assert verdict.memory_saving == pytest.approx(0.38)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "reference", "clause", "met"),
+    [
+        (ACC, 0.9, 0.9, "the same val_acc as 32-true", True),
+        (ACC, 0.89, 0.9, "val_acc within 1.0 points of 32-true", True),
+        (ACC, 0.8999, 0.9, "val_acc within 0.1 points of 32-true", True),  # rounded up, so that it is true
+        (ACC, 0.908, 0.9, "val_acc within 0.8 points of 32-true", True),
+        (ACC, 0.889, 0.9, "val_acc 1.1 points below 32-true", False),
+        (ACC, 0.95, 0.9, "val_acc 5.0 points above 32-true", True),  # better is no failure
+        (LOSS, 0.504, 0.5, "val_loss within 0.8% of 32-true", True),
+        (LOSS, 0.51, 0.5, "val_loss 2.0% above 32-true", False),
+        (LOSS, 0.4, 0.5, "val_loss 20.0% below 32-true", True),
+        (LOSS, 0.0, 0.0, "the same val_loss as 32-true", True),
+        (LOSS, 0.1, 0.0, "val_loss is 0.1 (32-true: 0)", False),
+        (Metric("val_bleu", True), 30.0, 31.0, "val_bleu 3.3% below 32-true", False),
+        (Metric("val_err", False), 0.105, 0.1, "val_err within 0.5 points of 32-true", True),
+        (Metric("val_err", False), 0.12, 0.1, "val_err 2.0 points above 32-true", False),
+        (ACC, math.nan, 0.9, "val_acc is nan (32-true: 0.9)", False),
+        (ACC, 0.9, math.nan, "val_acc is 0.9 (32-true: nan)", True),
+    ],
+)
+def test_the_metric(metric, value, reference, clause, met):
+    first = run(metrics={metric.name: reference}, gpu=False)
+    verdict = judge(run("16-mixed", metrics={metric.name: value}, gpu=False), first, metric, Thresholds())
+    assert verdict.text == f"{clause}, as fast."
+    assert verdict.met is met
+    assert len(verdict.advice) == (not met)
+
+
+def test_the_tolerance_is_the_users():
+    first, other = run(gpu=False, metrics={"val_acc": 0.9}), run("16-mixed", gpu=False, metrics={"val_acc": 0.87})
+    missed = judge(other, first, ACC, Thresholds(accuracy_tolerance=2.0))
+    assert not missed.met
+    assert missed.advice[0].startswith("val_acc is worse by more than 2 points. Is it the precision, or chance?")
+    assert judge(other, first, ACC, Thresholds(accuracy_tolerance=3.0)).met
+    assert (
+        judge(other, first, ACC, Thresholds(accuracy_tolerance=None)).text
+        == "val_acc within 3.0 points of 32-true, as fast."
+    )
+
+
+def test_a_metric_that_a_run_did_not_log():
+    verdict = judge(run("16-mixed", metrics={}, rate=200.0, memory=5 * GB), run(), ACC, Thresholds())
+    assert verdict.text == "no val_acc to compare, 2.0x faster, 50% less memory."
+    assert not verdict.met  # nobody can tell
+    assert verdict.advice == ("val_acc was not logged by both runs.",)
+
+
+@pytest.mark.parametrize(
+    ("rate", "clause", "met"),
+    [
+        (150.0, "1.5x faster", True),
+        (149.9, "1.50x faster", False),
+        (104.0, "as fast", False),
+        (96.0, "as fast", False),
+        (50.0, "2.00x slower", False),
+        (1234.0, "12.3x faster", True),
+    ],
+)
+def test_speed_on_a_gpu(rate, clause, met):
+    verdict = judge(run("16-mixed", rate=rate, memory=5 * GB), run(), None, Thresholds())
+    assert verdict.text == f"{clause}, 50% less memory."
+    assert verdict.met is met
+    assert [line.startswith("Less than 1.5x as fast as 32-true.") for line in verdict.advice] == [True] * (not met)
+
+
+@pytest.mark.parametrize(
+    ("memory", "clause", "met"),
+    [
+        (7, "30% less memory", True),
+        (7.5, "25.0% less memory", False),
+        (10, "as much memory", False),
+        (12, "20.0% more memory", False),
+    ],
+)
+def test_memory_on_a_gpu(memory, clause, met):
+    verdict = judge(run("bf16-mixed", rate=200.0, memory=memory * GB), run(), None, Thresholds())
+    assert verdict.text == f"2.0x faster, {clause}."
+    assert verdict.met is met
+    reason = "Saves less than 30% of the memory. Mixed precision keeps weights"
+    assert [line.startswith(reason) for line in verdict.advice] == [True] * (not met)
+
+
+def test_a_cpu_is_asked_for_neither():
+    verdict = judge(run("16-mixed", rate=50.0, memory=11 * GB, gpu=False), run(gpu=False), None, Thresholds())
+    assert verdict.text == "2.0x slower."
+    assert verdict.met
+    asked = judge(
+        run("16-mixed", rate=50.0, memory=11 * GB, gpu=False),
+        run(gpu=False),
+        None,
+        Thresholds(min_speedup=1.0, min_memory_saving=0),
+    )
+    assert asked.text == "2.00x slower, 10.0% more memory."
+    assert len(asked.advice) == 2
+    assert "A CPU has no Tensor Cores" in asked.advice[0]
+    assert "whole process" in asked.advice[1]
+
+
+def test_only_16_bits_against_more_are_asked_for_a_gain():
+    first = run("bf16-mixed")
+    for name in ("16-mixed", "32-true", "64-true"):
+        assert judge(run(name, rate=50.0), first, None, Thresholds()).met
+    assert judge(run("64-true", rate=50.0), run("32-true"), None, Thresholds()).met
+    assert not judge(run("bf16-true", rate=50.0), run("32-true"), None, Thresholds()).met
+    assert not judge(run("16-mixed"), first, None, Thresholds(min_speedup=1.1)).met
+    assert judge(run("16-mixed"), run(), None, Thresholds(min_speedup=None, min_memory_saving=None)).met
+
+
+@pytest.mark.parametrize(
+    ("of_run", "of_first", "reason"),
+    [
+        ({}, {}, "Where Tensor Cores are not used, that is usually because dimensions of layers are no multiples"),
+        ({"waiting": 0.62}, {}, "The loop waited for batches 62% of the time"),
+        ({}, {"tf32": ["convolutions"]}, "32-true used Tensor Cores too: TF32 in convolutions."),
+        ({"capability": (6, 1)}, {}, "This GPU (compute capability 6.1) has no Tensor Cores."),
+        ({"capability": (7, 5)}, {}, "(compute capability 7.5) know no bfloat16: use 16-mixed."),
+    ],
+)
+def test_why_a_gpu_is_not_faster(of_run, of_first, reason):
+    (advice, _) = judge(run("bf16-mixed", **of_run), run(**of_first), None, Thresholds()).advice
+    assert reason in advice
+    assert advice.count("Where Tensor") == (of_run.get("capability") != (6, 1))
+
+
+def test_a_run_without_measurements():
+    verdict = judge(run("16-mixed", throughput=None, peak_memory={}), run(), None, Thresholds())
+    assert verdict.text == "nothing was measured that can be compared."
+    assert (verdict.met, verdict.speedup, verdict.memory_saving) == (True, None, None)
+
+
+def test_the_final_loss_is_the_mean_of_the_last_tenth():
+    def with_losses(losses):
+        return Run("a", {}, {"losses": {"steps": list(range(len(losses))), "values": losses}})
+
+    assert with_losses([9.0] * 18 + [1.0, 2.0]).final_loss == 1.5
+    assert with_losses([9.0] * 19 + [1.0, 2.0]).final_loss == pytest.approx(4.0)
+    assert with_losses([3.0]).final_loss == 3.0
+    assert math.isnan(with_losses([3.0, math.nan]).final_loss)
+    assert Run("a", {}).final_loss is None
+
+
+@pytest.mark.parametrize(
+    ("logged", "settings", "monitor", "name", "higher"),
+    [
+        (["val_loss", "val_acc"], {}, None, "val_acc", True),
+        (["train_acc", "val_loss", "val_acc"], {}, None, "val_acc", True),
+        (["train_acc", "val_loss"], {}, None, "train_acc", True),
+        (["val_loss", "val_f1"], {}, None, "val_f1", True),
+        (["val_loss", "val_wer"], {}, None, "val_loss", False),
+        (["val_rmse"], {}, None, "val_rmse", False),
+        (["val_acc_step", "val_acc_epoch", "val_acc"], {}, None, "val_acc", True),
+        (["val_acc_epoch"], {}, None, "val_acc_epoch", True),
+        (["val_loss", "val_acc"], {}, {"metric": "val_loss", "mode": "min"}, "val_loss", False),
+        (["val_loss", "val_acc"], {}, {"metric": "nowhere", "mode": "min"}, "val_acc", True),
+        (["val_loss", "score"], {}, {"metric": "score", "mode": "max"}, "score", True),
+        (["val_loss", "score"], {"mode": "min"}, {"metric": "score", "mode": "max"}, "score", False),
+        (["val_loss", "val_acc"], {"metric": "val_loss"}, {"metric": "val_acc", "mode": "max"}, "val_loss", False),
+        (["val_energy"], {"metric": "val_energy", "mode": "min"}, None, "val_energy", False),
+        (["lr-SGD", "train_loss"], {}, None, None, None),
+    ],
+)
+def test_which_metric(logged, settings, monitor, name, higher):
+    runs = [run(metrics=dict.fromkeys(logged, 0.5), monitor=monitor)] * 2
+    metric, remark = choose_metric(runs, Thresholds(**settings))
+    assert remark is None
+    assert (metric and metric.name, metric and metric.higher_is_better) == (name, higher)
+
+
+def test_a_metric_that_nobody_logged_is_told_of_and_another_one_taken():
+    metric, remark = choose_metric([run()], Thresholds(metric="val_ac"))
+    assert metric == ACC
+    assert remark == (
+        "compare.metric is val_ac, which no run has logged. Did you mean 'val_acc'? Logged: val_acc, val_loss."
+    )
+
+
+def test_the_settings_that_ship_are_the_defaults():
+    shipped = OmegaConf.to_container(OmegaConf.load(packaged_conf() / "compare" / "default.yaml"))
+    assert Thresholds.read(shipped) == Thresholds()
+    assert list(shipped) == list(inspect.signature(Thresholds).parameters)
+
+
+def test_unknown_settings():
+    with pytest.raises(UsageError, match=r"no setting 'compare\.tolerance'"):
+        Thresholds.read({"tolerance": 1})

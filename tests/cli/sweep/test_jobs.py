@@ -1,0 +1,208 @@
+"""Jobs of a sweep that run side by side, or elsewhere: their places, their signals, and going on after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import write
+from tests.cli.sweep.test_sweep import Job, command_line
+from trainer.cli import main
+from trainer.cli.sweep.plugins import _NEEDS
+
+ONCE = {
+    "once.py": """
+        import os
+        import time
+        from pathlib import Path
+
+        import line_fit
+
+
+        class Once(line_fit.Line):
+            \"\"\"The first run to come to its third step tells its parent to end.\"\"\"
+
+            def __init__(self, optimizer, number):
+                super().__init__(optimizer)
+                self.number = number
+
+            def training_step(self, batch, batch_idx):
+                if self.global_step == 2 and not Path("told").exists():
+                    Path("told").touch()
+                    os.kill(os.getppid(), self.number)
+                    time.sleep(2.0)  # to be passed on
+                return super().training_step(batch, batch_idx)
+    """,
+    "conf/model/once.yaml": """
+        _target_: once.Once
+        optimizer: ${optimizer}
+        number: 15
+    """,
+}
+LINE = ["+recipe=line", "model=once", "callbacks=none", "logger=none", "allowed_packages=[once]", "resume=auto"]
+
+
+def results(folder: str = "jobs") -> list[dict]:
+    return json.loads(Path(folder, "summary.json").read_text())
+
+
+@pytest.fixture
+def once(project: Path) -> Path:
+    write(project, ONCE)
+    return project
+
+
+@pytest.mark.slow
+def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_sweep(once: Path) -> None:
+    words = ["fit", "-m", *LINE, "seed=1,2,3", "hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
+    done = command_line(*words)
+    assert done.returncode == 143, done.stderr
+    assert "interrupted" in [job["status"] for job in results()]
+    assert not Path("jobs/2").exists()  # it was not begun any more
+    done = command_line(*words)
+    assert done.returncode == 0, done.stderr
+    first, second, third = results()
+    assert [job["status"] for job in (first, second, third)] == ["completed"] * 3
+    assert first["metrics"] == second["metrics"] == third["metrics"]  # the third was never interrupted
+    assert [job["steps"] for job in (first, second, third)] == [8, 8, 8]
+    assert "Job 2: completed after " in done.stdout
+    assert "Sweep of 3 jobs" in done.stdout
+    assert Path("jobs/2/console.log").is_file()  # what a run prints is not mixed with the others'
+    before = {job: Path(f"jobs/{job}/fit.log").read_text() for job in (0, 1, 2)}
+    done = command_line(*words)  # there is nothing left to do, so nothing is started
+    assert done.returncode == 0
+    assert [line for line in done.stdout.splitlines() if line.startswith("Job")] == [
+        f"Job {job}: completed before" for job in (0, 1, 2)
+    ]
+    assert {job: Path(f"jobs/{job}/fit.log").read_text() for job in (0, 1, 2)} == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="submitit tells by it that time is up")
+def test_submitit_requeues_a_job_and_it_goes_on(once: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    number = int(signal.SIGUSR2)
+    words = ["fit", "-m", *LINE, f"model.number={number}", "hydra/launcher=submitit_local", "hydra.sweep.dir=jobs"]
+    done = command_line(*words)
+    assert done.returncode == 0, done.stderr
+    (job,) = results()
+    assert (job["status"], job["epochs"], job["steps"]) == ("completed", 2, 8)
+    assert "going on from" in Path("jobs/0/fit.log").read_text()
+    (log,) = Path("jobs/.submitit").glob("*/*_log.err")
+    assert "Caught signal SIGUSR2" in log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="a process learns of its parent's end on POSIX only")
+def test_jobs_end_with_a_sweep_that_is_killed(once: Path) -> None:
+    kill = f"model.number={int(signal.SIGKILL)}"
+    done = command_line("fit", "-m", *LINE, kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000")
+    assert done.returncode == -9  # and not before the pipes are closed, that is: the job has ended as well
+    told = json.loads(Path("jobs/0/result.json").read_text())
+    assert told["status"] == "interrupted"
+    assert Path("jobs/0/checkpoints/interrupted.ckpt").is_file()
+
+
+class Placed(Job):
+    """Stands for the process of a job beside others; keeps the variables it was given."""
+
+    places: list[dict[str, str]] = []
+
+    def __init__(self, command, *, cwd, env, **more):
+        super().__init__(command, cwd=cwd, env=env)
+        Placed.places.append(env)
+        assert more["start_new_session"] is True
+
+
+@pytest.fixture
+def places(project, monkeypatch):
+    monkeypatch.setattr(Job, "started", [])
+    monkeypatch.setattr(Placed, "places", [])
+    monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", Placed)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    return Placed.places
+
+
+SIDE_BY_SIDE = ["fit", "-m", "+recipe=line", "hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
+
+
+def test_jobs_side_by_side_share_out_cores_and_gpus(places, monkeypatch):
+    monkeypatch.setattr("joblib.cpu_count", lambda: 13)
+    assert main([*SIDE_BY_SIDE, "seed=1,2,3,4", "hydra.launcher.n_jobs=3", "hydra.launcher.gpus_per_job=1"]) == 0
+    assert {place["OMP_NUM_THREADS"] for place in places} == {"4"}
+    assert {place["CUDA_VISIBLE_DEVICES"] for place in places} <= {"4", "5", "7"}
+    assert sorted(word for command, _ in Job.started for word in command if word.startswith("seed=")) == [
+        "seed=1", "seed=2", "seed=3", "seed=4",
+    ]  # fmt: skip
+
+
+def test_what_was_chosen_in_the_environment_stays(places, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert main([*SIDE_BY_SIDE, "seed=1"]) == 0
+    assert [place["OMP_NUM_THREADS"] for place in places] == ["7"]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["4,5,7"]
+    places.clear()
+    assert main([*SIDE_BY_SIDE, "seed=1", "hydra.launcher.threads_per_job=2", "hydra.launcher.gpus_per_job=1"]) == 0
+    assert [place["OMP_NUM_THREADS"] for place in places] == ["2"]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["n_jobs=2", "gpus_per_job=2"], "n_jobs=2 and hydra.launcher.gpus_per_job=2 want 4 GPUs, and there are 3."),
+        (["gpus_per_job=0"], "hydra.launcher.gpus_per_job is 0, expected a number from 1, or null."),
+        (["n_jobs=0"], "hydra.launcher.n_jobs is 0, expected a number from 1, or -1 for all cores."),
+    ],
+)
+def test_numbers_that_make_no_sense(places, capsys, words, complaint):
+    assert main([*SIDE_BY_SIDE, "seed=1", *(f"hydra.launcher.{word}" for word in words)]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not places
+
+
+@pytest.mark.parametrize(
+    ("word", "module", "extra"),
+    [
+        ("hydra/launcher=joblib", "joblib", "joblib"),
+        ("hydra/launcher=submitit_slurm", "hydra_plugins.hydra_submitit_launcher", "slurm"),
+        ("hydra/launcher=submitit_local", "hydra_plugins.hydra_submitit_launcher", "slurm"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_named(project, monkeypatch, capsys, word, module, extra):
+    monkeypatch.setattr("trainer.cli.sweep.plugins._is_installed", lambda name: name != module)
+    assert main(["fit", "-m", "+recipe=line", "seed=1,2", word]) == 2
+    assert f"{word} needs {module}, which is not installed: pip install 'amp-trainer[{extra}]'" in (
+        capsys.readouterr().err
+    )
+    assert module in {needed for needed, _ in _NEEDS.values()}
+
+
+SBATCH = f"""#!{sys.executable}
+import shutil, sys
+shutil.copy(sys.argv[1], "script.sh")
+sys.exit("no queue here")
+"""
+
+
+@pytest.mark.slow
+def test_slurm_is_asked_for_what_the_settings_say(project, monkeypatch, capsys):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    write(project, {"bin/sbatch": SBATCH, "bin/srun": "#!/bin/sh\n"})
+    for name in ("sbatch", "srun"):
+        Path("bin", name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{project / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    settings = ["partition=gpu", "gpus_per_node=2", "tasks_per_node=2", "timeout_min=90", "mem_gb=32"]
+    words = ["seed=1,2", "hydra/launcher=submitit_slurm", *(f"hydra.launcher.{word}" for word in settings)]
+    assert main(["fit", "-m", "+recipe=line", *words]) == 1
+    assert "no queue here" in capsys.readouterr().err
+    script = Path("script.sh").read_text()
+    for line in ("--partition=gpu", "--gpus-per-node=2", "--ntasks-per-node=2", "--time=90", "--mem=32GB",
+                 "--signal=USR2@120", "--array=0-1%2", "--open-mode=append"):  # fmt: skip
+        assert f"#SBATCH {line}\n" in script, script

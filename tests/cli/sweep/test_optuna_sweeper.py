@@ -1,0 +1,253 @@
+"""Sweeps whose jobs Optuna chooses: the space, the study and its direction, going on, and what it is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import write
+from trainer.cli import main
+from trainer.cli.results import read_result
+
+optuna = pytest.importorskip("optuna")
+
+OBJECTIVE = ["objective.metric=val_loss"]
+SWEEP = ["fit", "-m", "+recipe=line", "hydra/sweeper=optuna", "hydra.sweep.dir=jobs", *OBJECTIVE]
+LR = "optimizer.lr=tag(log,interval(1e-4,1))"
+
+
+class Trial:
+    """Stands for the process of a job, whose loss depends on the learning rate: the best is 0.01."""
+
+    started: list[list[str]] = []
+    returncode = 0
+    fails_at: list[int] = []
+    raises_at: list[int] = []
+    pruned_at: list[int] = []
+
+    def __init__(self, command, *, cwd, env):
+        Trial.started.append(command)
+        self.command = command
+        self.folder = Path(self.value("hydra.run.dir").strip("'"))
+
+    def value(self, key: str) -> str:
+        (found,) = [word.partition("=")[2] for word in self.command if word.startswith(f"{key}=")]
+        return found
+
+    def wait(self):
+        number = int(self.value("hydra.job.num"))
+        if self.returncode:
+            return self.returncode
+        if number in self.raises_at:
+            self.raises_at.remove(number)
+            self.returncode = 130
+            raise KeyboardInterrupt
+        if number in self.fails_at:
+            self.returncode = 1
+            return 1
+        loss = abs(math.log10(float(self.value("optimizer.lr"))) + 2)
+        status = "pruned" if number in self.pruned_at else "completed"
+        objective = {"metric": "val_loss", "mode": "min", "value": None if number == 7 else loss}
+        result = {"status": status, "metrics": {"val_loss": loss}, "run_dir": str(self.folder), "objective": objective}
+        write(self.folder, {"result.json": json.dumps(result)})
+        return 0
+
+
+@pytest.fixture
+def trials(project, monkeypatch):
+    for name in ("started", "fails_at", "raises_at", "pruned_at"):
+        monkeypatch.setattr(Trial, name, [])
+    monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", Trial)
+    return Trial
+
+
+def study(storage: str = "sqlite:///jobs/study.db", name: str = "line"):
+    return optuna.load_study(study_name=name, storage=storage)
+
+
+def rates() -> list[float]:
+    return [
+        float(word.partition("=")[2]) for words in Trial.started for word in words if word.startswith("optimizer.lr")
+    ]
+
+
+def test_trials_are_jobs_and_the_study_knows_what_became_of_them(trials, capsys):
+    trials.fails_at[:], trials.pruned_at[:] = [1], [2]
+    assert main([*SWEEP, LR, "hydra.sweeper.n_trials=9"]) == 1  # one has failed
+    told = study().get_trials()
+    assert [trial.state.name for trial in told] == [
+        "COMPLETE", "FAIL", "PRUNED", "COMPLETE", "COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE",
+    ]  # fmt: skip
+    assert study().direction.name == "MINIMIZE"
+    assert [trial.params["optimizer.lr"] for trial in told] == rates()
+    best = study().best_trial
+    numbers = json.loads(Path("jobs/summary.json").read_text())
+    assert [job["job"] for job in numbers if job["best"]] == [best.number]
+    assert all(1e-4 <= rate <= 1 for rate in rates())
+    out = capsys.readouterr().out
+    assert (
+        f"python -m trainer fit +recipe=line objective.metric=val_loss optimizer.lr={best.params['optimizer.lr']}\n"
+        in (out)
+    )
+    assert "OptunaPruning" not in out
+    assert main([*(word for word in Trial.started[0][3:] if not word.startswith("hydra.")), "--cfg", "job"]) == 0
+
+
+def test_a_seed_makes_the_same_trials(trials, capsys):
+    assert main([*SWEEP, LR, "hydra.sweeper.n_trials=4", "+hydra.sweeper.sampler.n_startup_trials=2"]) == 0
+    first = rates()
+    Trial.started.clear()
+    words = [*SWEEP[:4], *OBJECTIVE, LR, "+hydra.sweeper.sampler.n_startup_trials=2"]
+    assert main([*words, "hydra.sweeper.n_trials=4", "hydra.sweep.dir=again"]) == 0
+    assert rates() == first
+    Trial.started.clear()
+    assert main([*words, "hydra.sweeper.n_trials=2", "hydra.sweep.dir=other", "seed=1"]) == 0
+    assert rates() != first[:2]
+
+
+def test_the_same_sweep_goes_on_with_what_was_broken_off_and_what_is_missing(trials, capsys):
+    trials.raises_at[:] = [2]
+    words = [*SWEEP, LR, "hydra.sweeper.n_trials=4"]
+    assert main(words) == 130
+    assert [trial.state.name for trial in study().get_trials()] == ["COMPLETE", "COMPLETE", "RUNNING"]
+    capsys.readouterr()
+    assert main(words) == 0
+    told = study().get_trials()
+    assert [trial.state.name for trial in told] == ["COMPLETE"] * 4
+    assert [trial.user_attrs["job"] for trial in told] == [0, 1, 2, 3]
+    assert rates() == [trial.params["optimizer.lr"] for trial in (*told[:3], told[2], told[3])]  # the third one twice
+    assert len(set(rates())) == 4  # a seed does not begin anew
+    assert len(json.loads(Path("jobs/summary.json").read_text())) == 4  # what was complete counts
+    before = len(Trial.started)
+    assert main(words) == 0  # there is nothing left to do, and the table says how it went
+    assert len(Trial.started) == before
+    assert "Sweep of 4 jobs" in capsys.readouterr().out
+
+
+def test_another_sweep_may_share_the_study(trials, capsys):
+    storage = [
+        f"hydra.sweeper.storage=sqlite:///{Path('shared.db').resolve().as_posix()}",
+        "hydra.sweeper.study_name=both",
+    ]
+    assert main([*SWEEP, LR, *storage, "hydra.sweeper.n_trials=2"]) == 0
+    theirs = study("sqlite:///shared.db", "both").ask()  # of a third one, which is at it
+    assert main([*SWEEP, LR, *storage, "hydra.sweeper.n_trials=5", "hydra.sweep.dir=other"]) == 0
+    told = study("sqlite:///shared.db", "both").get_trials()
+    assert [trial.state.name for trial in told] == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE", "COMPLETE"]
+    assert theirs.number == 2
+    assert [Path(read_result(Path("other", str(job)))["run_dir"]).name for job in (0, 1)] == ["0", "1"]
+
+
+def test_every_kind_of_value(trials, capsys):
+    space = [
+        LR, "data.batch_size=tag(log,int(interval(2,64)))", "seed=range(1,10,3)", "precision=32,bf16",
+        "+model.start=choice(0.5,-0.5)", "trainer.gradient_clip_val=interval(0,1)", "logger=glob(c*)",
+    ]  # fmt: skip
+    assert main([*SWEEP, *space, "hydra.sweeper.n_trials=1"]) == 2  # model.start is there already
+    space[4] = "model.start=choice(0.5,-0.5)"
+    assert main([*SWEEP, *space, "hydra.sweeper.n_trials=1"]) == 0
+    (trial,) = study().get_trials()
+    found = {name: repr(values) for name, values in trial.distributions.items()}
+    assert found == {
+        "optimizer.lr": "FloatDistribution(high=1.0, log=True, low=0.0001, step=None)",
+        "data.batch_size": "IntDistribution(high=64, log=True, low=2, step=1)",
+        "seed": "IntDistribution(high=7, log=False, low=1, step=3)",
+        "precision": "CategoricalDistribution(choices=('32-true', 'bf16-mixed'))",
+        "model.start": "CategoricalDistribution(choices=('0.5', '-0.5'))",
+        "trainer.gradient_clip_val": "FloatDistribution(high=1.0, log=False, low=0.0, step=None)",
+        "logger": "CategoricalDistribution(choices=('csv',))",
+    }
+    command = Trial.started[0]
+    for name, value in trial.params.items():
+        assert f"{name}={value}" in command
+
+
+def test_a_space_in_a_config_a_grid_and_a_batch(trials, capsys):
+    write(Path(), {"conf/sweep/mine.yaml": """
+        # @package _global_
+        # My space.
+        hydra:
+          mode: MULTIRUN
+          sweeper:
+            params:
+              optimizer.lr: 0.1,0.01
+              seed: range(1,4)
+        """})  # fmt: skip
+    words = [
+        "fit",
+        "+recipe=line",
+        "+sweep=mine",
+        *SWEEP[3:],
+        "hydra.sweeper.sampler.name=grid",
+        "hydra.sweeper.n_jobs=4",
+    ]
+    assert main(words) == 0
+    points = [{name: trial.params[name] for name in ("optimizer.lr", "seed")} for trial in study().get_trials()]
+    assert points == [{"optimizer.lr": lr, "seed": seed} for lr in ("0.1", "0.01") for seed in (1, 2, 3)]
+    assert main([*words[:3], *words[3:], LR]) == 2
+    assert "optimizer.lr has no list of values, which a grid is made of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([LR, "objective.metric=null"], "optimises a metric, and nothing says which. Write objective.metric=val_loss"),
+        (["optimizer.lr=0.1"], "hydra/sweeper=optuna has nothing to choose"),
+        ([LR, "hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials is 0, expected a number from 1."),
+        ([LR, "hydra.sweeper.sampler.name=tpee"], "The sampler is tpee, expected one of tpe, random"),
+        ([LR, "hydra.sweeper.pruner.name=medium"], "The pruner is medium, expected one of median, hyperband, none."),
+        ([LR, "+hydra.sweeper.pruner.patience=1"], "The pruner median does not take these settings"),
+        (["optimizer.lr=tag(log,interval(0,1))"], "Cannot choose from 'optimizer.lr=tag(log,interval(0,1))'"),
+        (["optimizer.lrr=interval(0,1)"], "There is no setting 'optimizer.lrr'. Did you mean 'optimizer.lr'?"),
+        (["precision=interval(0,1)"], "is an interval, expected options of the config group precision."),
+        ([LR, "hydra.sweeper.storage=here"], "hydra.sweeper.storage is here, expected a URL such as sqlite:///"),
+    ],
+)
+def test_mistakes(trials, capsys, words, complaint):
+    assert main([*SWEEP, *words]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not Trial.started
+
+
+def test_a_study_of_another_kind_is_left_alone(trials, capsys):
+    assert main([*SWEEP, "optimizer.lr=0.1,0.2", "hydra.sweeper.n_trials=1"]) == 0
+    assert main([*SWEEP, "optimizer.lr=0.1,0.2", "objective.mode=max", "hydra.sweeper.n_trials=2"]) == 2
+    assert "is to minimize, and objective.mode asks to maximize. Choose another name" in capsys.readouterr().err
+    assert main([*SWEEP, "optimizer.lr=0.1,0.3", "hydra.sweeper.n_trials=2"]) == 2
+    assert re.search("was made over another space: .* Choose another name", capsys.readouterr().err)
+
+
+def test_an_interval_wants_a_sweeper_that_chooses(trials, capsys):
+    assert main(["fit", "-m", "+recipe=line", "optimizer.lr=interval(0,1)"]) == 2
+    assert "is an interval, which only hydra/sweeper=optuna can choose from." in capsys.readouterr().err
+
+
+def test_a_config_file_does_not_choose_the_sweeper(trials, capsys):
+    write(Path(), {"conf/sweep/sly.yaml": """
+        # @package _global_
+        defaults: [{override /hydra/sweeper: optuna}]
+        hydra: {mode: MULTIRUN, sweeper: {storage: "sqlite:////tmp/elsewhere.db", params: {seed: "1,2"}}}
+        """})  # fmt: skip
+    assert main(["fit", "+recipe=line", "+sweep=sly", *OBJECTIVE]) == 2
+    assert "it is chosen on the command line: hydra/sweeper=NAME" in capsys.readouterr().err
+    assert not Trial.started
+
+
+def test_a_config_file_names_no_study(trials, capsys):
+    study = "storage: 'sqlite:////tmp/x.db', study_name: s, trial: 0, metric: a"
+    node = f"{{_target_: trainer.callbacks.OptunaPruning, {study}}}"
+    write(Path(), {"conf/callbacks/sly.yaml": f"pruning: {node}\n"})
+    assert main(["fit", "+recipe=line", "callbacks=sly"]) == 2
+    assert "callbacks.pruning.storage is sqlite:////tmp/x.db in a config file." in capsys.readouterr().err
+
+
+def test_the_extra_is_named_where_it_is_missing(trials, monkeypatch, capsys):
+    monkeypatch.setattr("trainer.cli.sweep.plugins._is_installed", lambda name: False)
+    assert main([*SWEEP, LR]) == 2
+    assert "hydra/sweeper=optuna needs optuna, which is not installed: pip install 'amp-trainer[optuna]'" in (
+        capsys.readouterr().err
+    )

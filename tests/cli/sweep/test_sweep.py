@@ -1,0 +1,225 @@
+"""Sweeps: a process and a folder for each job, a table at the end, and a failure that stays alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import write
+from trainer.cli import main
+from trainer.cli.objective import best
+from trainer.cli.sweep import report
+
+LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
+
+
+def command_line(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", *argv], capture_output=True, text=True, check=False, timeout=240
+    )
+
+
+@pytest.mark.slow
+def test_a_sweep_loses_only_the_job_that_fails(project, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # left behind by something else in this shell
+    monkeypatch.setenv("MASTER_PORT", "1")
+    settings = ["precision=16", "precision.init_scale=1024", "model.fail_at=1,null", "hydra.sweep.dir=jobs"]
+    done = command_line("fit", "-m", *LINE, *settings)
+    assert done.returncode == 1, done.stderr
+    results = json.loads(Path("jobs/summary.json").read_text())
+    assert [(job["job"], job["status"], job["precision"]) for job in results] == [
+        (0, "failed", "16-mixed"),
+        (1, "completed", "16-mixed"),
+    ]
+    assert results[0]["error"] == "RuntimeError: asked to fail"
+    assert [(job["epochs"], job["steps"], job["scale"]) for job in results] == [(0, 1, 1024.0), (2, 8, 1024.0)]
+    for job in results:
+        assert (Path(job["run_dir"]) / ".hydra" / "config.yaml").is_file()
+        assert Path(job["run_dir"]) == project / "jobs" / str(job["job"])
+    header, _, *rows = Path("jobs/summary.md").read_text().splitlines()
+    assert "| val_loss | skipped | scale | memory | run dir |" in header
+    assert rows[1].startswith("| 1 | model.fail_at=null | completed | 2 | ")
+    assert "Sweep of 2 jobs" in done.stdout
+    assert "Job 0 failed: RuntimeError: asked to fail" in done.stdout
+    assert "Everything is in jobs" in done.stdout
+
+
+def result(job: int, **more) -> dict:
+    usual = {
+        "job": job,
+        "overrides": ["+recipe=a", f"optimizer.lr={job}", "command=fit"],
+        "run_dir": f"jobs/{job}",
+        "status": "completed",
+        "epochs": 3,
+        "seconds": 61.25,
+        "skipped_steps": 2,
+        "scale": 32768.0,
+        "peak_memory": {"gpu": 2**31},
+        "metrics": {"val_acc": 0.98765, "val_loss_step": 1.0, "val_loss": 0.1, "lr": 0.5, "test_acc": 0.9},
+    }
+    return usual | more
+
+
+def test_the_table_shows_what_differs_and_what_came_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    jobs = [result(0), result(10, scale=None, status="failed", error="Oops: no", metrics={}), result(2)]
+    write(tmp_path, {f"jobs/{job['job']}/result.json": json.dumps(job) for job in jobs})
+    write(tmp_path, {"jobs/left_over/result.json": json.dumps({"status": "completed"})})
+    assert report(Path("jobs")) == 1
+    lines = Path("jobs/summary.md").read_text().splitlines()
+    assert lines[0] == (
+        "| job | overrides | status | epochs | time | test_acc | val_acc | val_loss | skipped | scale | memory"
+        " | run dir |"
+    )
+    assert lines[2] == (
+        "| 0 | optimizer.lr=0 | completed | 3 | 61.2 s | 0.9 | 0.9877 | 0.1 | 2 | 32768 | 2,048 MiB | 0 |"
+    )
+    assert lines[3].startswith("| 2 |")
+    assert lines[4] == "| 10 | optimizer.lr=10 | failed | 3 | 61.2 s | - | - | - | 2 | - | 2,048 MiB | 10 |"
+    out = capsys.readouterr().out
+    assert "0.9877" in out
+    assert "Job 10 failed: Oops: no" in out
+
+
+def goal(value: float | None, mode: str = "min", metric: str = "loss") -> dict:
+    return {"metric": metric, "mode": mode, "value": value}
+
+
+def test_the_best_job_is_told_and_those_without_a_value_do_not_win(tmp_path, capsys):
+    jobs = [
+        result(0, objective=goal(0.4), metrics={"loss": 0.4, "val_acc": 1.0}),
+        result(1, objective=goal(0.2)),
+        result(2, objective=goal(None), metrics={"loss": float("nan")}),
+        result(3, objective=goal(0.1), status="failed", error="Oops"),
+        result(4, objective=goal(0.15), status="pruned"),
+        result(5, objective=goal(0.2)),
+    ]
+    write(tmp_path, {f"{job['job']}/result.json": json.dumps(job) for job in jobs})
+    assert report(tmp_path) == 1  # a job that was pruned has not failed
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    assert [job["job"] for job in numbers if job["best"]] == [1]
+    header, _, *rows, _, said, _, command = (tmp_path / "summary.md").read_text().splitlines()
+    assert header.startswith("| job | overrides | status | epochs | time | loss | test_acc | val_acc |")
+    assert rows[1].startswith("| 1 (best) | optimizer.lr=1 | completed |")
+    assert [row.split(" | ")[0] for row in rows if "best" in row] == ["| 1 (best)"]
+    assert said == "Best: job 1, with loss 0.2, the lowest: optimizer.lr=1"
+    assert command == "    python -m trainer fit +recipe=a optimizer.lr=1"
+    assert said in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_has_no_best():
+    assert best([result(0), result(1)]) is None
+    assert best([result(0, objective=goal(1.0)), result(1, objective=goal(1.0, "max"))]) is None
+    assert best([result(0, objective=goal(1.0, "max")), result(1, objective=goal(2.0, "max")), result(2)])["job"] == 1
+
+
+def test_an_earlier_sweep_in_the_same_folder_is_left_out(tmp_path, capsys):
+    write(tmp_path, {f"{job}/result.json": json.dumps(result(job)) for job in (0, 1)})
+    os.utime(tmp_path / "1" / "result.json", (1000.0, 1000.0))
+    assert report(tmp_path, since=2000.0) == 0
+    assert [job["job"] for job in json.loads((tmp_path / "summary.json").read_text())] == [0]
+
+
+def test_a_sweep_without_jobs_has_no_table(tmp_path, capsys):
+    assert report(tmp_path) == 0
+    assert capsys.readouterr().out == ""
+
+
+class Job:
+    """Stands for the process of a job: writes what a run writes, if it ends well."""
+
+    started: list[tuple[list[str], dict]] = []
+    returncode = 0
+
+    def __init__(self, command, *, cwd, env):
+        Job.started.append((command, env))
+        (folder,) = [word.partition("=")[2].strip("'") for word in command if word.startswith("hydra.run.dir=")]
+        self.folder = Path(folder)
+
+    def wait(self):
+        if self.returncode == 0:
+            write(self.folder, {"result.json": json.dumps({"status": "completed", "metrics": {}, "run_dir": "."})})
+        return self.returncode
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    monkeypatch.setattr(Job, "started", [])
+    monkeypatch.setattr(Job, "returncode", 0)
+    monkeypatch.setattr("trainer.cli.sweep.jobs.subprocess.Popen", Job)
+    return Job
+
+
+def test_each_job_is_a_command_line_of_its_own(project, jobs, monkeypatch, capsys):
+    write(project, {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    flags = ["-m", "--config-dir", "far"]
+    assert main(["fit", *flags, "+recipe=far", "precision=16,bf16", "hydra.job.config.override_dirname.kv_sep=-"]) == 0
+    commands = [command for command, _ in jobs.started]
+    assert [command[:3] for command in commands] == [[sys.executable, "-m", "trainer"]] * 2
+    for number, (command, precision) in enumerate(zip(commands, ["16-mixed", "bf16-mixed"], strict=True)):
+        (folder,) = Path("multirun/far").iterdir()
+        assert command[3:] == [
+            "+recipe=far",
+            f"precision={precision}",
+            "command=fit",
+            "hydra.job.config.override_dirname.kv_sep=-",
+            f"hydra.run.dir='{project / folder / str(number)}'",
+            f"hydra.job.num={number}",
+            f"hydra.job.id={number}",
+            "hydra.mode=RUN",
+            "--config-dir",
+            str(project / "far"),
+        ]
+        assert main([*command[3:], "--cfg", "job"]) == 0  # it is a command line that is understood
+    assert all("LOCAL_RANK" not in env for _, env in jobs.started)
+
+
+def test_a_sweep_written_in_a_config(project, jobs, capsys):
+    assert main(["fit", "+recipe=line", "+sweep=precision", "optimizer.lr=0.1,0.2"]) == 0
+    words = [command[3:8] for command, _ in jobs.started]
+    assert [(word[0], word[3]) for word in words] == [
+        ("precision=32-true", "optimizer.lr=0.1"), ("precision=32-true", "optimizer.lr=0.2"),
+        ("precision=16-mixed", "optimizer.lr=0.1"), ("precision=16-mixed", "optimizer.lr=0.2"),
+        ("precision=bf16-mixed", "optimizer.lr=0.1"), ("precision=bf16-mixed", "optimizer.lr=0.2"),
+    ]  # fmt: skip
+    command, _ = jobs.started[3]
+    assert main([*command[3:], "--cfg", "job"]) == 0
+
+
+@pytest.mark.parametrize(("status", "error"), [(2, "exit status 2"), (-9, "ended by signal 9")])
+def test_a_job_that_dies_without_a_word_has_failed(project, jobs, monkeypatch, capsys, status, error):
+    monkeypatch.setattr(Job, "returncode", status)
+    assert main(["fit", "-m", "+recipe=line", "seed=1,2", "hydra.sweep.dir=jobs"]) == 1
+    results = json.loads(Path("jobs/summary.json").read_text())
+    assert [(job["status"], job["error"]) for job in results] == [("failed", error)] * 2
+
+
+def test_an_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, capsys):
+    waits = iter([KeyboardInterrupt(), -2])
+
+    def wait(self):
+        outcome = next(waits)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        self.returncode = outcome
+        return outcome
+
+    monkeypatch.setattr(Job, "wait", wait)
+    assert main(["fit", "-m", "+recipe=line", "seed=1,2"]) == 130
+    assert len(jobs.started) == 1
+    assert "Sweep of 1 job" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_folder_and_one_result(project):
+    done = command_line("fit", *LINE, "trainer=ddp", "trainer.accelerator=cpu")
+    assert done.returncode == 0, done.stderr
+    (folder,) = Path("outputs/line").iterdir()
+    told = json.loads((folder / "result.json").read_text())
+    assert (told["status"], told["steps"]) == ("completed", 4)  # 16 points, batches of 4 on each of two ranks

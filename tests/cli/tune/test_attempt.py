@@ -1,0 +1,198 @@
+"""What happens in the processes of ``tune``, in this one: what is measured, what is left alone, how it fails."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer, WeightAveraging
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from tests.cli.conftest import write
+from trainer import Trainer
+from trainer.callbacks import ActivationCheckpointing, HalveOnOutOfMemory
+from trainer.cli import tune
+from trainer.cli.arguments import read
+from trainer.cli.checks import machine
+from trainer.cli.tune import RangeTest, Try, attempt
+from trainer.cli.tune.attempt import Meter, run_range_test, samples_in, try_batch_size, use_only
+
+
+@pytest.fixture
+def settings(project, monkeypatch):
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")  # as it was, afterwards
+
+    def compose(*words: str) -> dict[str, Any]:
+        config, _ = tune.composed(read(["tune", "batch_size", "+recipe=line", *words]))
+        return tune.plain(config, Path("run"))
+
+    return compose
+
+
+def told(function, job) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    function(job, messages.append)
+    assert len(messages) == 1
+    json.dumps(messages[0])
+    return messages[0]
+
+
+def tried(settings: dict[str, Any], memory: int | None = None, steps: int = 3, only_on_cpu: bool = False):
+    return told(try_batch_size, Try(settings, Path("scratch"), memory, only_on_cpu, steps))
+
+
+def test_a_try(settings):
+    message = tried(settings("data.batch_size=8", "optimizer=adam"))
+    assert message["status"] == "ok"
+    assert (message["batch"], message["samples"], message["skipped"]) == (8, 16, 0)
+    assert (message["device"], message["precision"]) == ("CPU", "32-true")
+    assert message["samples_per_second"] > 0
+    assert message["memory"] > 2**26
+    assert not any(Path().rglob("*.ckpt"))
+    assert not Path("outputs").exists()
+
+
+def test_out_of_memory_is_told_apart(settings, capsys):
+    raises = """
+        import torch
+        from line_fit import Line
+        class Fails(Line):
+            def __init__(self, optimizer, error):
+                super().__init__(optimizer)
+                self.error = error
+            def training_step(self, batch, batch_idx):
+                kinds = {"memory": torch.OutOfMemoryError("CUDA out of memory"), "value": ValueError("no way")}
+                raise kinds[self.error]
+    """
+    write(
+        Path(),
+        {"fails.py": raises, "conf/model/fails.yaml": "_target_: fails.Fails\noptimizer: ${optimizer}\nerror: value\n"},
+    )
+    message = tried(settings("model=fails", "model.error=memory"))
+    assert (message["status"], message["memory"]) == ("out of memory", None)
+    assert message["error"].startswith("OutOfMemoryError: CUDA out of memory")
+    message = tried(settings("model=fails"))
+    assert message == {"status": "failed", "error": "ValueError: no way", "is_usage": False, "is_precision": False}
+    assert "raise kinds[self.error]" in capsys.readouterr().err  # the traceback goes to the log
+
+
+def test_a_config_that_cannot_be_built_is_the_users(settings):
+    made = settings()
+    made["data"]["batch_sise"] = 4
+    message = tried(made)
+    assert (message["status"], message["is_usage"]) == ("failed", True)
+    assert "batch_sise" in message["error"]
+
+
+def test_a_peak_beyond_the_budget_is_out_of_memory(settings, monkeypatch):
+    monkeypatch.setattr(attempt, "_watch", lambda memory, tell: None)
+    message = tried(settings(), memory=2**20)
+    assert (message["status"], message["error"]) == ("out of memory", "the process grew beyond the budget")
+    assert message["memory"] > 2**26
+
+
+def test_the_watch_ends_the_process_while_it_grows(monkeypatch):
+    peaks, ended, said = iter([10, 50, 200]), [], []
+    monkeypatch.setattr(machine, "peak_memory", lambda: next(peaks))
+    monkeypatch.setattr(attempt.os, "_exit", ended.append)
+    attempt._watch(100, said.append)
+    assert (ended, said[0]["status"], said[0]["memory"]) == ([1], "out of memory", 200)
+
+
+def test_the_budget_of_a_gpu_is_its_allocators(monkeypatch):
+    given = []
+    total = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share))
+    before = threading.active_count()
+    attempt._limit(torch.device("cuda", 0), 20 * 2**30, given.append)
+    attempt._limit(torch.device("cuda", 0), 200 * 2**30, given.append)
+    attempt._limit(torch.device("cuda", 0), None, given.append)
+    assert given == [0.25, 1.0]
+    assert threading.active_count() == before
+
+
+def test_fp16_goes_on_until_two_updates_have_been_made(settings):
+    overflows = """
+        import math
+        from line_fit import Line
+        class Overflows(Line):
+            def training_step(self, batch, batch_idx):
+                loss = super().training_step(batch, batch_idx)
+                if self.global_step < 5:
+                    loss.register_hook(lambda gradient: gradient * math.inf)
+                return loss
+    """
+    write(Path(), {"overflows.py": overflows})
+    message = tried(settings("model._target_=overflows.Overflows", "precision=16"))
+    assert (message["status"], message["skipped"]) == ("ok", 5)
+
+
+def test_callbacks_that_save_or_stop_or_save_from_failing_are_left_out():
+    kept = [ActivationCheckpointing("net"), WeightAveraging()]
+    others = [ModelCheckpoint(), EarlyStopping("loss"), Timer("00:01:00:00"), HalveOnOutOfMemory()]
+    trainer = Trainer(accelerator="cpu", callbacks=[*kept, *others], logger=False, precision="16-mixed")
+    meter = Meter(3)
+    use_only(trainer, meter)
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    assert sorted(names) == sorted(["ActivationCheckpointing", "WeightAveraging", "ScalerCheckpoint", "Meter"])
+
+
+def test_rates_leave_out_the_first_update_and_the_waiting(monkeypatch):
+    clock = iter([0, 9, 20, 22, 30, 34, 50, 51])  # the start and the end of four batches
+    monkeypatch.setattr(attempt.time, "perf_counter", lambda: next(clock))
+    meter = Meter(4)
+    trainer = SimpleNamespace(
+        global_step=0, skipped_steps=0, should_stop=False, strategy=SimpleNamespace(root_device=torch.device("cpu"))
+    )
+    for _ in range(4):
+        assert not trainer.should_stop
+        meter.on_train_batch_start(trainer, None, torch.zeros(8, 2), 0)
+        trainer.global_step += 1
+        meter.on_train_batch_end(trainer, None, None, torch.zeros(8, 2), 0)
+    assert trainer.should_stop
+    assert meter.found()["samples_per_second"] == 4.0  # of 8 / 2, 8 / 4 and 8 / 1
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(3)
+
+
+def test_how_many_samples_there_are():
+    data = TensorDataset(torch.zeros(20, 1))
+    assert samples_in(DataLoader(data, batch_size=6, drop_last=True)) == 20
+    assert samples_in(DataLoader(data, sampler=WeightedRandomSampler(torch.ones(20), 7))) == 7
+    assert samples_in(DataLoader(Stream())) is None
+    assert samples_in({"a": DataLoader(data)}) is None
+
+
+def test_a_range_test_leaves_nothing_behind(settings):
+    made = settings("optimizer.momentum=0", "data.batch_size=16", "callbacks=default")
+    before = copy.deepcopy(made)
+    message = told(run_range_test, RangeTest(made, Path("scratch"), 1e-4, 0.3, 20))
+    assert (message["status"], message["ended_by"], message["groups"]) == ("ok", "the last rate", 1)
+    rates, losses = zip(*message["points"], strict=True)
+    assert rates == pytest.approx([1e-4 * 3000 ** (step / 19) for step in range(20)])
+    assert losses[-1] < losses[0] / 2
+    assert all(map(math.isfinite, losses))
+    assert made["optimizer"] == before["optimizer"]
+    assert not any(file.suffix == ".ckpt" for file in Path().rglob("*"))
+
+
+def test_a_range_test_that_is_refused(settings):
+    write(
+        Path(),
+        {"manual.py": "from line_fit import Line\n\n\nclass Manual(Line):\n    automatic_optimization = False\n"},
+    )
+    message = told(run_range_test, RangeTest(settings("model._target_=manual.Manual"), Path("s"), 1e-4, 0.3, 20))
+    assert (message["status"], message["is_usage"]) == ("failed", True)
+    assert "manual optimization" in message["error"]

@@ -1,0 +1,234 @@
+"""``tune batch_size``: what it makes of the answers of its processes, and whole runs with real ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import write
+from trainer.cli import main
+from trainer.cli.arguments import UsageError, read
+from trainer.cli.tune import Settings, TuneError
+from trainer.cli.tune import batch_size as tune_batch_size
+from trainer.cli.tune.batch_size import find, precisions_in
+
+OK = {"status": "ok", "device": "CPU", "precision": "32-true", "memory": 2**20, "skipped": 0, "samples": 1000}
+
+
+def answer(size: int, **changes: Any) -> dict[str, Any]:
+    return {**OK, "batch": size, "samples_per_second": 100.0 + size, "memory": size * 2**20, **changes}
+
+
+def out_of_memory(size: int) -> dict[str, Any]:
+    return {"status": "out of memory", "error": f"OutOfMemoryError: tried to allocate {size} GiB", "memory": None}
+
+
+def run(attempt, start=64, are_given=True, folder=Path("run"), **settings):
+    return find("32-true", attempt, start, Settings(**settings), are_given=are_given, folder=folder)
+
+
+def test_it_finds_the_largest_and_the_fastest():
+    def attempt(size: int) -> dict[str, Any]:
+        return answer(size, samples_per_second=float(min(size, 256))) if size <= 300 else out_of_memory(size)
+
+    found = run(attempt, multiple_of=1)
+    assert (found.largest, found.bound) == (300, "memory")
+    assert found.fastest.size == 256
+    assert [(one.size, one.fits) for one in found.tried[:4]] == [(64, True), (128, True), (256, True), (512, False)]
+    assert found.at(512).note == "OutOfMemoryError: tried to allocate 512 GiB"
+    assert found.at(300).memory == 300 * 2**20
+
+
+def test_a_process_that_the_system_kills_did_not_fit():
+    killed = {"status": "died", "signal": 9, "exit_status": None}
+    found = run(lambda size: answer(size) if size <= 70 else killed, multiple_of=1)
+    assert found.largest == 70
+    assert found.at(128).note == "killed by the system"
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest", "bound"),
+    [
+        ({}, 1000, "samples"),
+        ({"max_batch_size": 200}, 200, "tune.max_batch_size"),
+        ({"max_batch_size": 5000}, 1000, "samples"),
+    ],
+)
+def test_bounds(settings, largest, bound):
+    found = run(lambda size: answer(size), **settings)
+    assert (found.largest, found.bound) == (largest, bound)
+
+
+def test_a_data_set_without_a_length_ends_where_batches_do_not_grow():
+    found = run(lambda size: answer(size, batch=min(size, 200), samples=None))
+    assert (found.largest, found.bound, found.at(200).fits) == (200, "samples", True)
+
+
+def test_a_setting_that_is_not_the_batch_size():
+    with pytest.raises(UsageError, match=r"data\.batch_size is 64, but the batches have 32 samples"):
+        run(lambda size: answer(32))
+
+
+@pytest.mark.parametrize("is_usage", [True, False])
+def test_another_failure_ends_it_with_its_message(is_usage):
+    def attempt(size: int) -> dict[str, Any]:
+        message = {"status": "failed", "error": "ValueError: no labels", "is_usage": is_usage, "is_precision": False}
+        return answer(size) if size < 128 else message
+
+    with pytest.raises(UsageError if is_usage else TuneError, match="ValueError: no labels"):
+        run(attempt)
+
+
+def test_a_precision_that_the_device_does_not_have_is_a_row_unless_it_was_asked_for():
+    message = {"status": "failed", "error": "no float16 here", "is_usage": True, "is_precision": True}
+    found = run(lambda size: message, are_given=False)
+    assert (found.problem, found.largest, found.tried) == ("no float16 here", 0, [])
+    with pytest.raises(UsageError, match="no float16 here"):
+        run(lambda size: message, are_given=True)
+
+
+def test_nothing_fits():
+    found = run(out_of_memory, start=4)
+    assert (found.largest, [one.size for one in found.tried], found.fastest) == (0, [4, 2, 1], None)
+
+
+@pytest.mark.parametrize(
+    ("words", "precisions"),
+    [
+        ([], ["32-true", "16-mixed", "bf16-mixed"]),
+        (["precision=bf16"], ["bf16-mixed"]),
+        (["precision=16, 32"], ["16-mixed", "32-true"]),
+        (["precision={_target_: a.B, c: 1}"], ["{_target_: a.B, c: 1}"]),
+    ],
+)
+def test_precisions(words, precisions):
+    arguments = read(["tune", "batch_size", "a=1", *words, "b=2"])
+    found, are_given, others = precisions_in(arguments)
+    assert (found, are_given) == ([f"precision={name}" for name in precisions], bool(words))
+    assert others == ["a=1", "b=2"]
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------
+
+HUNGRY = '''
+import lightning as L
+import torch
+
+from line_fit import Line, Points
+
+
+class Hungry(Line):
+    """Fits ten samples, or as many bytes a sample as it is told; fails at some size for another reason."""
+
+    def __init__(self, optimizer, capacity=10, each=0, breaks_at=None):
+        super().__init__(optimizer)
+        self.capacity, self.each, self.breaks_at = capacity, each, breaks_at
+
+    def training_step(self, batch, batch_idx):
+        size = len(batch[0])
+        if size == self.breaks_at:
+            raise ValueError("the labels are wrong")
+        if size > self.capacity:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        held = torch.ones(size * self.each, dtype=torch.uint8)
+        return self.loss(batch) + 0 * held[:1].sum()
+'''
+
+MODEL = """
+    _target_: hungry.Hungry
+    optimizer: ${optimizer}
+    capacity: 10
+    each: 0
+    breaks_at: null
+"""
+
+
+@pytest.fixture
+def hungry(project):
+    write(project, {"hungry.py": HUNGRY, "conf/model/hungry.yaml": MODEL})
+    return ["tune", "batch_size", "+recipe=line", "model=hungry", "callbacks=default", "tune.multiple_of=1"]
+
+
+def told() -> dict[str, Any]:
+    (file,) = Path("outputs").rglob("tune.json")
+    return json.loads(file.read_text())
+
+
+def left() -> set[str]:
+    return {file.name for file in Path("outputs").rglob("*") if file.is_file()}
+
+
+@pytest.mark.slow
+def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
+    assert main([*hungry, "precision=16"]) == 0
+    (result,) = told()["results"]
+    assert (result["precision"], result["largest"], result["bound"]) == ("16-mixed", 10, "memory")
+    assert [one["size"] for one in result["tried"]] == [4, 8, 16, 12, 10, 11]
+    assert all(one["samples_per_second"] > 0 and one["memory"] > 2**20 for one in result["tried"] if one["fits"])
+    out = capfd.readouterr().out
+    assert "data.batch_size=16 in precision=16-mixed: does not fit (OutOfMemoryError: CUDA out of memory." in out
+    assert "\nprecision=16-mixed data.batch_size=10\n" in out
+    assert left() == {"tune.json", "tune.log"}
+    assert sorted(file.name for file in Path().iterdir() if file.name != "__pycache__") == [
+        "conf",
+        "hungry.py",
+        "line_fit.py",
+        "outputs",
+    ]
+
+
+@pytest.mark.slow
+def test_the_budget_is_kept(hungry, capfd):
+    """128 MiB a sample: one fits beside Python and torch, the sixteen there are do not."""
+    settings = ["model.each=134217728", "model.capacity=1000", "precision=32", "tune.multiple_of=4"]
+    write(Path(), {"conf/data/points.yaml": "_target_: line_fit.Points\nbatch_size: 4"})
+    budget = 1500 * 2**20
+    assert main([*hungry, *settings, "tune.memory=1500MiB"]) == 0
+    (result,) = told()["results"]
+    assert 1 <= result["largest"] < 16
+    assert result["bound"] == "memory"
+    fits = [one for one in result["tried"] if one["fits"]]
+    others = [one for one in result["tried"] if not one["fits"]]
+    assert max(one["memory"] for one in fits) <= budget < min(one["memory"] for one in others)
+    assert {one["note"] for one in others} == {"the process grew beyond the budget"}
+
+
+@pytest.mark.slow
+def test_another_error_ends_it(hungry, capfd):
+    assert main([*hungry, "precision=32", "model.breaks_at=8"]) == 1
+    captured = capfd.readouterr()
+    assert (
+        "data.batch_size=8 in precision=32-true: ValueError: the labels are wrong. What it printed is in "
+        in captured.err
+    )
+    assert "Traceback" not in captured.err
+    (log,) = Path("outputs").rglob("tune.log")
+    assert "ValueError: the labels are wrong" in log.read_text()
+
+
+def test_the_table(project, capsys, monkeypatch):
+    answers = {"32-true": 10, "16-mixed": 14, "bf16-mixed": 0}
+
+    def attempt(self, size: int) -> dict[str, Any]:
+        capacity = answers[self._config.hydra.runtime.choices.precision]
+        return answer(size, samples=16) if size <= capacity else out_of_memory(size)
+
+    monkeypatch.setattr(tune_batch_size._Attempts, "__call__", attempt)
+    assert main(["tune", "batch_size", "+recipe=line", "tune.multiple_of=1", "tune.memory=1GiB"]) == 0
+    out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "Budget on a CPU: 1,024 MiB for the whole process, or of torch's on a GPU." in out
+    assert "32-true 10 110 10 MiB memory 10 110" in out
+    assert "16-mixed 14 114 14 MiB memory 14 114" in out
+    assert "bf16-mixed none - - memory - -" in out
+    assert "precision=16-mixed data.batch_size=14" in out
+    assert "precision=bf16-mixed: not even one sample fits." in out
+    result = told()
+    assert (result["key"], result["budget"], result["seed"]) == ("data.batch_size", 2**30, 42)
+    assert [(one["precision"], one["largest"], one["fastest"]) for one in result["results"]] == [
+        ("32-true", 10, 10),
+        ("16-mixed", 14, 14),
+        ("bf16-mixed", 0, None),
+    ]

@@ -1,0 +1,89 @@
+"""``tune lr``: what it says of a curve, its picture, and a whole run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.tune.test_lr_suggestion import RATES, sigmoid
+from trainer.cli import main, tune
+from trainer.cli.arguments import read
+from trainer.cli.tune.lr import report
+from trainer.cli.tune.lr_picture import draw
+from trainer.cli.tune.lr_suggestion import suggest
+
+
+@pytest.fixture
+def config(project):
+    return tune.composed(read(["tune", "lr", "+recipe=line"]))
+
+
+def message(points: list[tuple[float, float]], **changes: Any) -> dict[str, Any]:
+    usual = {"precision": "16-mixed", "ended_by": "divergence", "skipped": 2, "groups": 1, "first_loss": 2.3}
+    return {"status": "ok", "points": points, **usual, **changes}
+
+
+def test_a_suggestion(config, tmp_path, capsys):
+    assert report(message(sigmoid(1e-3)), *config, tmp_path) == 0
+    result = json.loads((tmp_path / "tune.json").read_text())
+    assert result["suggestion"] == pytest.approx(1e-3, rel=0.2)
+    assert (result["key"], result["rule"], result["precision"]) == (
+        "optimizer.lr",
+        "where the loss falls fastest",
+        "16-mixed",
+    )
+    assert result["curve"]["lr"] == RATES
+    assert len(result["curve"]["smoothed"]) == 100
+    assert (tmp_path / "lr.png").stat().st_size > 20_000
+    out = capsys.readouterr().out
+    assert f"Suggestion, where the loss falls fastest: optimizer.lr={result['suggestion']:.2g} (it is 0.1)\n" in out
+    assert "2 updates overflowed and were skipped; they are no points of the curve." in out
+    assert "The loss diverged at a learning rate of 10." in out
+
+
+def test_no_suggestion(config, tmp_path, capsys):
+    assert report(message([(rate, 1.0) for rate in RATES], ended_by="the last rate", skipped=0), *config, tmp_path) == 1
+    out = capsys.readouterr().out
+    assert "No suggestion: the loss does not fall clearly: use other tune.min_lr" in out
+    assert "optimizer.lr=" not in out
+    assert report(message([], ended_by="overflows"), *config, tmp_path) == 1
+    assert "In the end every update overflowed" in capsys.readouterr().out
+
+
+def test_the_picture():
+    curve = sigmoid(1e-3, noise=0.05)[:90]
+    found = suggest(curve)
+    figure = draw(curve, found.smoothed, suggestion=found.lr, current=0.05, ended_by="divergence", title="a, 16-mixed")
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("learning rate", "loss")
+    words = [text.get_text() for text in axes.texts]
+    assert words == ["now 0.05", f"suggestion {found.lr:.2g}", "diverged"]
+    low, high = axes.get_ylim()
+    assert low < min(found.smoothed)
+    assert high < 10  # the rise at the end is 1e4 high
+    dots, line = axes.lines[:2]
+    assert list(dots.get_xdata()) == list(line.get_xdata()) == [rate for rate, _ in curve]
+    assert list(line.get_ydata()) == found.smoothed
+
+
+def test_a_picture_without_anything_to_mark():
+    flat = [(rate, 1.0) for rate in RATES[:3]]
+    figure = draw(flat, [1.0] * 3, suggestion=None, current=None, ended_by="the last rate", title="b")
+    assert list(figure.axes[0].texts) == []
+    draw(flat[:1], [1.0], suggestion=None, current=5.0, ended_by="overflows", title="c")
+
+
+@pytest.mark.slow
+def test_a_whole_run(project, capfd):
+    plain = ["optimizer.momentum=0", "data.batch_size=16", "callbacks=default"]
+    assert main(["tune", "lr", "+recipe=line", *plain, "tune.min_lr=1e-3", "tune.max_lr=100"]) == 0
+    (file,) = Path("outputs").rglob("tune.json")
+    result = json.loads(file.read_text())
+    assert 0.02 < result["suggestion"] < 2.0
+    assert result["ended_by"] == "divergence"
+    assert f"optimizer.lr={result['suggestion']:.2g} (it is 0.1)" in capfd.readouterr().out
+    assert {each.name for each in Path("outputs").rglob("*") if each.is_file()} == {"tune.json", "tune.log", "lr.png"}

@@ -1,0 +1,170 @@
+"""The range test inside of a fit: its rates, its losses, what it leaves out and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer import Trainer
+from trainer.cli.tune.lr_range import LearningRateSweep
+from trainer.cli.tune.lr_suggestion import suggest
+from trainer.errors import ConfigurationError
+
+QUIET: dict[str, Any] = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "logger": False,
+    "accelerator": "cpu",
+    "max_epochs": 1000,
+}
+
+
+class Quadratic(L.LightningModule):
+    """The loss is ``curvature / 2 * w ** 2`` whatever the batch: after a step of SGD w is (1 - lr * curvature) w."""
+
+    def __init__(self, curvature: float = 4.0, configure: Any = None) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([3.0]))
+        self.other = torch.nn.Parameter(torch.tensor([1.0]))
+        self.curvature = curvature
+        self.configure = configure or (lambda module: torch.optim.SGD([module.w], lr=0.1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.curvature / 2 * self.w**2 + 0.0 * self.other).sum()
+
+    def configure_optimizers(self) -> Any:
+        return self.configure(self)
+
+
+def batches(count: int = 8) -> DataLoader:
+    return DataLoader(TensorDataset(torch.zeros(count, 1)), batch_size=1)
+
+
+def sweep(module: L.LightningModule, *arguments: float, **options: Any) -> LearningRateSweep:
+    callback = LearningRateSweep(*arguments)
+    Trainer(callbacks=[callback], **QUIET | options).fit(module, batches())
+    return callback
+
+
+def known(curvature: float, first: float, last: float, steps: int) -> list[tuple[float, float]]:
+    w, curve = 3.0, []
+    for step in range(steps):
+        rate = first * (last / first) ** (step / (steps - 1))
+        w *= 1 - rate * curvature
+        curve.append((rate, curvature / 2 * w**2))
+    return curve
+
+
+def test_the_curve_of_a_quadratic():
+    found = sweep(Quadratic(), 1e-4, 0.4, 40)
+    expected = known(4.0, 1e-4, 0.4, 40)
+    assert [rate for rate, _ in found.points] == pytest.approx([rate for rate, _ in expected])
+    assert [loss for _, loss in found.points] == pytest.approx([loss for _, loss in expected], rel=1e-3)
+    assert (found.first_loss, found.ended_by) == (18.0, "the last rate")
+    falls = {rate: before - after for (rate, after), (_, before) in zip(expected[1:], expected, strict=False)}
+    steepest = max(falls, key=falls.__getitem__)
+    assert suggest(found.points).lr == pytest.approx(steepest, rel=0.35)
+
+
+def test_it_ends_when_the_loss_diverges():
+    """SGD on a quadratic diverges above 2 / curvature."""
+    found = sweep(Quadratic(curvature=4.0), 0.3, 300.0, 100)
+    assert found.ended_by == "divergence"
+    assert len(found.points) < 60
+    assert found.points[-1][0] > 2 / 4.0
+    assert found.points[-1][1] > found.first_loss
+
+
+def test_a_loss_that_is_not_finite_is_divergence():
+    class Breaks(Quadratic):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * math.nan if self.trainer.global_step == 5 else loss
+
+    found = sweep(Breaks(), 1e-4, 0.4, 40)
+    assert (found.ended_by, len(found.points)) == ("divergence", 4)
+
+
+def test_a_window_is_one_point():
+    class Varies(Quadratic):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) + (batch_idx % 2)
+
+    found = sweep(Varies(), 1e-4, 0.4, 10, accumulate_grad_batches=2)
+    assert [loss for _, loss in found.points] == pytest.approx(
+        [loss + 0.5 for _, loss in known(4.0, 1e-4, 0.4, 10)], rel=1e-3
+    )
+
+
+def test_skipped_updates_are_no_points_and_their_rate_comes_again():
+    class Overflows(Quadratic):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if self.trainer.global_step in (3, 4):
+                loss.register_hook(lambda gradient: gradient * math.inf)
+            return loss
+
+    found = sweep(Overflows(), 1e-4, 0.4, 20, precision="16-mixed")
+    expected = known(4.0, 1e-4, 0.4, 20)
+    assert [rate for rate, _ in found.points] == pytest.approx([rate for rate, _ in expected])
+    assert [loss for _, loss in found.points] == pytest.approx([loss for _, loss in expected], rel=1e-2)
+    assert found.found()["skipped"] == 2
+
+
+def test_nothing_but_overflows():
+    class Always(Quadratic):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            loss.register_hook(lambda gradient: gradient * math.inf)
+            return loss
+
+    found = LearningRateSweep(1e-4, 0.4, 20)
+    trainer = Trainer(callbacks=[found], precision="16-mixed", **QUIET)
+    trainer.callbacks = [found]  # without what stops such a run
+    trainer.fit(Always(), batches())
+    assert (found.ended_by, found.points) == ("overflows", [])
+
+
+def test_groups_keep_their_proportions_and_schedules_are_gone():
+    rates = []
+
+    def configure(module: Quadratic) -> Any:
+        optimizer = torch.optim.SGD([{"params": [module.w], "lr": 0.01}, {"params": [module.other]}], lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 5)  # begins at 0
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    class Watches(Quadratic):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+            super().optimizer_step(epoch, batch_idx, optimizer, closure)
+            rates.append([group["lr"] for group in optimizer.param_groups])
+
+    found = sweep(Watches(configure=configure), 1e-3, 1e-1, 10)
+    assert [pair[1] for pair in rates][:10] == pytest.approx([rate for rate, _ in found.points])
+    assert all(slow == pytest.approx(fast / 10) for slow, fast in rates)
+    assert found.found()["groups"] == 2
+
+
+def test_a_rate_in_a_tensor():
+    configure = lambda module: torch.optim.Adam([module.w], lr=torch.tensor(0.1), foreach=False)  # noqa: E731
+    found = sweep(Quadratic(configure=configure), 1e-3, 1e-1, 10)
+    assert len(found.points) == 10
+    assert found.points[-1][1] < found.points[0][1]
+
+
+def test_two_optimizers_are_refused():
+    configure = lambda module: [torch.optim.SGD([module.w], lr=0.1), torch.optim.SGD([module.other], lr=0.1)]  # noqa: E731
+    with pytest.raises(ConfigurationError, match="2 optimizers, expected one"):
+        sweep(Quadratic(configure=configure), 1e-3, 1e-1, 10)
+
+
+def test_manual_optimization_is_refused():
+    module = Quadratic()
+    module.automatic_optimization = False
+    with pytest.raises(ConfigurationError, match="manual optimization"):
+        sweep(module, 1e-3, 1e-1, 10)

@@ -1,0 +1,75 @@
+"""What curves suggest: known answers, noise, and curves that suggest nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from trainer.cli.tune.lr_suggestion import suggest
+
+RATES = [1e-6 * 10 ** (7 * step / 99) for step in range(100)]
+
+
+def sigmoid(steepest: float, noise: float = 0.0, seed: int = 0) -> list[tuple[float, float]]:
+    """Falls from 2.3 to 0.3, steepest at ``steepest``, and rises from a hundred times that on."""
+    draw = random.Random(seed)
+    curve = []
+    for rate in RATES:
+        x = math.log10(rate / steepest)
+        curve.append((rate, 2.3 - 2 / (1 + math.exp(-3 * x)) + math.exp(4 * (x - 2)) + draw.gauss(0, noise)))
+    return curve
+
+
+@pytest.mark.parametrize("steepest", [1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_it_is_where_the_loss_falls_fastest(steepest, noise):
+    tolerance = 1.2 if noise == 0 else 3.0
+    found = suggest(sigmoid(steepest, noise))
+    assert steepest / tolerance < found.lr < steepest * tolerance
+    assert found.lr in RATES
+    assert found.lr < found.lowest < 100 * steepest
+    assert found.why == "where the loss falls fastest"
+    assert len(found.smoothed) == 100
+
+
+def test_the_slope_is_over_the_logarithm_of_the_rate():
+    """Over the rate itself both would be steepest at the first."""
+    square = [(rate, (1 - math.log10(rate)) ** 2) for rate in RATES]  # falls fastest at the left
+    root = [(rate, math.sqrt(max(0.0, 1 - math.log10(rate)))) for rate in RATES]  # and this at the right
+    assert suggest(square).lr < 1e-5
+    assert suggest(root).lr > 1.0
+
+
+def test_nothing_behind_the_lowest_point_counts():
+    curve = sigmoid(1e-3)[:60]
+    tail = [(rate, 9.0 if step < 20 else 1.0) for step, rate in enumerate(RATES[60:])]  # a cliff downwards
+    assert suggest(curve + tail).lr == suggest(curve).lr
+
+
+def test_noise_alone_hardly_ever_suggests_anything():
+    found = 0
+    for seed in range(200):
+        draw = random.Random(seed)
+        found += suggest([(rate, 2.3 + draw.gauss(0, 0.1)) for rate in RATES]).lr is not None
+    assert found <= 4
+
+
+def test_a_loss_that_only_rises():
+    draw = random.Random(0)
+    rising = suggest([(rate, 2.3 + step / 20 + draw.gauss(0, 0.1)) for step, rate in enumerate(RATES)])
+    assert rising.lr is None
+    assert "does not fall clearly" in rising.why
+
+
+def test_a_flat_curve():
+    found = suggest([(rate, 1.0) for rate in RATES])
+    assert (found.lr, found.lowest) == (None, RATES[6])  # the first with a whole mean
+
+
+@pytest.mark.parametrize("points", [0, 1, 7])
+def test_too_few(points):
+    found = suggest(sigmoid(1e-3)[:points])
+    assert found.lr is None
+    assert f"{points} points, which is too few" in found.why

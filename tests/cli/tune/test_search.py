@@ -1,0 +1,58 @@
+"""The largest number that fits: found exactly, in few tries, none of them twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.cli.tune.search import largest
+
+
+def search(capacity: int, start: int = 64, most: int | None = None, multiple_of: int = 1) -> tuple[int, list[int]]:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= capacity
+
+    found = largest(fits, start, lambda: most, multiple_of)
+    assert len(set(tried)) == len(tried)
+    assert all(size >= 1 for size in tried)
+    assert most is None or max(tried) <= max(most, start)
+    return found, tried
+
+
+@pytest.mark.parametrize("start", [1, 7, 64, 1000])
+@pytest.mark.parametrize("capacity", [0, 1, 2, 3, 63, 64, 65, 100, 1023, 1024, 1025])
+def test_it_is_exact(capacity, start):
+    found, tried = search(capacity, start)
+    assert found == capacity
+    assert len(tried) <= 24
+
+
+def test_the_order_of_the_tries():
+    assert search(100, 16) == (100, [16, 32, 64, 128, 96, 112, 104, 100, 102, 101])
+    assert search(5, 64) == (5, [64, 32, 16, 8, 4, 6, 5])
+
+
+@pytest.mark.parametrize(
+    ("capacity", "found"), [(100, 96), (96, 96), (95, 88), (7, 7), (8, 8), (5, 5), (15, 8), (16, 16)]
+)
+def test_multiples_of_eight_and_below_it_any(capacity, found):
+    assert search(capacity, 64, multiple_of=8)[0] == found
+
+
+def test_it_begins_beside_a_multiple():
+    found, tried = search(100, 50, multiple_of=8)
+    assert found == 100  # one of the sizes on the way
+    assert tried == [50, 100, 200, 144, 120, 104]
+
+
+def test_no_more_than_there_are():
+    assert search(10**9, 64, most=1257) == (1257, [64, 128, 256, 512, 1024, 1257])
+    assert search(1200, 64, most=1257, multiple_of=8)[0] == 1200
+    assert search(10**9, 64, most=64) == (64, [64])
+
+
+def test_what_a_try_finds_out_counts():
+    bounds = iter([None, 100, 100])
+    assert largest(lambda size: True, 32, lambda: next(bounds), 1) == 100

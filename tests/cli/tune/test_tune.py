@@ -1,0 +1,149 @@
+"""``tune``: its words and settings, and what its processes are asked to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import write
+from trainer.cli import main, tune
+from trainer.cli.arguments import UsageError, read
+from trainer.cli.tune import Settings, bytes_in
+
+LINE = ["+recipe=line"]
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("3GiB", 3 * 2**30),
+        ("3g", 3 * 2**30),
+        ("1.5 GB", 1_500_000_000),
+        ("512M", 2**29),
+        ("64kib", 2**16),
+        ("1TiB", 2**40),
+        (4096, 4096),
+        ("4096", 4096),
+        ("much", None),
+        ("3GiBs", None),
+        ("-3GiB", None),
+        (0, None),
+        (True, None),
+        (None, None),
+    ],
+)
+def test_sizes(given, size):
+    assert bytes_in(given) == size
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("tune.memory=lots", "tune.memory is lots, expected a size such as 3GiB"),
+        ("tune.max_batch_size=0", "tune.max_batch_size is 0, expected a whole number of at least 1, or null"),
+        ("tune.multiple_of=0", "tune.multiple_of is 0, expected a whole number of at least 1"),
+        ("tune.steps_per_try=1", "tune.steps_per_try is 1, expected a whole number of at least 2"),
+        ("tune.steps=3", "tune.steps is 3, expected a whole number of at least 10"),
+        ("tune.min_lr=0", "tune.min_lr is 0, expected a number above 0"),
+        ("tune.max_lr=1e-8", "tune.min_lr is 1e-06 and tune.max_lr is 1e-08: expected more than that."),
+        ("tune.batch_size_key=model.size", "tune.batch_size_key is model.size, and the config has no such setting"),
+        ("tune.batch_size_key=model.start", "tune.batch_size_key is model.start, and that is 0.0; expected"),
+        ("+tune.memry=3GiB", "There is no setting 'tune.memry'. Did you mean 'memory'?"),
+        ("tune.memry=3GiB", "There is no setting 'tune.memry'. Did you mean 'tune.memory'?"),
+        ("optimizr.lr=1", "There is no setting 'optimizr.lr'. Did you mean 'optimizer.lr'?"),
+        ("precision=16-mixd", "Config group 'precision' has no option '16-mixd'. Did you mean '16-mixed'?"),
+        ("precision=32,16-mixd", "Config group 'precision' has no option '16-mixd'"),
+        ("data.batch_size=0", "data.batch_size is 0, expected a whole number of at least 1"),
+        ("data.batch_size=4,8", "data.batch_size=4,8 has several values: add -m"),
+        ("ckpt_path=line_fit.py", "tune starts from the weights that the model is built with: leave ckpt_path out."),
+        ("resume=auto", "resume=auto goes on with a training, and tune is none."),
+        ("-m", "--multirun does not go with tune."),
+        ("--cfg", "--cfg does not go with tune."),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(project, capsys, monkeypatch, setting, message):
+    monkeypatch.setattr("trainer.cli.tune.batch_size.run_apart", None)
+    words = [setting, "job"] if setting == "--cfg" else [setting]
+    assert main(["tune", "batch_size", *LINE, *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Say what to tune: batch_size, for the largest batch that fits into memory, or lr, for a learning rate."),
+        (LINE, "Say what to tune: batch_size"),
+        (
+            ["batchsize", *LINE],
+            "Got 'batchsize', expected batch_size, for the largest batch that fits into memory, or lr",
+        ),
+        (["lr", "batch_size", *LINE], "Got the word 'batch_size', expected settings written as key=value."),
+        (["lr"], "There is no model to tune."),
+        (["lr", *LINE, "precision=16,32"], "precision=16-mixed,32-true has several values"),
+    ],
+)
+def test_words(project, capsys, words, message):
+    assert main(["tune", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_word_may_stand_anywhere():
+    assert read(["tune", *LINE, "lr", "optimizer.lr=1"]).words == ["lr"]
+    assert read([*LINE, "tune", "batch_size"]).words == ["batch_size"]
+
+
+def test_torchrun_is_refused(project, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert main(["tune", "lr", *LINE]) == 2
+    assert "tune works on one device: run it without torchrun." in capsys.readouterr().err
+
+
+def test_the_defaults_are_those_of_the_config(project):
+    _, settings = tune.composed(read(["tune", "lr", *LINE]))
+    assert settings == Settings()
+
+
+def test_what_the_processes_train(project):
+    write(
+        Path("conf"), {"callbacks/mine.yaml": "x: {_target_: line_fit.Line, dirpath: '${hydra:runtime.output_dir}/y'}"}
+    )
+    arguments = read(
+        [
+            *["tune", "batch_size", *LINE, "callbacks=mine", "trainer.devices=4", "trainer.strategy=ddp"],
+            *["trainer.max_epochs=3", "trainer.max_steps=7", "trainer.accumulate_grad_batches=4", "logger=csv"],
+            *["+model.copy=${data.batch_size}", "trainer.gradient_clip_val=1.0", "trainer.max_time=00:01:00:00"],
+        ]
+    )
+    config, _ = tune.composed(arguments)
+    settings = tune.plain(config, Path("/runs/x"), **{"data.batch_size": 7})
+    assert (settings["data"]["batch_size"], settings["model"]["copy"]) == (7, 7)
+    assert settings["callbacks"]["x"]["dirpath"] == "/runs/x/y"
+    assert (settings["command"], settings["logger"], settings["ckpt_path"]) == ("fit", {}, None)
+    trainer = settings["trainer"]
+    assert (trainer["devices"], trainer["strategy"], trainer["limit_val_batches"]) == (1, "auto", 0)
+    assert (trainer["max_epochs"], trainer["max_steps"], trainer["max_time"]) == (1000, 100_000, None)
+    assert (trainer["accumulate_grad_batches"], trainer["gradient_clip_val"]) == (4, 1.0)
+    assert trainer["enable_checkpointing"] is trainer["enable_progress_bar"] is False
+    assert "hydra" not in settings
+    assert config.data.batch_size == 4  # as it was
+    assert tune.one_device(config)[0].startswith("The config asks for several devices")
+
+
+def test_a_run_without_an_end_stays_one(project):
+    config, _ = tune.composed(read(["tune", "lr", *LINE, "trainer.max_epochs=-1"]))
+    trainer = tune.plain(config, Path("x"))["trainer"]
+    assert (trainer["max_epochs"], trainer["max_steps"]) == (-1, -1)
+    assert tune.one_device(config) == []
+
+
+def test_failures(tmp_path):
+    usage = tune.failure({"status": "failed", "error": "data:\n no.", "is_usage": True}, "8", tmp_path)
+    assert isinstance(usage, UsageError)
+    assert str(usage) == "data: no."
+    broken = tune.failure({"status": "failed", "error": "ValueError: no\n way.", "is_usage": False}, "8", tmp_path)
+    assert not isinstance(broken, UsageError)
+    assert str(broken) == f"8: ValueError: no way. What it printed is in {tmp_path / 'tune.log'}"
+    died = tune.failure({"status": "died", "signal": 11, "exit_status": None}, "8", tmp_path)
+    assert str(died).startswith("8: its process ended with signal 11, without a word.")

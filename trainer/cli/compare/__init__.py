@@ -1,0 +1,338 @@
+"""``trainer compare``: a sweep whose jobs are measured, held against the first, and judged. Imports no torch.
+
+It is a sweep (`trainer.cli.sweep`): the same jobs, each an ordinary ``fit`` in a process and a folder of its own, one
+after the other. What is added: two callbacks that measure, and another report at the end: ``compare.md``,
+``compare.png`` and ``compare.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.cli.arguments import UsageError
+from trainer.cli.compare.verdict import Run, Thresholds, Verdict, choose_metric, judge
+from trainer.cli.help import versions
+from trainer.cli.sweep import markdown_table, print_table, read_results, shown
+
+_MEASURING = (
+    "++callbacks.throughput._target_=trainer.callbacks.Throughput",
+    "++callbacks.curves._target_=trainer.callbacks.Curves",
+    "++callbacks.curves.dirpath=${hydra:runtime.output_dir}",
+)
+_FEW_BATCHES = 20
+
+_COLUMNS = """\
+- **final loss**: mean training loss over the last tenth of the batches.
+- **training**: time spent on training; validation and checkpoints are left out.
+- **samples/s**: training samples per second, over all ranks: the median of the epochs' rates. Waiting for batches
+  counts; validation, and the fit's first 10 batches (at most half of the first epoch), do not.
+- **peak memory**: on a GPU the most that tensors occupied, else the largest size of the process.
+- **speed-up**, **memory**: samples/s and peak memory against the first run's.
+- **verdict**: whether the run keeps to the thresholds `compare.*`."""
+
+
+def as_fit(overrides: Sequence[str]) -> list[str]:
+    """The overrides of a job of a comparison as those of an ordinary fit that measures."""
+    return [*shown(overrides), *_MEASURING, "command=fit"]
+
+
+def check(config: DictConfig, jobs: int) -> None:
+    """What a comparison needs, besides what every sweep does.
+
+    Args:
+        config: of its first job.
+        jobs: how many runs the command line asks for.
+
+    Raises:
+        UsageError: only one run, no seed, or a setting of ``compare`` that makes no sense.
+    """
+    thresholds(config)
+    if jobs < 2:
+        raise UsageError(
+            "compare holds several runs against the first, and this is only one. Give a setting several values, such"
+            " as precision=32,16-mixed,bf16-mixed, which is also what you get when you leave precision out."
+        )
+    if OmegaConf.select(config, "seed") is None:
+        raise UsageError("seed is null, expected a number: the runs are to see the same batches. Write seed=42.")
+
+
+def thresholds(config: DictConfig) -> Thresholds:
+    """The node ``compare`` of a config.
+
+    Raises:
+        UsageError: a setting that makes no sense.
+    """
+    node = OmegaConf.select(config, "compare")
+    settings = {} if node is None else OmegaConf.to_container(node, resolve=True)
+    assert isinstance(settings, dict)
+    return Thresholds.read({str(name): value for name, value in settings.items()})
+
+
+def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), since: float = 0.0) -> int:
+    """Print what the runs in ``folder`` have shown; write ``compare.md``, ``compare.png`` and ``compare.json``.
+
+    Args:
+        folder: of the comparison; the runs have theirs in it.
+        limits: what the runs are held against the first by.
+        overrides: of the command line, for the record.
+        since: a time (of `time.time`); runs that ended before it are left out.
+
+    Returns:
+        How many runs did not complete; with ``compare.strict`` those that missed a threshold count as well.
+    """
+    runs = read_runs(folder, since)
+    if not runs:
+        return 0
+    comparison = Comparison(runs, limits)
+    words = [word for word in overrides if not word.startswith("hydra.sweep.dir=")]
+    command = shlex.join(["python", "-m", "trainer", "compare", *words])
+    drawn = comparison.draw(folder / "compare.png")
+    text = comparison.markdown(command, "compare.png" if drawn else None)
+    (folder / "compare.md").write_text(text, encoding="utf-8")
+    numbers = {"command": command, **comparison.as_dict()}
+    (folder / "compare.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    comparison.print(folder)
+    return comparison.failed + (comparison.missed if limits.strict else 0)
+
+
+def read_runs(folder: Path, since: float = 0.0) -> list[Run]:
+    """The runs in ``folder``, in their order, each named by what sets it apart from the others."""
+    results = read_results(folder, since)
+    common = set.intersection(*(set(result["overrides"]) for result in results)) if len(results) > 1 else None
+    runs = []
+    for result in results:
+        own = [word for word in shown(result["overrides"]) if common is not None and word not in common]
+        label = " ".join(word.removeprefix("precision=") for word in own) or str(result.get("precision"))
+        if label == "auto" and result.get("trained_in"):
+            label = f"auto ({result['trained_in']})"
+        file = Path(result["run_dir"]) / "curves.json"
+        curves = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        runs.append(Run(label, result, curves))
+    return runs
+
+
+class Comparison:
+    """Some runs, held against the first of them.
+
+    Args:
+        runs: at least one.
+        limits: what they are held against it by.
+
+    Attributes:
+        metric: the metric that is compared; None without any.
+        verdicts: on each run, in their order; None for the first, and for one that cannot be judged.
+        conditions: whether the comparison was fair, and what to bear in mind with its numbers: sentences.
+    """
+
+    def __init__(self, runs: Sequence[Run], limits: Thresholds) -> None:
+        self.runs = runs
+        self.limits = limits
+        self.metric, remark = choose_metric(runs, limits)
+        first = runs[0]
+        self.verdicts: list[Verdict | None] = [
+            judge(run, first, self.metric, limits) if run is not first and run.completed and first.completed else None
+            for run in runs
+        ]
+        self.conditions = [*([remark] if remark else []), *unequal(runs), *_circumstances(runs)]
+        self.title = f"{first.result.get('recipe') or 'Comparison'}: {', '.join(run.label for run in runs)}"
+
+    @property
+    def failed(self) -> int:
+        """How many runs did not complete."""
+        return sum(not run.completed for run in self.runs)
+
+    @property
+    def missed(self) -> int:
+        """How many runs miss a threshold."""
+        return sum(not verdict.met for verdict in self.verdicts if verdict is not None)
+
+    def draw(self, file: Path) -> bool:
+        """Write the picture to ``file``; False where there is nothing to draw."""
+        from trainer.cli.compare.picture import draw
+
+        figure = draw(self.runs, self.metric, self.title)
+        if figure is not None:
+            figure.savefig(file)
+        return figure is not None
+
+    def markdown(self, command: str, picture: str | None) -> str:
+        """The report.
+
+        Args:
+            command: the command line that made it.
+            picture: the name of the picture, if there is one.
+        """
+        findings = "\n".join(
+            "\n".join([f"- **{label}**: {text}", *(f"  - {line}" for line in advice)])
+            for label, text, advice in self._findings()
+        )
+        parts = [
+            f"# {self.title}",
+            f"    {command}",
+            markdown_table(*self._table()),
+            f"## Verdicts\n\n{findings}",
+            *([f"![Losses, metric, speed and memory of the runs]({picture})"] if picture else []),
+            "## Conditions\n\n" + "\n".join(f"- {condition}" for condition in self.conditions),
+            f"## Columns\n\n{_COLUMNS}",
+            f"Made with {', '.join(versions().splitlines())}.",
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    def print(self, folder: Path) -> None:
+        """Print the report; ``folder`` is where it is."""
+        console = print_table(self.title, *self._table(), left=("run", "verdict"))
+        for label, text, advice in self._findings():
+            for line in (f"{label}: {text}", *(f"  - {line}" for line in advice)):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print()
+        for condition in self.conditions:
+            console.print(condition, style="dim", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"The report is {folder / 'compare.md'}", markup=False, highlight=False, soft_wrap=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers."""
+        metric = self.metric.name if self.metric else None
+        runs = [
+            {
+                "label": run.label,
+                "precision": run.result.get("trained_in"),
+                "status": run.result["status"],
+                "error": run.result.get("error"),
+                "final_loss": run.final_loss,
+                "metric": run.metric(metric) if metric else None,
+                "train_seconds": run.throughput.get("train_seconds"),
+                "samples_per_second": run.rate,
+                "peak_memory": run.result.get("peak_memory"),
+                "skipped_steps": run.result.get("skipped_steps"),
+                "verdict": asdict(verdict) if verdict else None,
+                "run_dir": run.result["run_dir"],
+            }
+            for run, verdict in zip(self.runs, self.verdicts, strict=True)
+        ]
+        return {
+            "metric": metric,
+            "thresholds": asdict(self.limits),
+            "conditions": self.conditions,
+            "runs": runs,
+        }
+
+    def _findings(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """For each run that there is something to say of: its label, a sentence, and advice."""
+        first, *others = self.runs
+        found: list[tuple[str, str, tuple[str, ...]]] = []
+        if not first.completed or not others:
+            found.append((first.label, _outcome(first) or "there is nothing to compare it with.", ()))
+        for run, verdict in zip(others, self.verdicts[1:], strict=True):
+            if verdict is not None:
+                found.append((run.label, verdict.text, verdict.advice))
+            else:
+                found.append((run.label, _outcome(run) or f"completed, but {first.label} did not.", ()))
+        return found
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        names = [self.metric.name] if self.metric else []
+        header = ["run", "final loss", *names, "training", "samples/s", "peak memory", "skipped", "speed-up", "memory"]
+        rows = []
+        for run, verdict in zip(self.runs, self.verdicts, strict=True):
+            saving = verdict.memory_saving if verdict else None
+            rows.append(
+                [
+                    run.label,
+                    _form("{:.4g}", run.final_loss),
+                    *(_form("{:.4g}", run.metric(name)) for name in names),
+                    _form("{:.1f} s", run.throughput.get("train_seconds")),
+                    _form("{:,.4g}", run.rate),
+                    _form("{:,.0f} MiB", None if run.memory is None else run.memory / 2**20),
+                    _form("{}", run.result.get("skipped_steps")),
+                    _form("{:.2f}x", verdict.speedup if verdict else None),
+                    _form("{:+z.0%}", None if saving is None else -saving),
+                    _word(run, verdict),
+                ]
+            )
+        return [*header, "verdict"], rows
+
+
+def unequal(runs: Sequence[Run]) -> list[str]:
+    """What was not the same in all runs, though a comparison wants it to be; or the sentence that it was."""
+    done = [run for run in runs if run.completed]
+    if len(done) < 2:
+        return []
+    first, *others = done
+    found = []
+    for run in others:
+        for key in ("seed", "devices"):
+            if run.result.get(key) != first.result.get(key):
+                found.append(f"{run.label} has {key} {run.result.get(key)}, {first.label} {first.result.get(key)}.")
+        if _length(run) != _length(first):
+            found.append(f"{run.label} trained for {_length(run)}, {first.label} for {_length(first)}.")
+        epoch = _first_difference(run, first)
+        if epoch is not None:
+            found.append(
+                f"{run.label} was given other batches than {first.label} from epoch {epoch} on, counted from 1: the"
+                " random numbers behind them are not drawn in the same way in both (torch.randn_like, for one, depends"
+                " on the precision). Give the data loader a generator of its own."
+            )
+    if found:
+        return [f"Not the same in all runs: {found[0]}", *found[1:]]
+    seed, devices = first.result.get("seed"), first.result.get("devices")
+    batches = "the first batch of every epoch" if all(run.throughput.get("batches") for run in done) else ""
+    return [f"The same in all runs: {', '.join(filter(None, (f'seed {seed}', devices, _length(first), batches)))}."]
+
+
+def _length(run: Run) -> str:
+    epochs, steps = run.result.get("epochs"), run.result.get("steps")
+    return f"{_count(epochs, 'epoch')} ({_count(steps, 'optimizer step')})"
+
+
+def _first_difference(run: Run, first: Run) -> int | None:
+    """The first epoch, counted from 1, whose first batches are known to differ."""
+    pairs = zip(run.throughput.get("batches", []), first.throughput.get("batches", []), strict=False)
+    for epoch, (ours, theirs) in enumerate(pairs, start=1):
+        if any(a != b for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None):
+            return epoch
+    return None
+
+
+def _circumstances(runs: Sequence[Run]) -> list[str]:
+    """What to bear in mind with the numbers."""
+    found = []
+    batches = [run.throughput["measured_batches"] for run in runs if run.rate is not None]
+    if batches and min(batches) < _FEW_BATCHES:
+        few = _count(min(batches), "batch", "batches")
+        found.append(f"The rates rest on {few}: train for longer before you rely on them.")
+    if not any(run.on_gpu for run in runs):
+        found.append(
+            "On a CPU 16 bits are not expected to be faster: it has no Tensor Cores, and only some have instructions"
+            " for float16 or bfloat16. The peak memory is that of the whole process and says little about the"
+            " precision. Neither is judged here unless you set a threshold."
+        )
+    found.append("One run each: a difference no larger than another seed makes (try seed=7) means nothing.")
+    return found
+
+
+def _outcome(run: Run) -> str:
+    """What became of a run that did not complete; empty for one that did."""
+    return "" if run.completed else f"{run.result['status']}: {run.result.get('error', 'it did not say why')}"
+
+
+def _word(run: Run, verdict: Verdict | None) -> str:
+    if not run.completed:
+        return str(run.result["status"])
+    if verdict is None:
+        return "-"
+    return "met" if verdict.met else "missed"
+
+
+def _form(form: str, value: Any) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _count(number: int | None, one: str, many: str | None = None) -> str:
+    return f"{number} {one}" if number == 1 else f"{'?' if number is None else f'{number:,}'} {many or f'{one}s'}"

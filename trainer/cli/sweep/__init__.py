@@ -1,0 +1,192 @@
+"""The table at the end of a sweep, made of what its jobs (`trainer.cli.sweep.jobs`) have left in their folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.cli.objective import best
+from trainer.cli.processes import is_quiet
+from trainer.cli.results import RESULT
+
+if TYPE_CHECKING:  # takes a moment to import
+    from rich.console import Console
+
+ENDED_WELL = ("completed", "pruned")
+"""What a job's status is when nothing went wrong. A sweeper stops ("prunes") a job that is not worth finishing."""
+
+
+PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
+"""How the override begins by which Optuna's sweeper has a job report to its study."""
+
+
+def shown(overrides: Sequence[str]) -> list[str]:
+    """The overrides a person wants to see."""
+    return [override for override in overrides if not override.startswith(("command=", PRUNING))]
+
+
+def read_results(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
+    """What the jobs of the sweep in ``folder`` left, in their order, but for those that ended before ``since``."""
+    files = [file for file in folder.rglob(RESULT) if file.stat().st_mtime >= since]
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return sorted((result for result in results if "job" in result), key=lambda result: result["job"])
+
+
+def report(folder: Path, since: float = 0.0) -> int:
+    """Print the table of the sweep in ``folder``; write it to ``summary.md`` and the numbers to
+    ``summary.json``.
+
+    Args:
+        folder: of the sweep; the jobs have theirs in it.
+        since: a time (of `time.time`); jobs that ended before it are an earlier sweep's and left out.
+
+    Returns:
+        How many jobs did not complete.
+    """
+    results = read_results(folder, since)
+    if not results:
+        return 0
+    winner = best(results)
+    for result in results:
+        result["best"] = result is winner
+    (folder / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    header, rows = _rows(results, folder)
+    said = _best(results)
+    text = f"{markdown_table(header, rows)}\n" + (f"\n{said}\n" if said else "")
+    (folder / "summary.md").write_text(text, encoding="utf-8")
+    _print(header, rows, results, folder)
+    return sum(result["status"] not in ENDED_WELL for result in results)
+
+
+def _rows(results: list[dict[str, Any]], folder: Path) -> tuple[list[str], list[list[str]]]:
+    common = _common(results)
+    metrics = _metrics(results)
+    header = [
+        "job",
+        "overrides",
+        "status",
+        "epochs",
+        "time",
+        *metrics,
+        "skipped",
+        "scale",
+        "memory",
+        "run dir",
+    ]
+    rows = []
+    for result in results:
+        own = [override for override in shown(result["overrides"]) if override not in common]
+        values = result["metrics"]
+        rows.append(
+            [
+                f"{result['job']}{' (best)' if result['best'] else ''}",
+                " ".join(own),
+                result["status"],
+                _number(result.get("epochs")),
+                f"{result['seconds']:.1f} s" if "seconds" in result else "-",
+                *(f"{values[name]:.4g}" if name in values else "-" for name in metrics),
+                _number(result.get("skipped_steps")),
+                _number(result.get("scale")),
+                " ".join(f"{size / 2**20:,.0f} MiB" for size in result.get("peak_memory", {}).values()) or "-",
+                os.path.relpath(result["run_dir"], folder),
+            ]
+        )
+    return header, rows
+
+
+def _common(results: list[dict[str, Any]]) -> set[str]:
+    """The overrides that all jobs have."""
+    return set.intersection(*(set(result["overrides"]) for result in results)) if len(results) > 1 else set()
+
+
+def _best(results: list[dict[str, Any]]) -> str:
+    """A sentence on the best job, and the command that is like it; empty where there is none."""
+    for result in results:
+        if result["best"]:
+            objective, common = result["objective"], _common(results)
+            own = " ".join(word for word in shown(result["overrides"]) if word not in common)
+            way = "lowest" if objective["mode"] == "min" else "highest"
+            what = f"{objective['metric']} {objective['value']:.4g}, the {way}"
+            command = shlex.join(["python", "-m", "trainer", "fit", *shown(result["overrides"])])
+            return f"Best: job {result['job']}, with {what}{f': {own}' if own else ''}\n\n    {command}"
+    return ""
+
+
+def _metrics(results: list[dict[str, Any]], most: int = 4) -> list[str]:
+    """The metrics worth a column: the objective, and those of validation and test, or all where there are none."""
+    names = sorted({name for result in results for name in result["metrics"]})
+    objectives = {objective["metric"] for result in results if (objective := result.get("objective"))}
+    evaluated = [name for name in names if name.startswith(("val", "test"))]
+    whole = [name for name in evaluated or names if not name.endswith(("_step", "_epoch"))]
+    others = [name for name in whole or evaluated or names if name not in objectives]
+    return [*(name for name in names if name in objectives), *others][:most]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _print(header: list[str], rows: list[list[str]], results: list[dict[str, Any]], folder: Path) -> None:
+    jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
+    narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
+    title, left = f"Sweep of {jobs}", ("overrides", "status", "run dir")
+    console = console_of_tables() if is_quiet() else print_table(title, header, narrow, left)
+    if said := _best(results):
+        console.print(said, style="bold green", soft_wrap=True, markup=False, highlight=False)
+    for result in results:
+        if "error" in result:
+            console.print(f"Job {result['job']} {result['status']}: {result['error']}", markup=False, highlight=False)
+    console.print(f"Everything is in {folder}", soft_wrap=True, markup=False, highlight=False)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
+
+
+def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> Console:
+    """Print a table; rows in which something failed or was interrupted are red, those of pruned jobs dim.
+
+    The row of the best job, whose first cell says so, is bold.
+
+    Args:
+        title: above the table.
+        header: the columns' names.
+        rows: their cells.
+        left: names of the columns that are aligned to the left.
+
+    Returns:
+        The console it went to, for more.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    console = console_of_tables()
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
+    for name in header:
+        table.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
+    for cells in rows:
+        table.add_row(*map(Text, cells), style=_style(cells))
+    console.print(table)
+    return console
+
+
+def console_of_tables() -> Console:
+    """A console as wide as a table wants where it is not a terminal's."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def _style(cells: Sequence[str]) -> str | None:
+    if "failed" in cells or "interrupted" in cells:
+        return "red"
+    if "pruned" in cells:
+        return "dim"
+    return "bold green" if cells[0].endswith("(best)") else None

@@ -1,0 +1,181 @@
+"""``hydra/launcher=joblib``: several jobs of a sweep at a time, on this machine. Imports no torch.
+
+A job is a process of its own (`trainer.cli.sweep.jobs`), so joblib only has to wait for them, in threads. That leaves
+the sweep with every process in its own hands: a signal reaches all of them, and each gets devices and threads that no
+other has.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import joblib  # type: ignore[import-untyped]
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from trainer.cli.arguments import UsageError
+from trainer.cli.compare import as_fit
+from trainer.cli.objective import value_of
+from trainer.cli.results import read_result
+from trainer.cli.schema import describe
+from trainer.cli.sweep.jobs import Job, ended_by, handled
+
+_THREADS = "OMP_NUM_THREADS"
+
+
+class JoblibLauncher(Launcher):
+    """Runs up to ``n_jobs`` jobs at a time.
+
+    Args:
+        n_jobs: as in joblib: -1 for as many as there are CPU cores.
+        gpus_per_job: how many of the GPUs each job has for itself; None to leave that to the jobs.
+        threads_per_job: of each job's computations on the CPU; None to divide the cores among the jobs.
+
+    """
+
+    def __init__(self, n_jobs: Any = 2, gpus_per_job: Any = None, threads_per_job: Any = None) -> None:
+        self.n_jobs, self.gpus_per_job, self.threads_per_job = n_jobs, gpus_per_job, threads_per_job
+        self.places: list[dict[str, str]] = []
+        self.config: DictConfig | None = None
+        self.hydra_context: HydraContext | None = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Called by Hydra before it launches anything.
+
+        Raises:
+            UsageError: a number that makes no sense, or more GPUs than there are.
+        """
+        n_jobs, gpus, threads = self.n_jobs, self.gpus_per_job, self.threads_per_job
+        for name, value in (("gpus_per_job", gpus), ("threads_per_job", threads)):
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise UsageError(f"hydra.launcher.{name} is {describe(value)}, expected a number from 1, or null.")
+        if not isinstance(n_jobs, int) or n_jobs == 0:
+            raise UsageError(
+                f"hydra.launcher.n_jobs is {describe(n_jobs)}, expected a number from 1, or -1 for all cores."
+            )
+        self.n_jobs = max(joblib.effective_n_jobs(n_jobs), 1)
+        self.places = _places(self.n_jobs, gpus, threads)
+        self.config, self.hydra_context = config, hydra_context
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run the jobs.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: a signal has ended the sweep; the jobs have saved and are over.
+        """
+        composed = [self._compose(list(words), initial_job_idx + index) for index, words in enumerate(job_overrides)]
+        free: SimpleQueue[dict[str, str]] = SimpleQueue()
+        for place in self.places:
+            free.put(place)
+        running = _Running()
+        with running.signals():
+            joblib.Parallel(n_jobs=self.n_jobs, backend="threading", batch_size=1)(
+                joblib.delayed(running.run)(job, free) for job, _ in composed
+            )
+        for job, returned in composed:
+            returned.return_value, returned.status = value_of(read_result(job.folder)), JobStatus.COMPLETED
+        return [returned for _, returned in composed]
+
+    def _compose(self, words: list[str], number: int) -> tuple[Job, JobReturn]:
+        """The job, and what Hydra is told of it."""
+        assert self.config is not None
+        assert self.hydra_context is not None
+        setup_globals()
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, words)
+        with open_dict(config):
+            config.hydra.job.num, config.hydra.job.id = number, str(number)
+        instance = HydraConfig.instance()
+        before = instance.cfg
+        instance.set_config(config)
+        try:
+            folder = Path(str(OmegaConf.select(config, "hydra.sweep.dir")), str(config.hydra.sweep.subdir)).resolve()
+            with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
+                config.hydra.runtime.output_dir = str(folder)
+            instance.set_config(config)
+            own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            job = Job.composed(own, as_fit) if own.command == "compare" else Job.composed(own)
+        finally:
+            instance.cfg = before
+        job.own_session = True
+        return job, JobReturn(overrides=job.overrides, cfg=own, hydra_cfg=config)
+
+
+class _Running:
+    """The jobs' processes, and the signal that ends them all."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._received: list[int] = []
+
+    def run(self, job: Job, free: SimpleQueue[dict[str, str]]) -> None:
+        """Run a job, in a place that is free meanwhile."""
+        if self._received:
+            return
+        if (former := job.former()) is not None:
+            job.keep(former)
+            return
+        place = free.get()
+        job.environment = place
+        try:
+            with job.process() as process:
+                self._processes.append(process)
+                for number in self._received[:1]:  # it came meanwhile
+                    process.send_signal(number)
+                process.wait()
+        finally:
+            free.put(place)
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """While jobs run, pass on to them what ends the sweep. They save; a second Ctrl-C ends them at once."""
+
+        def receive(number: int, frame: Any) -> None:
+            self._received.append(number)
+            for process in list(self._processes):
+                process.send_signal(number)
+
+        with handled(("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"), receive):
+            yield
+        if self._received:
+            raise ended_by(self._received[0])
+
+
+def _places(count: int, gpus: int | None, threads: int | None) -> list[dict[str, str]]:
+    """For each of ``count`` jobs that run at a time: the variables that tell it what it may use."""
+    places: list[dict[str, str]] = [{} for _ in range(count)]
+    if threads is not None or _THREADS not in os.environ:
+        for place in places:
+            place[_THREADS] = str(threads or max(joblib.cpu_count() // count, 1))
+    if gpus is not None:
+        known = _gpus()
+        if len(known) < count * gpus:
+            raise UsageError(
+                f"hydra.launcher.n_jobs={count} and hydra.launcher.gpus_per_job={gpus} want {count * gpus} GPUs, and"
+                f" there {'is' if len(known) == 1 else 'are'} {len(known)}. Take fewer jobs, or fewer GPUs for each."
+            )
+        for index, place in enumerate(places):
+            place["CUDA_VISIBLE_DEVICES"] = ",".join(known[index * gpus : (index + 1) * gpus])
+    return places
+
+
+def _gpus() -> list[str]:
+    """The GPUs of this process, by the names that CUDA_VISIBLE_DEVICES takes."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [
+        str(index) for index in range(len([line for line in listed.stdout.splitlines() if line.startswith("GPU ")]))
+    ]
