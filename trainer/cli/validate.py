@@ -23,6 +23,7 @@ from trainer.cli.recipes import options
 from trainer.cli.schema import TYPES, TrainerSettings, describe, expected, mistake
 from trainer.cli.sweep import plugins
 from trainer.cli.targets import targets
+from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
 from trainer.precision.names import ALIASES
 
@@ -49,7 +50,7 @@ def validate(arguments: Arguments) -> DictConfig:
     config = composer.compose(choices)
     checked = {choices: config}  # composing is what takes the time
     if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
-        overrides = [*_sweeper_params(composer, config), *overrides]
+        overrides = [*_sweeper_params(arguments, composer, config), *overrides]
     else:
         _refuse_several_values(overrides)
 
@@ -115,13 +116,13 @@ def _choices(composer: Composer, overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def _sweeper_params(composer: Composer, config: DictConfig) -> list[Override]:
-    """The part of a sweep that is written in a config (conf/sweep)."""
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    written = [
-        f"{key}={canonical_precisions(str(value)) if key == 'precision' else value}" for key, value in params.items()
-    ]
-    overrides = composer.parse(written)
+def _sweeper_params(arguments: Arguments, composer: Composer, config: DictConfig) -> list[Override]:
+    """The part of a sweep that is written in a config (conf/sweep). Its precisions get the names that Hydra knows."""
+    params = dict(OmegaConf.select(config, "hydra.sweeper.params") or {})
+    if "precision" in params and (known := canonical_precisions(str(params["precision"]))) != params["precision"]:
+        params["precision"] = known
+        arguments.overrides.append(f"hydra.sweeper.params.precision={quoted(known)}")
+    overrides = composer.parse([f"{key}={value}" for key, value in params.items()])
     for override in overrides:
         _check_option(composer, override)
     return overrides

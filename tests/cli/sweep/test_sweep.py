@@ -192,6 +192,17 @@ def test_a_sweep_written_in_a_config(project, jobs, capsys):
     assert main([*command[3:], "--cfg", "job"]) == 0
 
 
+def test_a_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
+    sweep = "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      precision: 32,16,bf16\n"
+    write(project, {"conf/sweep/mine.yaml": f"# @package _global_\n{sweep}"})
+    assert main(["fit", "+recipe=line", "+sweep=mine"]) == 0
+    assert [command[3] for command, _ in jobs.started] == [
+        "precision=32-true",
+        "precision=16-mixed",
+        "precision=bf16-mixed",
+    ]
+
+
 @pytest.mark.parametrize(("status", "error"), [(2, "exit status 2"), (-9, "ended by signal 9")])
 def test_a_job_that_dies_without_a_word_has_failed(project, jobs, monkeypatch, capsys, status, error):
     monkeypatch.setattr(Job, "returncode", status)
