@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from pathlib import Path
@@ -168,7 +169,13 @@ def test_the_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
     assert error.__notes__ == ["The path is the setting data.root=big/pictures."]
 
 
-def test_of_several_processes_one_tells(tmp_path, capsys):
+@pytest.fixture
+def no_log(monkeypatch):
+    """A process without a log file, whatever tests before this one have left."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+
+def test_of_several_processes_one_tells(tmp_path, capsys, no_log):
     for _ in range(2):  # each begins anew
         failure.forget_last(tmp_path)
         for error in (ValueError("first"), ValueError("second")):
@@ -181,7 +188,7 @@ def test_of_several_processes_one_tells(tmp_path, capsys):
     assert logged.count("ValueError: first") == logged.count("ValueError: second") == 2
 
 
-def test_a_single_process_always_tells(tmp_path, capsys):
+def test_a_single_process_always_tells(tmp_path, capsys, no_log):
     for _ in range(2):
         error = ValueError("again")
         failure.record(error, tmp_path, "fit")

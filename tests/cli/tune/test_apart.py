@@ -71,7 +71,7 @@ def test_what_they_tell_and_how_they_end(tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_they_do_not_outlive_the_one_that_started_them(tmp_path):
     code = (
-        "from pathlib import Path; from trainer.cli import apart; apart._PRELOADED = 'json';"
+        "from pathlib import Path; from trainer.cli.tune import apart; apart._PRELOADED = 'json';"
         f"apart.run_apart('{HERE}:leaves_its_number', Path('{tmp_path}/number'), Path('{tmp_path}/log'))"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3]) as parent:

@@ -118,7 +118,8 @@ class Job:
             return
         before = "" if self.aside else "\n"  # its own output has ended anywhere
         words = " ".join(shown(self.overrides))
-        print(f"{before}Job {self.number}: {what or words}", flush=True)
+        # one write, for jobs side by side speak at the same time
+        print(f"{before}Job {self.number}: {what or words}\n", end="", flush=True)
 
     def former(self) -> dict[str, Any] | None:
         """The result of the same job in an earlier sweep, if it goes on and there is nothing left to do."""
