@@ -152,7 +152,7 @@ def test_validate_test_and_predict_use_a_checkpoint():
 
 def test_fresh_weights_are_warned_of(capsys):
     assert main(["validate", *LINE, "logger=none"]) == 0
-    assert "validate uses fresh weights, because ckpt_path is not set" in capsys.readouterr().err
+    assert "validate uses fresh weights. For those of a run, and its config: ckpt=RUN" in capsys.readouterr().err
 
 
 def test_an_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys):

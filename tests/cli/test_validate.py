@@ -42,7 +42,12 @@ def complaint(argv, capsys) -> str:
         ([*FIT, "callbacks=[default,early_stoping]"], "Did you mean 'early_stopping'?"),
         ([*FIT, "optimizr=adam"], "There is no setting 'optimizr'. Did you mean 'optimizer'?"),
         ([*FIT, "trainer.max_epoch=3"], "Did you mean 'trainer.max_epochs'?"),
-        ([*FIT, "+trainer.max_epoch=3"], "The Trainer has no argument 'trainer.max_epoch'."),
+        ([*FIT, "+trainer.max_epoch=3"], "has no argument 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?"),
+        ([*FIT, "+trainer.foo=3"], "The Trainer has no argument 'trainer.foo'.\n"),
+        (
+            ["fit", "+model._target_=a.B", "model.rate=1"],
+            "There is no setting 'model.rate'. To add a new one, write a +",
+        ),
         ([*FIT, "max_epochs=3"], "There is no setting 'max_epochs'. Did you mean 'trainer.max_epochs'?"),
         ([*FIT, "lr=3"], "Did you mean 'optimizer.lr'?"),
         ([*FIT, "model.strat=1"], "Did you mean 'model.start'?"),

@@ -188,7 +188,10 @@ def explain(error: Exception) -> str:
             return f"{file}{key} is {_value_in(cause)}, expected {expected(TYPES[name])}."
         if key.startswith("trainer."):
             return f"{file}There is no setting {key!r}.{did_you_mean(name, TYPES)}"
-        return f"{file}{key}: {_one_paragraph(str(cause.msg or cause))}."
+        said = _one_paragraph(str(cause.msg or cause))
+        if "is not in struct" in said:
+            return f"{file}There is no setting {key!r}. To add a new one, write a + in front of it: +{key}=VALUE."
+        return f"{file}{key}: {said}."
     return f"{_one_paragraph(str(error))}."
 
 

@@ -235,7 +235,7 @@ def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, tra
     command, checkpoint = settings["command"], settings["ckpt_path"]
     if command != "fit" and checkpoint is None and is_first():
         log.warning(
-            "%s uses fresh weights, because ckpt_path is not set: ckpt_path=RUN/checkpoints/last.ckpt",
+            "%s uses fresh weights. For those of a run, and its config: ckpt=RUN, its folder or a checkpoint.",
             command,
         )
     if command == "predict":

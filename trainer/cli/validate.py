@@ -194,7 +194,8 @@ def _unresolved(config: DictConfig) -> dict[Any, Any]:
 def _check_new_key(composer: Composer, override: Override) -> None:
     key = override.key_or_group
     if key.startswith("trainer.") and key.count(".") == 1 and key.removeprefix("trainer.") not in TYPES:
-        raise UsageError(f"The Trainer has no argument {key!r}.{_nearest(key, {'trainer': dict.fromkeys(TYPES)})}")
+        hint = did_you_mean(key.removeprefix("trainer."), TYPES).replace("'", "'trainer.", 1)
+        raise UsageError(f"The Trainer has no argument {key!r}.{hint}")
     near = did_you_mean(key, [group for group in composer.groups() if group != key])
     if "." not in key and near and not override.is_force_add():
         raise UsageError(f"There is no config group {key!r}.{near} To add a setting of that name, write ++{key}.")
