@@ -2,9 +2,10 @@
 
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
@@ -163,6 +164,10 @@ def jpegs(folder: Path) -> list[Path]:
     return sorted(file for file in named if file.is_file() and not file.name.startswith("."))
 
 
+_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+"""Python 3.11.4 has brought it: modes and owners of an archive are not taken over. What leads elsewhere we refuse."""
+
+
 def unpack(archive: Path, name: str) -> None:
     """Unpack the folder ``name`` of a tar archive beside it, whole or not at all.
 
@@ -172,10 +177,19 @@ def unpack(archive: Path, name: str) -> None:
     with TemporaryDirectory(dir=archive.parent, prefix=f".{name}.") as folder:
         try:
             with tarfile.open(archive) as tar:
-                tar.extractall(folder, filter="data")
+                tar.extractall(folder, members=_harmless(tar), **_FILTER)
             (Path(folder) / name).rename(archive.parent / name)
         except (tarfile.TarError, EOFError, FileNotFoundError) as error:
             raise ValueError(
                 f"{archive.resolve()} cannot be unpacked ({type(error).__name__}: {error}). Expected a tar archive that"
                 f" holds the folder {name}. Fetch it anew."
             ) from error
+
+
+def _harmless(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of an archive, as long as each is a file or a folder that lands where it is unpacked."""
+    for member in tar:
+        path = PurePosixPath(member.name.replace("\\", "/"))
+        if path.is_absolute() or ".." in path.parts or ":" in member.name or not (member.isfile() or member.isdir()):
+            raise tarfile.TarError(f"{member.name!r} would land elsewhere, or is no file")
+        yield member

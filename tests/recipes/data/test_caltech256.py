@@ -119,14 +119,17 @@ def test_a_damaged_archive_leaves_nothing_behind(tmp_path: Path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["256_ObjectCategories.tar", "whole"]
 
 
-def test_an_archive_cannot_write_elsewhere(tmp_path: Path):
+@pytest.mark.parametrize("name", ["../../evil2", "/tmp/evil2", "C:/evil2", "a/..\\..\\evil2", "256_ObjectCategories"])
+def test_an_archive_cannot_write_elsewhere(tmp_path: Path, name: str):
     (tmp_path / "in").mkdir()
-    (tmp_path / "evil").write_text("x")
+    evil = tarfile.TarInfo(name)
+    if name == "256_ObjectCategories":
+        evil.type, evil.linkname = tarfile.SYMTYPE, str(tmp_path)
     with tarfile.open(tmp_path / "in" / "256_ObjectCategories.tar", "w") as tar:
-        tar.add(tmp_path / "evil", "../../evil2")
-    with pytest.raises(ValueError, match="OutsideDestinationError"):
+        tar.addfile(evil)
+    with pytest.raises(ValueError, match="would land elsewhere, or is no file"):
         data(tmp_path / "in").prepare_data()
-    assert not (tmp_path / "evil2").exists()
+    assert [file.name for file in (tmp_path / "in").iterdir()] == ["256_ObjectCategories.tar"]
 
 
 def test_without_the_data_the_error_says_where_to_put_it(tmp_path: Path):
