@@ -161,7 +161,11 @@ def cpu_error() -> Exception:
     raise AssertionError
 
 
-@pytest.mark.parametrize("make_error", [cuda_error, cpu_error, MemoryError])
+def error_that_names_a_shape() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. A tensor of shape [4, 3] did not fit.")
+
+
+@pytest.mark.parametrize("make_error", [cuda_error, cpu_error, MemoryError, error_that_names_a_shape])
 def test_memory_that_runs_out(trainer: Any, make_error: Any, no_gc: None) -> None:
     module, kind = Greedy(make_error), type(make_error())
     try:

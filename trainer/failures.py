@@ -50,11 +50,11 @@ def explain(error: BaseException, trainer: Any) -> DataLoaderError | None:
         return _about_worker(trainer, [int(pid) for pid in found["pids"].split(",")], found["how"])
     elif isinstance(error, RuntimeError) and (found := _HUNG.search(text)):
         return _about_worker(trainer, [], f"have sent nothing for {found['seconds']} seconds")
-    elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text) and trainer.active_metrics is not None:
-        add_note(error, f"It was raised by {_where(trainer)}: {describe_batch(trainer.active_metrics.batch)}.")
     elif is_out_of_memory(error):
         add_note(error, _about_memory(trainer))
         let_go(error)
+    elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text) and trainer.active_metrics is not None:
+        add_note(error, f"It was raised by {_where(trainer)}: {describe_batch(trainer.active_metrics.batch)}.")
     return None
 
 
