@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -58,6 +59,29 @@ def test_spawned_and_forked_processes_do_what_one_does(tmp_path: Path) -> None:
         torch.testing.assert_close(weights, module.state_dict(), rtol=1e-6, atol=1e-7)
         assert val_loss == pytest.approx(alone.callback_metrics["val_loss"].item())
         assert has_checkpoint
+
+
+class Threads(Callback):
+    """Writes down which threads of gloo there are at the very end of a process that is started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        atexit.register(self._write)  # before any other, so it comes last
+
+    def _write(self) -> None:
+        names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        (self.folder / f"{os.getpid()}.txt").write_text("\n".join(name for name in names if "gloo" in name))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path) -> None:
+    # one that lets go of a tensor of Python's while the interpreter ends aborts the process, once in a hundred times
+    arguments = {**QUIET, "devices": 2, "strategy": "ddp_spawn", "callbacks": [Threads(tmp_path)]}
+    Trainer(max_epochs=1, **arguments).fit(Learner(), data(6))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["", ""]
 
 
 class Signals(Callback):

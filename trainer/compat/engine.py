@@ -7,6 +7,7 @@ Chosen over Fabric's strategies because stock callbacks ask ``trainer.strategy``
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -82,7 +83,7 @@ class LightningEngine:
             self.strategy._launcher = WatchedLauncher(
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
-        self._agreement_group: Any = None
+        self._agreement_group: Callable[[], Any] = _none  # weak: torch.distributed has it until the process leaves
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     @property
@@ -169,10 +170,17 @@ class LightningEngine:
         method = getattr(module, name)
         step: Callable[..., Any] = method
         if self.strategy.model is not module:
-            step = partial(self.strategy._forward_redirection, self.strategy.model, module, name)  # type: ignore[arg-type]
+            step = partial(self._through_wrapper, name)
         if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
             return partial(_without_batch_idx, step)
         return step
+
+    def _through_wrapper(self, name: str, *args: Any) -> Any:
+        """The module's step by the wrapper's forward. It asks for the wrapper: nobody keeps that beyond the run."""
+        strategy = self.strategy
+        assert strategy.model is not None
+        assert strategy.lightning_module is not None
+        return strategy._forward_redirection(strategy.model, strategy.lightning_module, name, *args)
 
     def backward_of(self, optimizers: list[Optimizer]) -> Callable[[Tensor], Any] | None:
         """The strategy's ``backward``, where it has one of its own; None where it is Lightning's."""
@@ -232,11 +240,12 @@ class LightningEngine:
         if self.world_size == 1 or not distributed.is_initialized() or not distributed.is_gloo_available():
             return None
         assert isinstance(self.strategy, DDPStrategy)  # or it would have a world of 1
-        if self._agreement_group is not None:
+        if (before := self._agreement_group()) is not None:
             with suppress(ValueError):  # somebody has destroyed all groups since
-                distributed.destroy_process_group(self._agreement_group)
-        self._agreement_group = distributed.new_group(backend="gloo", timeout=self.strategy._timeout)
-        return Agreement(self._agreement_group, count)
+                distributed.destroy_process_group(before)
+        group: Any = distributed.new_group(backend="gloo", timeout=self.strategy._timeout)
+        self._agreement_group = weakref.ref(group)
+        return Agreement(group, count)
 
     def broadcast(self, value: T) -> T:
         """Rank 0's ``value``."""
@@ -297,6 +306,10 @@ class LightningEngine:
     def teardown(self) -> None:
         """Unwrap the module and move it back to the CPU."""
         self.strategy.teardown()
+
+
+def _none() -> None:
+    """As a weak reference whose object is no more."""
 
 
 def _without_batch_idx(step: Callable[..., Any], batch: Any, batch_idx: int, *more: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -162,7 +163,11 @@ def _give_up(error: BaseException, code: int) -> None:
 
 
 def leave_group_at_exit() -> None:
-    """Leave the process group when the interpreter ends; gloo's threads may abort it otherwise."""
+    """Leave the process group before the interpreter ends.
+
+    A thread of gloo lets go of a tensor some time after its work is done. Where that tensor is Python's, and the
+    interpreter has ended meanwhile, the process is aborted.
+    """
     atexit.unregister(_leave_group)
     atexit.register(_leave_group)
     others.come_first()
@@ -172,6 +177,7 @@ def _leave_group() -> None:
     distributed = torch.distributed
     if distributed.is_initialized() and not others.has_failed:
         with contextlib.suppress(Exception):
+            gc.collect()  # wrappers hold the group: its threads end with whoever is the last to hold it
             distributed.destroy_process_group()
 
 
