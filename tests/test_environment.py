@@ -11,7 +11,7 @@ import time
 import pytest
 
 from trainer import environment as module
-from trainer import redaction
+from trainer import machine, redaction
 from trainer.environment import environment, write_environment
 
 
@@ -28,7 +28,8 @@ def test_what_it_says(tmp_path, monkeypatch):
     assert found["command"] == sys.orig_argv
     assert found["directory"] == str(tmp_path)
     assert found["versions"]["torch"].startswith("2.")
-    assert found["cores"] >= 1
+    assert found["cores"] == machine.cores().usable
+    assert found["memory"] == machine.memory().most
     assert found["git"] is None
     assert found["variables"]["OMP_NUM_THREADS"] == "3"
     assert "mine" not in text

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from trainer import redaction
+from trainer import machine, redaction
 
 ENVIRONMENT = "environment.json"
 """The file that a run writes into its folder when it begins."""
@@ -47,7 +47,7 @@ def environment() -> dict[str, Any]:
     Returns:
         ``started`` (seconds, of `time.time`), ``host``, ``pid``, ``command`` (words; secrets redacted), ``directory``,
         ``python``, ``platform``, ``versions`` by package, ``cuda`` (that torch was built for; None without),
-        ``cpu`` (its name or None), ``cores`` (that this process may use), ``memory`` (bytes, or None; the limit of the
+        ``cpu`` (its name), ``cores`` (that this process may use), ``memory`` (bytes, or None; the limit of the
         container where there is one), ``git`` (``commit``, ``branch``, ``modified``; None where the working directory
         is in no repository) and ``variables`` of the environment: the few that matter to a training.
     """
@@ -62,9 +62,9 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": _versions(),
         "cuda": torch.version.cuda if torch is not None else None,
-        "cpu": _cpu(),
-        "cores": _cores(),
-        "memory": _memory(),
+        "cpu": machine.cpu_name(),
+        "cores": machine.cores().usable,
+        "memory": machine.memory().most,
         "git": _git(),
         "variables": {name: redaction.text(os.environ[name]) for name in _VARIABLES if name in os.environ},
     }
@@ -78,32 +78,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _cpu() -> str | None:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except (OSError, ValueError):
-        pass
-    return platform.processor() or platform.machine() or None
-
-
-def _cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def _memory() -> int | None:
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # Windows, for one
-        return None
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        limit = ""
-    return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
 def _git() -> dict[str, Any] | None:

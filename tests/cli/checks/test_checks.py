@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from trainer import machine
 from trainer.cli import checks, main
-from trainer.cli.checks import machine, speed
+from trainer.cli.checks import speed
 from trainer.cli.checks.speed import Speed
 from trainer.precision import devices
 
@@ -61,8 +63,18 @@ def test_the_numbers(capsys):
     assert found["devices"][-1]["device"] == "cpu"
     assert found["workers"]["usable"] == machine.cores().usable
     assert found["memory"]["total"] == machine.memory().total
-    assert [disk["for"] for disk in found["disks"]] == ["disk", "checkpoints"]
-    assert found["disks"][0]["folder"] == str(Path.cwd())
+    assert [(disk["for"], disk["folder"]) for disk in found["disks"]] == [("disk", str(Path.cwd()))]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
+def test_runs_that_are_on_another_disk(capsys):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        Path("outputs").symlink_to(folder)
+        found = facts(capsys)
+        assert [(disk["for"], disk["folder"]) for disk in found["disks"]] == [
+            ("disk", str(Path.cwd())),
+            ("checkpoints", folder),
+        ]
 
 
 def test_a_measurement_may_speak_against_what_the_hardware_promises(measured, monkeypatch):
@@ -150,11 +162,11 @@ def test_a_full_disk_is_something_broken(capsys, monkeypatch):
 
 
 def test_little_space_and_little_shared_memory_are_remarks(capsys, monkeypatch):
-    monkeypatch.setattr(machine, "disk", lambda folder: machine.Disk(Path("/data"), 2**20, 2**30, None, "nfs4"))
+    monkeypatch.setattr(machine, "disk", lambda folder: machine.Disk(Path("/"), 2**20, 2**30, None, "nfs4"))
     monkeypatch.setattr(checks, "_shared_memory", lambda: 64 * 2**20)
     assert main(["checks"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "Note: /data has 1 MiB left" in out
+    assert "Note: / has 1 MiB left" in out
     assert "/dev/shm has 64 MiB" in out
     assert "on a network (nfs4)" in out
 

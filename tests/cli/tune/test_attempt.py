@@ -16,11 +16,10 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer, W
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from tests.cli.conftest import write
-from trainer import Trainer
+from trainer import Trainer, machine
 from trainer.callbacks import ActivationCheckpointing, HalveOnOutOfMemory
 from trainer.cli import tune
 from trainer.cli.arguments import read
-from trainer.cli.checks import machine
 from trainer.cli.tune import RangeTest, Try, attempt
 from trainer.cli.tune.attempt import Meter, run_range_test, samples_in, try_batch_size, use_only
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trainer
+from trainer import machine
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.checks import machine
 from trainer.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -248,12 +248,11 @@ def _about_host(facts: dict[str, Any]) -> None:
     facts["workers"] = {**vars(cores), "usable": cores.usable}
     facts["workers"]["suggested"] = machine.suggested_workers(cores.usable, gpus)
     facts["memory"] = {**vars(memory), "usable": memory.usable}
-    facts["disks"] = []
-    for folder in (Path(), Path(_RUNS)):
-        disk = machine.disk(folder)
-        facts["disks"].append(
-            {**vars(disk), "folder": str(disk.folder), "for": "checkpoints" if folder.name else "disk"}
-        )
+    here, runs = machine.disk(Path()), machine.disk(Path(_RUNS))
+    is_one = here.folder.stat().st_dev == runs.folder.stat().st_dev and here.problem == runs.problem
+    disks = {"disk": here} if is_one else {"disk": here, "checkpoints": runs}
+    facts["disks"] = [{**vars(disk), "folder": str(disk.folder), "for": name} for name, disk in disks.items()]
+    for disk in disks.values():
         if disk.problem is not None:
             facts["problems"].append(_about_writing(disk))
         elif disk.free < _LITTLE_DISK:
@@ -265,8 +264,6 @@ def _about_host(facts: dict[str, Any]) -> None:
             f"{_SHARED_MEMORY} has {size(shared)}, and batches of dataloader workers travel through it: start the"
             " container with --shm-size=8g or --ipc=host."
         )
-    for name in ("problems", "remarks"):
-        facts[name] = list(dict.fromkeys(facts[name]))  # both folders may be on one disk
 
 
 def _about_writing(disk: machine.Disk) -> str:

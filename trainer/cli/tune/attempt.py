@@ -30,6 +30,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch.utils.data import DataLoader
 
+from trainer import machine
 from trainer.callbacks import (
     Curves,
     HalveOnOutOfMemory,
@@ -40,7 +41,6 @@ from trainer.callbacks import (
     Throughput,
 )
 from trainer.callbacks.pace import batch_size
-from trainer.cli.checks import machine
 from trainer.cli.run import assemble
 from trainer.cli.tune import RangeTest, Try
 from trainer.cli.tune.apart import Tell

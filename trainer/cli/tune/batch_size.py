@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainer import machine
 from trainer.cli import tune
 from trainer.cli.arguments import COMPARED, Arguments, UsageError
-from trainer.cli.checks import machine
 from trainer.cli.processes import is_quiet
 from trainer.cli.sweep import print_table
 from trainer.cli.tune import LOG, Settings, Try

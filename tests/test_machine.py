@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.checks import machine
-from trainer.cli.checks.machine import Cores, Memory
+from trainer import machine
+from trainer.machine import Cores, Memory
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -72,6 +72,8 @@ def test_in_a_container_the_group_of_the_host_is_not_there(tmp_path):
     )
     assert machine.cores(root).quota == 4.0
     assert machine.memory(root) == Memory(8192, 6144, 1000, 400)
+    assert machine.memory(root).most == 1000
+    assert Memory(None, None).most is None
     assert machine.memory(root).usable == 400
 
 

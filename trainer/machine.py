@@ -59,6 +59,12 @@ class Memory:
     left: int | None = None
 
     @property
+    def most(self) -> int | None:
+        """What this process could ever have: the machine's, or its control group's limit."""
+        known = [size for size in (self.total, self.limit) if size is not None]
+        return min(known) if known else None
+
+    @property
     def usable(self) -> int | None:
         """What this process can have now: the smaller of what is available and what is left of the limit."""
         known = [size for size in (self.available, self.left) if size is not None]
