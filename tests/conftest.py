@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,12 @@ import torch
 from trainer.precision.readback import Readback
 
 ROOT = Path(__file__).parent.parent
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is heeded also where a script has started the tests with ``&``, which leaves it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
