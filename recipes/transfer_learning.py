@@ -25,6 +25,7 @@ def transfer_classifier(
     *,
     num_classes: int,
     weights: str | None = None,
+    checkpoint: str | None = None,
     frozen: bool = False,
     **options: Any,
 ) -> ImageClassifier:
@@ -36,6 +37,8 @@ def transfer_classifier(
         scheduler: see `ImageClassifier`.
         num_classes: number of classes.
         weights: see `TransferNet`.
+        checkpoint: the file that the trainer is going to load, if any. It has all weights, so ``weights`` are not even
+            looked for.
         frozen: see `TransferNet`.
         **options: further arguments of `ImageClassifier`.
 
@@ -43,6 +46,8 @@ def transfer_classifier(
         FileNotFoundError: as `load_weights`.
         ValueError: as `TransferNet`.
     """
+    if checkpoint is not None and Path(checkpoint).is_file():  # not "last", which may be none yet
+        weights = None
     net = TransferNet(architecture, num_classes, weights=weights, frozen=frozen)
     if frozen:  # that is what was asked for
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode at the start of training")
@@ -143,7 +148,7 @@ def _torchvisions(weights: Any, what: str) -> Weights:
         raise FileNotFoundError(
             f"The weights {what} are not in {file} and could not be downloaded from {weights.url}"
             f" ({type(error).__name__}: {error}). Without a network, fetch that file elsewhere and save it there, or"
-            f" anywhere, and set model.weights to its path. model.weights=null starts from random weights, which is all"
+            " anywhere, and set model.weights to its path. model.weights=null starts from random weights, which is all"
             " that is needed where a checkpoint brings the weights."
         ) from error
 

@@ -107,6 +107,14 @@ def test_torchvisions_cache_is_used_without_a_network(weights: Path, tmp_path: P
     assert loaded["bn1.running_mean"].tolist() == [0.125] * 64
 
 
+def test_where_a_checkpoint_brings_the_weights_no_others_are_looked_for(weights: Path, tmp_path: Path):
+    gone = str(tmp_path / "gone.pth")
+    module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint=str(weights))
+    assert (module.net.net.bn1.running_mean == 0).all()
+    with pytest.raises(FileNotFoundError, match="there is no such file"):  # "last" may turn out to be none
+        transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint="last")
+
+
 def test_without_a_network_the_error_says_what_to_fetch_and_where_to_put_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

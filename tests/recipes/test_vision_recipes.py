@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torchvision import models
 
 from tests.recipes.samples import sample_for
 from trainer.cli import main
@@ -48,3 +50,20 @@ def test_the_new_layer_of_a_frozen_net_learns_photographs(
     result = fit("resnet50_caltech256", tmp_path, f"precision={precision}", *smaller)
     assert result["steps"] == 50
     assert result["metrics"]["val_acc"] >= 0.75  # four classes, four images
+
+
+def test_a_run_is_tested_and_goes_on_without_the_file_of_its_first_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    weights = tmp_path / "resnet18.pth"
+    torch.save(models.resnet18().state_dict(), weights)
+    smaller = ["model.architecture=resnet18", "data.batch_size=8", "data.image_size=32", "trainer.max_epochs=1"]
+    fitted = fit("resnet50_caltech256", tmp_path, *smaller, f"model.weights={weights.as_posix()}")
+    weights.unlink()
+    (run,) = tmp_path.glob("outputs/resnet50_caltech256/*")
+    assert main(["test", f"ckpt={run.as_posix()}", "hydra.run.dir=tested"]) == 0
+    tested = json.loads(Path("tested/result.json").read_text())["metrics"]
+    assert tested["test_loss"] == pytest.approx(fitted["metrics"]["val_loss"])  # the same images
+    assert main(["fit", f"ckpt={run.as_posix()}", "trainer.max_epochs=2", "hydra.run.dir=more"]) == 0
+    assert json.loads(Path("more/result.json").read_text())["steps"] == 2 * fitted["steps"]
