@@ -71,7 +71,10 @@ class TabularMLP(L.LightningModule):
     def forward(self, features: Tensor) -> Tensor:
         """Logits of shape (batch, ``num_classes``); for regression numbers in the targets' unit, of shape (batch,)."""
         outputs = self.net(features)
-        return outputs.squeeze(1) * self.target_std + self.target_mean if self.is_regression else outputs
+        if not self.is_regression:
+            return outputs
+        # Not in 16 bits: float16 ends at 65,504, and bfloat16 knows 150 and 151, but nothing in between.
+        return outputs.squeeze(1).to(self.target_std.dtype) * self.target_std + self.target_mean
 
     def on_fit_start(self) -> None:
         """Learn the unit of the targets from the data module."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
@@ -168,14 +169,22 @@ class Images(datasets.ImageFolder):
 
 
 def read_image(path: str | Path) -> Image.Image:
-    """The image in a file, with three channels: grey ones are repeated, a palette is looked up, alpha is dropped.
+    """The image in a file, with three channels of 8 bits.
+
+    Grey ones are repeated, a palette is looked up, alpha is dropped, of 16 bits the upper 8 are taken, and of an
+    animation the first picture.
 
     Raises:
-        UnreadableImageError: it is none; names the file.
+        UnreadableImageError: it is none, or its pixels are numbers of no known range; names the file.
         OSError: the system cannot read the file.
     """
     try:
-        return datasets.folder.default_loader(str(path))
+        with Image.open(path) as image:
+            if image.mode.startswith("I;16"):  # convert would make everything above 255 white
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+            if image.mode in ("I", "F"):
+                raise ValueError(f"pixels of 32 bits, mode {image.mode!r}, of which nobody knows what is white")
+            return image.convert("RGB")
     except Exception as error:  # a damaged file breaks a decoder in any way
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
             raise  # the system's, not the file's

@@ -118,6 +118,18 @@ def test_a_regression_speaks_in_the_targets_unit(tmp_path):
     assert tested["test_loss"] == pytest.approx(F.mse_loss(predictions, targets).item() / data.target_std**2, rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_targets_unit_may_be_too_large_or_too_fine_for_16_bits(dtype):
+    module, features = model("diabetes"), torch.randn(50, 10)
+    module.target_mean.fill_(250_000.0)
+    module.target_std.fill_(10.0)
+    with torch.autocast("cpu", dtype=dtype), torch.no_grad():
+        outputs = module.net(features).squeeze(1)
+        numbers = module(features)
+    assert outputs.dtype == dtype
+    assert torch.equal(numbers, outputs.float() * 10.0 + 250_000.0)
+
+
 def test_a_classification_predicts_probabilities(tmp_path):
     seed_everything(0, verbose=False)
     module, data = model("wine", dropout=0.5), table("wine")

@@ -2,13 +2,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from PIL import Image
 
 from recipes.data import ImageFolder, UnreadableImageError
-from recipes.data.image_folder import MEAN, STD
+from recipes.data.image_folder import MEAN, STD, read_image
 from tests.support import make_trainer
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
@@ -55,6 +56,29 @@ def test_batches(root: Path):
     assert [labels.tolist() for _, labels in module.val_dataloader()] == [[0, 0, 1, 1], [2, 2]]
     assert [labels.tolist() for _, labels in module.test_dataloader()] == [[0, 1, 2]]
     assert [labels.tolist() for _, labels in module.predict_dataloader()] == [[0, 1, 2]]
+
+
+def test_any_kind_of_image_has_three_channels_of_8_bits(tmp_path: Path):
+    grey = np.array([[0, 256, 0x7FFF], [0x8000, 0xFF00, 0xFFFF]], dtype=np.uint16)
+    Image.fromarray(grey).save(tmp_path / "grey16.png")
+    Image.fromarray(grey).save(tmp_path / "grey16.tiff")
+    for name in ("grey16.png", "grey16.tiff"):
+        image = read_image(tmp_path / name)
+        assert image.mode == "RGB"
+        assert np.asarray(image)[..., 1].tolist() == [[0, 1, 127], [128, 255, 255]]
+    Image.new("CMYK", (4, 2), (0, 255, 255, 0)).save(tmp_path / "print.jpg", quality=100)
+    assert np.asarray(read_image(tmp_path / "print.jpg"))[0, 0].tolist() == pytest.approx([255, 0, 0], abs=3)
+    red, blue = (Image.new("RGB", (4, 2), COLOURS[name]) for name in ("red", "blue"))
+    red.save(tmp_path / "film.gif", save_all=True, append_images=[blue])
+    assert read_image(tmp_path / "film.gif").getpixel((0, 0)) == COLOURS["red"]
+    Image.new("LA", (4, 2), (100, 0)).save(tmp_path / "glass.png")
+    assert read_image(tmp_path / "glass.png").getpixel((0, 0)) == (100, 100, 100)
+
+
+def test_pixels_of_an_unknown_range_are_refused(tmp_path: Path):
+    Image.fromarray(np.full((2, 2), 0.5, dtype=np.float32)).save(tmp_path / "float.tiff")
+    with pytest.raises(UnreadableImageError, match=r"float.tiff cannot be read .* pixels of 32 bits, mode 'F'"):
+        read_image(tmp_path / "float.tiff")
 
 
 @pytest.mark.parametrize("augment", [True, False])
