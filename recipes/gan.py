@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import CatMetric
 from torchvision.utils import make_grid, save_image
 
 SIDE = 8  # pixels of an image, in height and in width
@@ -49,7 +50,7 @@ class GAN(L.LightningModule):
         self.sample_seed = sample_seed
         self.generator = make_generator(latent_size, width)
         self.discriminator = make_discriminator(width)
-        self._val_images: list[Tensor] = []
+        self.val_images = CatMetric(nan_strategy="disable")  # and not a list, as it gathers those of all processes
 
     def forward(self, latents: Tensor) -> Tensor:
         """Images of shape (batch, 1, 8, 8) from latents of shape (batch, ``latent_size``)."""
@@ -75,19 +76,23 @@ class GAN(L.LightningModule):
         g_optimizer.step()
         self.log_dict({"d_loss": d_loss, "g_loss": g_loss}, prog_bar=True)
 
+    def on_validation_epoch_start(self) -> None:
+        """Forget the images of a validation that was broken off."""
+        self.val_images.reset()
+
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Collect the images."""
-        self._val_images.append(batch[0])
+        self.val_images.update(batch[0])
 
     def on_validation_epoch_end(self) -> None:
         """Log ``val_frechet``."""
-        images = torch.cat(self._val_images)
-        self._val_images.clear()
+        images = self.val_images.compute()
         self.log("val_frechet", frechet_distance(images, self.sample(len(images))), prog_bar=True, sync_dist=True)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """As many generated images as the batch has, float32 of shape (batch, 1, 8, 8); others for every batch."""
-        return self.sample(len(batch[0]), self.sample_seed + batch_idx)
+        number = batch_idx * self.trainer.world_size + self.global_rank  # of the batch, over all processes
+        return self.sample(len(batch[0]), self.sample_seed + number)
 
     def sample(self, count: int, seed: int | None = None) -> Tensor:
         """Generated images, float32 of shape (``count``, 1, 8, 8), on the module's device; the same for a seed.

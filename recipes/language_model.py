@@ -299,6 +299,8 @@ class Ratio(Metric):
 class TextWriter(BasePredictionWriter):
     """Writes what ``predict`` has made into ``samples.txt``, and to the terminal.
 
+    Of several processes each writes a file of its own, ``samples_0.txt`` and so on.
+
     Args:
         dirpath: folder of the file.
     """
@@ -309,9 +311,10 @@ class TextWriter(BasePredictionWriter):
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a new file."""
-        if trainer.is_global_zero:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("", encoding="utf-8")
+        if trainer.world_size > 1:
+            self.path = self.path.with_name(f"samples_{trainer.global_rank}.txt")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("", encoding="utf-8")
 
     def write_on_batch_end(
         self,
@@ -323,9 +326,7 @@ class TextWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Append the texts of a batch, with a line of dashes between two of them; on one process only."""
-        if not trainer.is_global_zero:
-            return
+        """Append the texts of a batch, with a line of dashes between two of them."""
         with self.path.open("a", encoding="utf-8") as file:
             for text in prediction:
                 separator = "\n" + "-" * 80 + "\n" if file.tell() else ""

@@ -242,7 +242,7 @@ class MaskWriter(BasePredictionWriter):
         if trainer.is_global_zero and self._shown:
             Image.fromarray(np.concatenate(self._shown, axis=1)).save(self.dirpath / "overview.png")
         self._shown = []
-        rank_zero_info(f"{self.written} masks are in {self.dirpath}")
+        rank_zero_info(f"The masks are in {self.dirpath}")
 
 
 def coloured(mask: np.ndarray) -> Image.Image:

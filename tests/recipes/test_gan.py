@@ -1,4 +1,5 @@
 import copy
+import os
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning import Callback, seed_everything
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from scipy.linalg import sqrtm
@@ -180,6 +182,40 @@ def test_predictions_are_images_and_a_checkpoint_loads(scans, tmp_path):
     assert torch.allclose(first, gan.sample(64), atol=1e-6)
     assert not torch.allclose(first, second)
     assert first.abs().max() <= 1
+
+
+class Predictions(BasePredictionWriter):
+    """Keeps what each process predicts in a file."""
+
+    def __init__(self, folder):
+        super().__init__("epoch")
+        self.folder = folder
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        torch.save(predictions, self.folder / f"{trainer.global_rank}.pt")
+
+
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
+def test_two_processes_know_the_same_distance_and_draw_different_images(tmp_path, monkeypatch):
+    gan, data = GAN(ADAM, width=16), DigitScans()
+    (alone,) = make_trainer(tmp_path).validate(gan, datamodule=data, verbose=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # a launch leaves its addresses and ranks behind
+    two = {"devices": 2, "strategy": "ddp_fork"}
+    (metrics,) = make_trainer(tmp_path, **two).validate(gan, datamodule=data, verbose=False)
+    assert metrics["val_frechet"] == pytest.approx(alone["val_frechet"], rel=1e-5)
+
+    writer = Predictions(tmp_path)
+    make_trainer(tmp_path, callbacks=[writer], **two).predict(gan, datamodule=data, return_predictions=False)
+    drawn = torch.cat([image for rank in range(2) for image in torch.load(tmp_path / f"{rank}.pt")])
+    assert len(drawn.unique(dim=0)) == len(drawn) == 270
+
+
+def test_a_validation_that_was_broken_off_leaves_no_images_behind(scans, tmp_path):
+    gan = GAN(ADAM, width=16)
+    (expected,) = make_trainer(tmp_path).validate(gan, datamodule=scans, verbose=False)
+    gan.validation_step((torch.ones(5, 1, 8, 8), None), 0)
+    (metrics,) = make_trainer(tmp_path).validate(gan, datamodule=scans, verbose=False)
+    assert metrics == expected
 
 
 def test_the_scans_are_those_of_scikit_learn(scans):

@@ -1,5 +1,6 @@
 import copy
 import math
+import os
 from functools import partial
 
 import pytest
@@ -225,6 +226,16 @@ def test_predict_writes_a_file(tmp_path, capsys):
     assert written == f"{first}\n\n{'-' * 80}\n{second}\n"
     assert capsys.readouterr().out.startswith(f"{printable(first)}\n")
     assert printable("a\tb\x1b[31m\nö") == "a?b?[31m\nö"  # nothing that a terminal would obey
+
+
+def test_no_text_of_another_process_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # a launch leaves its addresses and ranks behind
+    trainer = make_trainer(tmp_path, callbacks=[TextWriter(str(tmp_path))], devices=2, strategy="ddp_fork")
+    data = ByteText(prompts=["one", "two", "three"])
+    trainer.predict(model(sample_length=0), datamodule=data, return_predictions=False)
+    dashes = f"\n{'-' * 80}\n"
+    assert (tmp_path / "samples_0.txt").read_text(encoding="utf-8") == f"one\n{dashes}three\n"
+    assert (tmp_path / "samples_1.txt").read_text(encoding="utf-8") == "two\n"
 
 
 def test_a_checkpoint_loads_with_weights_only(tmp_path):
