@@ -157,10 +157,11 @@ def _read(file: Path) -> Weights:
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).partition(chr(10))[0]
+        # Not in torch's words, which advise to let the file run code.
         raise ValueError(
-            f"{file.resolve()} cannot be read as weights ({type(error).__name__}: {reason}). Expected what torch.save"
-            " makes of a state_dict, such as torchvision's files. If it is damaged, delete it and fetch it anew."
+            f"{file.resolve()} cannot be read as weights ({type(error).__name__}). Expected what torch.save makes of a"
+            " state_dict, with nothing but tensors in it, such as torchvision's files. If it is damaged, delete it and"
+            " fetch it anew."
         ) from error
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ValueError(

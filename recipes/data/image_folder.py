@@ -109,7 +109,10 @@ class ImageFolder(SplitDataModule):
                 "likewise train and val (test only for test and predict). "
                 "Set data.root to the folder that holds them."
             )
-        dataset = Images(folder, self.transforms[split], skips=self.on_error == "skip")
+        try:
+            dataset = Images(folder, self.transforms[split], skips=self.on_error == "skip")
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{folder.resolve()} has no images of some class. {error}") from error
         self._check_classes(split, dataset.classes)
         return dataset
 

@@ -138,9 +138,9 @@ def make_loader(
     """
     size = len(dataset)  # type: ignore[arg-type]
     if training and size < batch_size:
+        advice = f"Set data.batch_size to at most {size}." if size else "Check where the data is to come from."
         raise ValueError(
-            f"batch_size is {batch_size}, but there are {size} training images: not one full batch. "
-            f"Set data.batch_size to at most {size}."
+            f"batch_size is {batch_size}, but there are {size} training samples: not one full batch. {advice}"
         )
     return DataLoader(
         dataset,

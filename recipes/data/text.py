@@ -39,10 +39,11 @@ class ByteText(L.LightningDataModule):
         num_workers: processes that prepare batches; there is nothing to prepare.
         split_seed: of the documents' order, from which the test, validation and training documents are taken.
         held_out: share of the bytes for the validation, and again for the test.
-        prompts: what ``predict`` continues: one batch for each, a tuple of one string.
+        prompts: what ``predict`` continues: one batch for each, a tuple of one string. Or a single one.
 
     Raises:
-        ValueError: a split has no document.
+        ValueError: no token in a sequence, a share that leaves nothing to train on, a file that is not in UTF-8, or a
+            split without a document.
     """
 
     def __init__(
@@ -55,9 +56,16 @@ class ByteText(L.LightningDataModule):
         num_workers: int = 0,
         split_seed: int = 0,
         held_out: float = 0.1,
-        prompts: Sequence[str] = ("The ",),
+        prompts: str | Sequence[str] = ("The ",),
     ) -> None:
         super().__init__()
+        if context < 1:
+            raise ValueError(f"context is {context}, expected at least 1 token in a sequence.")
+        if not 0.0 < held_out < 0.5:
+            raise ValueError(
+                f"held_out is {held_out}, expected a share of the text above 0 and below 0.5: it is taken twice, for the"
+                " validation and for the test."
+            )
         self.path = path
         self.separator = separator
         self.context = context
@@ -65,7 +73,7 @@ class ByteText(L.LightningDataModule):
         self.num_workers = num_workers
         self.split_seed = split_seed
         self.held_out = held_out
-        self.prompts = list(prompts)
+        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         self.splits: dict[str, TensorDataset] = {}
 
     def setup(self, stage: str) -> None:
@@ -75,8 +83,9 @@ class ByteText(L.LightningDataModule):
         if self.path is None:
             documents = python_topics()
         else:
-            documents = re.split(self.separator, Path(self.path).read_text(encoding="utf-8"))
-        encoded = [document.strip("\n").encode() for document in documents if document.strip()]
+            documents = re.split(self.separator, read_text(Path(self.path).expanduser()))
+        clean = [document.replace("\0", "").strip("\n") for document in documents]
+        encoded = [document.encode() for document in clean if document.strip()]
         for name, part in split_documents(encoded, self.held_out, self.split_seed).items():
             self.splits[name] = TensorDataset(*cut(part, self.context))
 
@@ -100,6 +109,20 @@ class ByteText(L.LightningDataModule):
         return make_loader(
             self.splits[split], batch_size=self.batch_size, num_workers=self.num_workers, training=split == "train"
         )
+
+
+def read_text(file: Path) -> str:
+    """What is in ``file``.
+
+    Raises:
+        ValueError: it is not in UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file.resolve()} is not a text in UTF-8 ({error}). Save it as one, or convert it: iconv -f LATIN1 -t UTF-8."
+        ) from error
 
 
 def python_topics() -> list[str]:

@@ -75,6 +75,13 @@ def test_any_kind_of_image_has_three_channels_of_8_bits(tmp_path: Path):
     assert read_image(tmp_path / "glass.png").getpixel((0, 0)) == (100, 100, 100)
 
 
+def test_a_class_without_images_is_named_with_its_folder(root: Path):
+    shutil.rmtree(root / "val" / "green")
+    (root / "val" / "green").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"val has no images of some class. .* for the classes green"):
+        folder(root).setup("fit")
+
+
 def test_pixels_of_an_unknown_range_are_refused(tmp_path: Path):
     Image.fromarray(np.full((2, 2), 0.5, dtype=np.float32)).save(tmp_path / "float.tiff")
     with pytest.raises(UnreadableImageError, match=r"float.tiff cannot be read .* pixels of 32 bits, mode 'F'"):

@@ -71,8 +71,10 @@ def test_a_training_loader_shuffles_and_drops_the_short_batch_and_others_do_neit
 
 def test_a_training_batch_larger_than_the_data_is_refused():
     dataset = TensorDataset(torch.arange(10))
-    with pytest.raises(ValueError, match="batch_size is 16, but there are 10 training images"):
+    with pytest.raises(ValueError, match=r"batch_size is 16, but there are 10 training samples.* at most 10"):
         make_loader(dataset, batch_size=16, num_workers=0, training=True)
+    with pytest.raises(ValueError, match=r"there are 0 training samples: .* Check where the data is to come from"):
+        make_loader(TensorDataset(torch.zeros(0)), batch_size=1, num_workers=0, training=True)
     assert len(make_loader(dataset, batch_size=16, num_workers=0, training=False)) == 1
 
 

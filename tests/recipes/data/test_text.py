@@ -82,3 +82,27 @@ def test_a_file_of_ones_own(tmp_path):
     assert len(documents) == 40 - 2 * 4 + 1 == 33  # the last one is what follows the last end: nothing
     assert re.fullmatch("Zeile \\d+: Öl\nund mehr", documents[0].decode())
     assert [list(batch) for batch in data.predict_dataloader()] == [["a"], ["b"]]
+
+
+def test_what_is_no_text_and_what_cannot_be_cut_is_refused(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("Öl".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.txt is not a text in UTF-8 .* iconv"):
+        ByteText(str(tmp_path / "latin.txt")).setup("fit")
+    with pytest.raises(ValueError, match="context is 0, expected at least 1 token"):
+        ByteText(context=0)
+    for share in (0.0, 0.5):
+        with pytest.raises(ValueError, match=f"held_out is {share}, expected a share of the text above 0 and below 0.5"):
+            ByteText(held_out=share)
+
+
+def test_zeros_of_a_file_end_no_document(tmp_path):
+    file = tmp_path / "zeros.txt"
+    file.write_bytes(b"\n\n\n".join(b"one\0two %d" % number for number in range(30)) + b"\n\n\n\0\n")
+    data = ByteText(str(file), context=32, batch_size=4)
+    data.setup("fit")
+    assert all(targets.startswith(b"onetwo ") for _, targets in bytes_of(*data.splits["train"].tensors))
+    assert sum(len(split) for split in data.splits.values()) == 30
+
+
+def test_a_prompt_may_be_a_single_one():
+    assert ByteText(prompts="Once").prompts == ["Once"]
