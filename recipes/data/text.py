@@ -63,8 +63,8 @@ class ByteText(L.LightningDataModule):
             raise ValueError(f"context is {context}, expected at least 1 token in a sequence.")
         if not 0.0 < held_out < 0.5:
             raise ValueError(
-                f"held_out is {held_out}, expected a share of the text above 0 and below 0.5: it is taken twice, for the"
-                " validation and for the test."
+                f"held_out is {held_out}, expected a share of the text above 0 and below 0.5: it is taken twice, for"
+                " the validation and for the test."
             )
         self.path = path
         self.separator = separator
@@ -121,7 +121,8 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{file.resolve()} is not a text in UTF-8 ({error}). Save it as one, or convert it: iconv -f LATIN1 -t UTF-8."
+            f"{file.resolve()} is not a text in UTF-8 ({error}). Save it as one, or convert it:"
+            " iconv -f LATIN1 -t UTF-8."
         ) from error
 
 

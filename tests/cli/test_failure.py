@@ -143,6 +143,28 @@ def test_an_error_in_a_worker_is_the_datasets_own():
     assert told[2].endswith(', in __getitem__: raise KeyError("labels")')
 
 
+class DamagedError(ValueError):
+    pass
+
+
+class Damaged(Items):
+    """Its error has a cause, which comes first in what a worker process sends, and is of a module."""
+
+    def __getitem__(self, index):
+        try:
+            raise OSError("broken data stream")
+        except OSError as error:
+            raise DamagedError("cat.jpg cannot be read. Mend it.") from error
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_error_in_a_worker_comes_without_its_cause():
+    told = failure.paragraph(raised(next, iter(DataLoader(Damaged(), num_workers=1)))).splitlines()
+    assert told[0] == "trainer: DamagedError: cat.jpg cannot be read. Mend it."
+    assert told[1] == "  In DataLoader worker process 0."
+    assert "raise DamagedError(" in told[2]
+
+
 def test_a_long_message_ends_early(monkeypatch):
     told = failure.paragraph(ValueError("\n".join(["word " * 20] * 100)))
     assert "[...]" in told

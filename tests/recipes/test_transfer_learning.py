@@ -161,7 +161,9 @@ def test_a_file_that_holds_something_else_is_refused(weights: Path, tmp_path: Pa
         torch.save({"fc.weight": Runs(tmp_path / "ran")}, weights)
     else:
         torch.save({"state_dict": {}}, weights)
-    with pytest.raises(ValueError, match=r"resnet18.pth (cannot be read as weights|holds no weights by name)") as caught:
+    with pytest.raises(
+        ValueError, match=r"resnet18.pth (cannot be read as weights|holds no weights by name)"
+    ) as caught:
         load_weights("resnet18", str(weights))
     assert not (tmp_path / "ran").exists()
     assert "weights_only" not in str(caught.value)  # no advice to let it run code

@@ -37,7 +37,14 @@ _LONGEST = 600
 """Characters of an error's message, before the rest is left to the log."""
 
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
-_IN_WORKER = re.compile(r"\ACaught (?P<kind>\w+) in (?P<where>[^\n]+?)\.\nOriginal Traceback .*?\n(?=\S)", re.DOTALL)
+_IN_WORKER = re.compile(
+    r"\ACaught (?P<kind>\w+) in (?P<where>[^\n]+?)\.\nOriginal (?:[\s\S]*\n)?Traceback \(most recent call last\):\n"
+    r"(?: .*\n)+(?:[\w.<>]+\.)?(?P=kind)(?:: |$)",
+    re.MULTILINE,
+)
+"""What a dataset's error looks like by the time it arrives, up to its message. The last traceback is its own: before it
+come those of its causes."""
+
 _NO_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)|_ALLOC_FAILED", re.IGNORECASE)
 
 _TOLD = ".failure"
@@ -172,7 +179,7 @@ def paragraph(error: BaseException) -> str:
     kind, message = type(error).__name__, str(error)
     text = message
     if found := _IN_WORKER.match(message):
-        kind, text = found["kind"], message[found.end() :].removeprefix(f"{found['kind']}: ")
+        kind, text = found["kind"], message[found.end() :]
     if isinstance(error, TrainerError):
         lines = [f"trainer: {_shortened(message)}"]
     else:
