@@ -1,11 +1,13 @@
 """What the data modules share: a split that never changes, and how a loader is set up."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
+import torch.distributed as dist
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -134,13 +136,15 @@ def make_loader(
         options: passed on to the DataLoader.
 
     Raises:
-        ValueError: ``training``, and the data has less than one full batch.
+        ValueError: ``training``, and a process has less than one full batch of the data.
     """
-    size = len(dataset)  # type: ignore[arg-type]
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    size = math.ceil(len(dataset) / processes)  # type: ignore[arg-type]  # shared out by the Trainer
     if training and size < batch_size:
+        each = f" for each of {processes} processes" if processes > 1 else ""
         advice = f"Set data.batch_size to at most {size}." if size else "Check where the data is to come from."
         raise ValueError(
-            f"batch_size is {batch_size}, but there are {size} training samples: not one full batch. {advice}"
+            f"batch_size is {batch_size}, but there are {size} training samples{each}: not one full batch. {advice}"
         )
     return DataLoader(
         dataset,

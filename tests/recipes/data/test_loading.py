@@ -78,6 +78,15 @@ def test_a_training_batch_larger_than_the_data_is_refused():
     assert len(make_loader(dataset, batch_size=16, num_workers=0, training=False)) == 1
 
 
+def test_a_batch_must_fit_into_the_share_of_a_process(monkeypatch):
+    dataset = TensorDataset(torch.arange(10))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    with pytest.raises(ValueError, match=r"there are 4 training samples for each of 3 processes.* at most 4"):
+        make_loader(dataset, batch_size=5, num_workers=0, training=True)
+    assert len(make_loader(dataset, batch_size=4, num_workers=0, training=True)) == 2  # before it is shared out
+
+
 def test_image_to_tensor_scales_then_normalises():
     grey = Image.new("RGB", (6, 4), (255, 0, 51))
     tensor = image_to_tensor((0.5, 0.5, 0.2), (0.5, 0.25, 1.0))(grey)
