@@ -55,10 +55,41 @@ def test_names_on_the_command_line(project, capsys, words):
             "profiler.dirpath",
         ),
         ("callbacks: {model_checkpoint: {filename: '../{epoch}'}}", "callbacks.model_checkpoint.filename"),
+        ("callbacks: {model_checkpoint: {dirpath: 'file://FOLDER'}}", "callbacks.model_checkpoint.dirpath"),
+        ("callbacks: {model_checkpoint: {dirpath: 'local://FOLDER'}}", "callbacks.model_checkpoint.dirpath"),
+        ("callbacks: {model_checkpoint: {dirpath: 'filecache::file://FOLDER'}}", "callbacks.model_checkpoint.dirpath"),
+        ("callbacks: {model_checkpoint: {dirpath: 's3://theirs/x'}}", "callbacks.model_checkpoint.dirpath"),
+        ("callbacks: {model_checkpoint: {dirpath: '~nobody-at-all/x'}}", "callbacks.model_checkpoint.dirpath"),
+        ('callbacks: {model_checkpoint: {dirpath: "a\\0b"}}', "callbacks.model_checkpoint.dirpath"),
+        ('callbacks: {model_checkpoint: {filename: "a\\nb"}}', "callbacks.model_checkpoint.filename"),
+        ("logger: {csv: {save_dir: $ELSEWHERE/x}}", "logger.csv.save_dir"),
+        ("logger: {csv: {name: $ELSEWHERE}}", "logger.csv.name"),
+        (
+            "logger: {x: {_target_: lightning.pytorch.loggers.CSVLogger, _args_: [FOLDER]}}",
+            "logger.x._args_[0]",
+        ),
+        ("callbacks: {x: {_target_: trainer.callbacks.Curves, _args_: [../x]}}", "callbacks.x._args_[0]"),
+        (
+            "callbacks: {x: {_target_: lightning.pytorch.callbacks.SpikeDetection, exclude_batches_path: line_fit.py}}",
+            "callbacks.x.exclude_batches_path",
+        ),
+        (
+            "logger: {x: {_target_: lightning.pytorch.loggers.MLFlowLogger, tracking_uri: 'file:FOLDER'}}",
+            "logger.x.tracking_uri",
+        ),
+        (
+            "logger: {x: {_target_: lightning.pytorch.loggers.MLFlowLogger, artifact_location: FOLDER}}",
+            "logger.x.artifact_location",
+        ),
+        (
+            "hydra: {mode: MULTIRUN, sweeper: {params: {callbacks.model_checkpoint.dirpath: 'x,FOLDER'}}}",
+            "hydra.sweeper.params sweeps over callbacks.model_checkpoint.dirpath",
+        ),
     ],
 )
-def test_names_and_folders_in_a_file(project, capsys, tmp_path_factory, text, key):
+def test_names_and_folders_in_a_file(project, capsys, tmp_path_factory, monkeypatch, text, key):
     folder = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.setenv("ELSEWHERE", str(folder))
     text = text.replace("FOLDER", str(folder))
     write(project, {"conf/recipe/evil.yaml": f"# @package _global_\ndefaults: [line]\n{text}\n"})
     assert main(["fit", "+recipe=evil"]) == 2
@@ -78,6 +109,44 @@ def test_folders_that_the_user_chooses_are_theirs(project, tmp_path):
     with pytest.raises(UsageError, match="not in the working directory"):
         validate(read([*FIT, "callbacks=mine"]))  # a choice of a file is none of a folder
     validate(read([*FIT, "callbacks=mine", "callbacks.model_checkpoint.dirpath=/y"]))
+
+
+def test_what_stays_here_or_is_no_folder_may_be_in_a_file(project):
+    write(
+        project,
+        {
+            "mine.py": "import lightning\n\nclass Reads(lightning.Callback):\n    def __init__(self, table): ...\n",
+            "conf/recipe/mine.yaml": """
+                # @package _global_
+                defaults: [line]
+                callbacks:
+                  model_checkpoint: {dirpath: file:./kept, filename: "{epoch}/{val/loss:.2f}", monitor: val/loss}
+                  reads: {_target_: mine.Reads, table: /data/table.csv}
+                logger:
+                  csv: {save_dir: a/b/../c, name: x$y}
+                  mlflow: {_target_: lightning.pytorch.loggers.MLFlowLogger, tracking_uri: "http://localhost:5000"}
+                trainer: {max_time: 00:12:00:00, default_root_dir: "${hydra:runtime.output_dir}/x"}
+            """,
+        },
+    )
+    validate(read(["fit", "+recipe=mine"]))
+
+
+@pytest.mark.parametrize("given", ["/../../given/secret@x", "../../../given/secret@x", "/../../given@x: secret"])
+@pytest.mark.parametrize("words", [["--cfg", "job"], []])
+def test_a_list_of_defaults_reads_no_other_files(project, capsys, tmp_path_factory, given, words):
+    """They would be in the dump of the config, and in checkpoints."""
+    write(project.parent, {"given/secret.yaml": "token: hunter2\n"})
+    write(project, {"conf/recipe/evil.yaml": f"# @package _global_\ndefaults: [line, {given}]\n"})
+    assert main(["fit", "+recipe=evil", *words]) == 2
+    out, err = capsys.readouterr()
+    assert "given/secret, which is outside of the folders of configs" in err
+    assert "hunter2" not in out + err
+
+
+def test_but_those_of_the_folder_of_configs_by_any_path(project):
+    write(project, {"conf/recipe/mine.yaml": "# @package _global_\ndefaults: [line, /recipe/../data/points@more]\n"})
+    assert validate(read(["fit", "+recipe=mine"])).more.batch_size == 4
 
 
 def checkpoint_of(folder: Path, change: Any) -> Path:

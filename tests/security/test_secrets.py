@@ -99,20 +99,22 @@ def test_nor_has_a_mistakes_message(project, capsys):
 
 
 def test_nor_has_a_password_in_an_address_a_file(project, capsys):
-    write(
-        project,
-        {
-            "conf/recipe/remote.yaml": """
-        # @package _global_
-        defaults: [line]
-        ckpt_path: s3x://me:hunter3@localhost/${oc.env:A_TOKEN}.ckpt
-    """
-        },
-    )
-    assert main(["fit", "+recipe=remote", "hydra.run.dir=run"]) == 1
+    address = "s3x://me:hunter3@localhost/${oc.env:A_TOKEN}.ckpt"
+    assert main(["fit", "+recipe=line", f"ckpt_path='{address}'", "hydra.run.dir=run"]) == 1
     out, err = capsys.readouterr()
     assert "s3x://me:***@localhost/${oc.env:A_TOKEN}.ckpt" in err
     files = [file.read_bytes() for file in (project / "run").rglob("*") if file.is_file()]
     assert not any(
         secret in text for text in [*files, (out + err).encode()] for secret in (b"hunter3", SECRET.encode())
     )
+
+
+@pytest.mark.parametrize("address", ["http://localhost:9/${oc.env:A_TOKEN}", "registry:theirs/model"])
+def test_a_config_sends_none_to_an_address_of_its_own(project, capsys, address):
+    """What is fetched is asked for by its address, with all that is in it."""
+    write(project, {"conf/recipe/remote.yaml": f"# @package _global_\ndefaults: [line]\nckpt_path: {address}\n"})
+    assert main(["fit", "+recipe=remote"]) == 2
+    err = capsys.readouterr().err
+    assert f"ckpt_path is {address} in a config file" in err
+    assert SECRET not in err
+    assert not (project / "outputs").exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,8 @@ def payloads(proof: Path) -> dict[str, Any]:
         "a name of two parts": {"_target_": "torch.nn.Linear; import os"},
         "no text": {"_target_": ["os.system"], "command": shell},
         "interpolated again": {"_target_": "${oc.env:HOME}"},
+        "a compiler": {"_target_": "torch.compile", "model": {"_target_": "torch.nn.ReLU"},
+                       "options": {"cpp.cxx": [None, str(proof)]}},
         "from_": {"_target_": "lightning.pytorch.strategies.ddp.log.from_nothing"},
     }  # fmt: skip
 
@@ -222,6 +226,19 @@ HYDRA = {
     "a log in the place of a module": (
         "hydra:\n  job_logging:\n    handlers:\n      file:\n        filename: line_fit.py\n        mode: w\n"
     ),
+    "a log in the place of a module, in the run's folder": (
+        "resume: auto\nhydra:\n  run:\n    dir: .\n  job_logging:\n    handlers:\n      file:\n"
+        "        filename: ${{hydra.runtime.output_dir}}/line_fit.py\n        mode: w\n"
+    ),
+    "the run in the working directory": "resume: auto\nhydra:\n  run:\n    dir: .\n",
+    "the run in git's folder": "resume: auto\nhydra:\n  run:\n    dir: .git\n",
+    "a sweep in git's folder": "hydra:\n  sweep:\n    dir: .git/hooks\n",
+    "a log's line that reads attributes": (
+        JOB_LOGGING + "    formatters:\n      file:\n        style: '{{'\n        format: '{{msg.__class__}}'\n"
+    ),
+    "a line break in the run's folder": 'name: "a\\nb"\n',
+    "a zero byte in the run's folder": 'name: "a\\0b"\n',
+    "another working directory": "hydra:\n  job:\n    chdir: true\n",
     "a log above": (
         "hydra:\n  job_logging:\n    handlers:\n      file:\n        filename: ${{hydra.runtime.output_dir}}/../../x\n"
     ),
@@ -287,3 +304,47 @@ def test_rerunning_a_pickle_is_refused(project, proof, capsys):
     assert main(["fit", "--experimental-rerun", "config.pickle"]) == 2
     assert "reads a pickle, which may run any code" in capsys.readouterr().err
     assert not proof.exists()
+
+
+THEIRS = """
+open({proof!r}, "w").close()
+from line_fit import Line
+"""
+
+
+@pytest.fixture
+def run_of_a_stranger(project: Path, proof: Path) -> Iterator[Path]:
+    """A run's folder that was given to the user, with a module in it, which its config names as its model."""
+    folder = project / "given/run"
+    assert main(["fit", "+recipe=line", f"hydra.run.dir={folder}"]) == 0
+    config = (folder / ".hydra/config.yaml").read_text()
+    (folder / ".hydra/config.yaml").write_text(config.replace("line_fit.Line", "given.theirs.Line"))
+    write(project, {"given/theirs.py": THEIRS.format(proof=str(proof))})
+    yield folder
+    for name in ("given", "given.theirs"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_run_brings_no_code_along(project, run_of_a_stranger, proof, capsys, link):
+    given = "given/run/checkpoints/last.ckpt"
+    if link:
+        (project / "linked").symlink_to(project / "given/run")
+        given = "linked"
+    capsys.readouterr()
+    assert main(["test", f"ckpt={given}"]) == 2
+    err = capsys.readouterr().err
+    assert "model asks for given.theirs.Line, which is in the folder of the run that ckpt names" in err
+    assert "'allowed_packages=[given]'" in err
+    assert not proof.exists()
+    assert main(["test", f"ckpt={given}", "allowed_packages=[given]"]) == 0
+    assert proof.exists()
+
+
+def test_options_of_a_compiler_are_the_users_to_allow(project):
+    node = {"_target_": "torch.compile", "model": {"_target_": "torch.nn.ReLU"}, "options": {"max_autotune": False}}
+    assert build(node, "model", ["torch.compile"])._orig_mod.__class__ is torch.nn.ReLU
+    with pytest.raises(
+        UsageError, match=r"model\.options is .* can name a compiler.*allowed_packages=\[torch\.compile\]"
+    ):
+        build(node, "model")

@@ -72,6 +72,7 @@ def _check_nodes(node: Any, key: str, allowed: tuple[str, ...]) -> None:
         if "_target_" in node:
             found = locate(_text(node["_target_"], key), key, allowed)
             _check_special(node, key)
+            _check_harmless(node, key, allowed)
             _check_arguments(found, node, key)
         for name, child in node.items():
             _check_nodes(child, f"{key}.{name}" if key else str(name), allowed)
@@ -93,6 +94,17 @@ def _check_special(node: dict[str, Any], key: str) -> None:
         raise UsageError(
             f"{key}._convert_ is {describe(node['_convert_'])}, expected all: objects get plain dicts and lists. Where"
             " a class wants OmegaConf's containers, have it call OmegaConf.create."
+        )
+
+
+def _check_harmless(node: dict[str, Any], key: str, allowed: tuple[str, ...]) -> None:
+    """Refuse settings that name programs, which are run then."""
+    target, name = node["_target_"], "options"
+    if target == "torch.compile" and name in node and not {"torch", target}.intersection(allowed):
+        raise UsageError(
+            f"{key}.{name} is {describe(node[name])}, which can name a compiler for {target} to run. A config may not."
+            f" Write a function of your own that calls it, and name that; or write 'allowed_packages=[{target}]' on the"
+            " command line."
         )
 
 

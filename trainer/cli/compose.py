@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
@@ -22,6 +24,7 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -61,6 +64,19 @@ def register() -> None:
     ConfigStore.instance().store(group="_schema", name="trainer", node=TrainerSettings, provider="trainer")
 
 
+class _Repository(ConfigRepository):
+    """Finds configs where they are searched for, and nowhere else."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Called by Hydra for every config, those in lists of defaults among them."""
+        if posixpath.normpath(config_path).startswith("../"):
+            raise UsageError(
+                f"A list of defaults asks for {config_path}, which is outside of the folders of configs. Configs"
+                " elsewhere are found with --config-dir FOLDER."
+            )
+        return super().load_config(config_path)
+
+
 class Composer:
     """Composes what `hydra.main` would compose for the same arguments, and raises `UsageError` where it
     fails.
@@ -84,6 +100,7 @@ class Composer:
             search_path.prepend(provider="command-line", path=path, anchor=SearchPathQuery(provider="schema"))
         self.config_name = arguments.flags.get("--config-name", CONFIG_NAME)
         self.loader = ConfigLoaderImpl(search_path)
+        self.loader.repository = _Repository(search_path)
         self.parser = OverridesParser.create(config_loader=self.loader)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
@@ -141,6 +158,8 @@ class Composer:
             raise UsageError(explain(error)) from error
         except YAMLError as error:
             raise UsageError(f"A config file is not valid YAML: {_one_paragraph(str(error))}.") from error
+        except RecursionError as error:
+            raise UsageError("A config is nested too deeply, expected a few levels.") from error
         except HydraException as error:
             raise UsageError(f"{_one_paragraph(str(error))}.") from error
 

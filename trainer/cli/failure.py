@@ -149,8 +149,8 @@ def tell(error: Exception) -> None:
     if not _is_first_to_tell(error):
         return
     if is_debug():
-        print(redaction.text("".join(traceback.format_exception(_from_run(error)))), file=sys.stderr)
-    print(redaction.text(paragraph(error)), file=sys.stderr)
+        print(printable("".join(traceback.format_exception(_from_run(error)))), file=sys.stderr)
+    print(printable(paragraph(error)), file=sys.stderr)
 
 
 def tell_mistake(error: ConfigurationError) -> None:
@@ -158,8 +158,14 @@ def tell_mistake(error: ConfigurationError) -> None:
     if not _is_first_to_tell(error):
         return
     if is_debug():
-        print(redaction.text("".join(traceback.format_exception(error))), file=sys.stderr)
-    print(f"trainer: {redaction.text(str(error))}", file=sys.stderr)
+        print(printable("".join(traceback.format_exception(error))), file=sys.stderr)
+    print(f"trainer: {printable(str(error))}", file=sys.stderr)
+
+
+def printable(said: str) -> str:
+    """``said`` without secrets and colours; what else would tell a terminal to do something is spelled out."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", redaction.text(said))
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], plain)
 
 
 def is_recorded(error: Exception) -> bool:

@@ -18,8 +18,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from trainer.cli.arguments import UsageError
 from trainer.cli.compose import Composer
+from trainer.cli.places import is_inside
 from trainer.cli.schema import describe
-from trainer.cli.targets import check_targets, locate, targets
+from trainer.cli.targets import check_targets, locate, targets, within
 
 _BASIC = "hydra._internal.core_plugins."
 _HANDLERS = (
@@ -133,6 +134,8 @@ def _check_logging(node: Any, key: str, given: list[str]) -> None:
                 raise UsageError(f"{place} names code to run, which logging may not. Leave it out.")
         elif "ext://" in text or "cfg://" in text:
             wanted = _STREAMS
+        elif name == "style":
+            wanted = ("%", "$")  # a "{" reads attributes of what is logged, and so anything
         elif name == "filename":
             _check_log_file(text, place, given)
         if wanted is not None and text not in wanted:
@@ -141,7 +144,8 @@ def _check_logging(node: Any, key: str, given: list[str]) -> None:
 
 def _check_log_file(text: str, key: str, given: list[str]) -> None:
     inside = re.sub(r"^\$\{hydra[.:](runtime\.output_dir|run\.dir|sweep\.dir)\}/", "", text)
-    if (inside == text or ".." in Path(inside).parts or "${oc.env" in inside) and key not in given:
+    is_log = inside != text and ".." not in Path(inside).parts and "${oc.env" not in inside and inside.endswith(".log")
+    if not is_log and key not in given:
         raise UsageError(
             f"{key} is {text}, expected a file in the run's folder: ${{hydra.runtime.output_dir}}/NAME.log. To have it"
             f" elsewhere, write {key}=FILE on the command line."
@@ -188,13 +192,18 @@ def _check_environment(node: dict[Any, Any], given: list[str]) -> None:
 
 
 def _check_sweep(node: dict[Any, Any], given: list[str]) -> None:
+    """What a file sweeps over is on the jobs' command lines, where it would count as the user's own word."""
     sweeper = node.get("sweeper")
     params = sweeper.get("params") if isinstance(sweeper, dict) else None
-    for name in params or {}:
+    for name, value in (params or {}).items():
         key = str(name).lstrip("+~")
-        if re.match(r"hydra\b|allowed_packages\b", key) and f"hydra.sweeper.params.{name}" not in given:
+        if f"hydra.sweeper.params.{name}" in given:
+            continue
+        is_written_to = re.match(r"(callbacks|ckpt_path|logger|trainer)\b", key) and re.search(r"[/\\~$]", str(value))
+        if is_written_to or re.match(r"(hydra|allowed_packages)\b", key):
             raise UsageError(
-                f"hydra.sweeper.params sweeps over {name}, which only the command line may: write {name}=VALUES there."
+                f"hydra.sweeper.params sweeps over {name}, with {value}, which only the command line may: write"
+                f" {name}=VALUES there."
             )
 
 
@@ -203,25 +212,36 @@ def _check_folders(config: DictConfig, given: list[str]) -> None:
     here = Path.cwd()
     for key in ("hydra.run.dir", "hydra.sweep.dir"):
         folder = str(OmegaConf.select(config, key))
-        if not any(_is_set(one, key) for one in given) and not _is_inside(here, folder):
+        if any(_is_set(one, key) for one in given):
+            continue
+        if not folder.isprintable():
+            raise UsageError(f"{key} is {folder!r}, expected a name without line breaks and other control characters.")
+        if not is_inside(here, folder):
             raise UsageError(
                 f"{key} leads to {folder}, which is not in the working directory. To write there, say so on the command"
                 f" line: {key}={folder}"
             )
+        parts = (here / folder).resolve().relative_to(here.resolve()).parts
+        if not parts or parts[0].startswith("."):  # where your own files are, or those of git
+            raise UsageError(
+                f"{key} is {folder}, expected a folder for the run, such as outputs/NAME. To write there, say so on the"
+                f" command line: {key}={folder}"
+            )
+    if OmegaConf.select(config, "hydra.job.chdir"):
+        raise UsageError(
+            "hydra.job.chdir is true, expected false: modules and paths are found from the folder that the command is"
+            " run in. The run's own folder is ${hydra:runtime.output_dir}."
+        )
     name = str(OmegaConf.select(config, "hydra.job.name"))
-    if not re.fullmatch(r"[^/\\]+", name) or name in (".", ".."):
+    if not re.fullmatch(r"[^/\\]+", name) or name in (".", "..") or not name.isprintable():
         raise UsageError(f"hydra.job.name is {name!r}, expected a name without slashes: files are called so.")
     numbered = copy.deepcopy(config)
     with read_write(numbered.hydra), open_dict(numbered.hydra):
         numbered.hydra.job.num, numbered.hydra.job.id = 0, "0"
     for key in ("hydra.output_subdir", "hydra.sweep.subdir"):
         value = OmegaConf.select(numbered, key)
-        if value is not None and not _is_inside(here, str(value)):
+        if value is not None and not is_inside(here, str(value)):
             raise UsageError(f"{key} is {value}, expected a folder inside of the run's.")
-
-
-def _is_inside(folder: Path, path: str) -> bool:
-    return (folder / path).resolve().is_relative_to(folder.resolve())
 
 
 def check_all_targets(config: dict[str, Any], overrides: Sequence[Override], *, resolved: bool) -> None:
@@ -237,6 +257,23 @@ def check_all_targets(config: dict[str, Any], overrides: Sequence[Override], *, 
     """
     packages = config["allowed_packages"]
     check_allowed_packages(packages, overrides)
+    theirs = _beside(config.get("ckpt"))
     for key, target in targets(config):
+        root = target.partition(".")[0]
+        if root in theirs and not within(target, packages):
+            raise UsageError(
+                f"{key} asks for {target}, which is in the folder of the run that ckpt names. A run brings its settings"
+                f" along, and no code. If you trust what is in there, write 'allowed_packages=[{root}]' on the command"
+                " line."
+            )
         if resolved or "${" not in target:
             check_targets({"_target_": target}, key, packages)
+
+
+def _beside(checkpoint: Any) -> set[str]:
+    """The folder here that a checkpoint is in: what else is in there may have come with it."""
+    if not isinstance(checkpoint, str):
+        return set()
+    found, here = Path(checkpoint).absolute(), Path.cwd()
+    places = [(found, here), (found.resolve(), here.resolve())]
+    return {file.relative_to(cwd).parts[0] for file, cwd in places if file.is_relative_to(cwd) and file != cwd}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.failure import printable
 from trainer.cli.folders import conf_folders, packaged_conf
 from trainer.errors import did_you_mean
 
@@ -51,7 +52,7 @@ def description(file: Path) -> str:
                 break
             text = line.lstrip("#").strip()
             if text and not text.startswith("@package"):
-                return text
+                return printable(text)
     return ""
 
 

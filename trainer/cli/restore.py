@@ -9,6 +9,7 @@ does. Groups that the command line chooses an option of are left out of it and l
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hydra.core.config_store import ConfigStore
 
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer
+from trainer.cli.failure import printable
 from trainer.cli.folders import packaged_conf
 from trainer.cli.processes import is_first, is_quiet
 from trainer.cli.results import read_result
@@ -59,7 +61,7 @@ def apply(arguments: Arguments) -> None:
     if is_first() and not is_quiet() and not arguments.shows:
         started = _started_in(run)
         elsewhere = f" That was run in {started}." if started not in (None, str(Path.cwd())) else ""
-        print(f"{arguments.command} with {checkpoint.name} and the config of {run}.{elsewhere}", flush=True)
+        print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{elsewhere}"), flush=True)
 
 
 def find(path: Path, *, latest: bool = False) -> Path:
@@ -104,7 +106,8 @@ def run_of(checkpoint: Path) -> Path | None:
 def recipe_of(checkpoint: str | None) -> str | None:
     """The recipe of the run that wrote ``checkpoint``, where that is known."""
     run = None if checkpoint is None else run_of(Path(checkpoint))
-    return None if run is None else read_result(run).get("recipe")
+    recipe = None if run is None else read_result(run).get("recipe")
+    return recipe if isinstance(recipe, str) and re.fullmatch(r"\w[\w./-]*", recipe) else None
 
 
 def _best(run: Path, files: list[Path]) -> Path | None:
@@ -112,7 +115,7 @@ def _best(run: Path, files: list[Path]) -> Path | None:
     try:
         told = json.loads((run / "summary.json").read_text(encoding="utf-8"))["paths"]["best_checkpoint"]
         name = Path(str(told).replace("\\", "/")).name  # the folder may have been moved
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return files[0] if len(files) == 1 else None
     return next((file for file in files if file.name == name), None)
 
@@ -163,6 +166,12 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
     base = yaml.safe_load((packaged_conf() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8"))
     del base["defaults"]
     saved = {name: value for name, value in _read(run / _CONFIG).items() if name not in _NOT_OF_A_RUN}
+    if isinstance(callbacks := saved.get("callbacks"), dict):  # none of this command's trials
+        saved["callbacks"] = {
+            name: node
+            for name, node in callbacks.items()
+            if not (isinstance(node, dict) and node.get("_target_") == "trainer.callbacks.OptunaPruning")
+        }
     for group in groups:
         saved.pop(group, None)
         base.pop(group, None)
@@ -183,7 +192,7 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
 def _read(file: Path) -> dict[str, Any]:
     try:
         saved = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _damaged(file, "it is not valid YAML") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("trainer"), dict) or "model" not in saved:
         raise _damaged(file, "expected the settings of a run, with trainer and model among them")
@@ -202,5 +211,5 @@ def _started_in(run: Path) -> str | None:
     try:
         told = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
         return str(told["hydra"]["runtime"]["cwd"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
         return None

@@ -14,7 +14,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     """What ``result.json`` in ``folder`` says; {} where there is none, or half of one."""
     try:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return result if isinstance(result, dict) else {}
 

@@ -226,7 +226,7 @@ def _check_name(name: str, target: str, key: str, allowed: tuple[str, ...]) -> N
     where = key or "The config"
     if not all(part.isidentifier() for part in parts):
         raise UsageError(f"{where} asks for {target!r}, expected the dotted name of a class or a function.")
-    named = _within(name, allowed)
+    named = within(name, allowed)
     own = not named and root not in PACKAGES and _in_working_directory(root)
     is_written = name == target
     private = any(part.startswith("_") if root in PACKAGES and not named else part.startswith("__") for part in parts)
@@ -234,7 +234,7 @@ def _check_name(name: str, target: str, key: str, allowed: tuple[str, ...]) -> N
     if (
         parts[-1] == "load_from_checkpoint"
         or (not own and parts[-1] in _REFUSED_NAMES)
-        or (not own and any(name.startswith(r) if r.endswith("_") else _within(name, (r,)) for r in refused))
+        or (not own and any(name.startswith(r) if r.endswith("_") else within(name, (r,)) for r in refused))
         or (is_written and private)
     ):
         raise UsageError(
@@ -252,7 +252,7 @@ def _check_name(name: str, target: str, key: str, allowed: tuple[str, ...]) -> N
             f" folder.{did_you_mean(root, (*PACKAGES, *allowed)) if is_written else ''} To allow a package, write"
             f" 'allowed_packages=[{root}]' on the command line."
         )
-    if not _within(name, _PARTS) and not (is_written and (_within(name, _NAMES) or _leads_to_part(name))):
+    if not within(name, _PARTS) and not (is_written and (within(name, _NAMES) or _leads_to_part(name))):
         parent = name.rpartition(".")[0]
         known = sorted({*(part for part in _PARTS if part.startswith(f"{root}.")), *_NAMES})
         raise UsageError(
@@ -269,9 +269,9 @@ def _leads_to_part(name: str) -> bool:
 
 def _check_module(module: str, target: str, key: str, allowed: tuple[str, ...]) -> None:
     """A name can be a detour: ``torch.nn.modules.linear.torch`` is torch, ``torch.os`` is os."""
-    if module.partition(".")[0] in PACKAGES and not _within(module, allowed):
+    if module.partition(".")[0] in PACKAGES and not within(module, allowed):
         return  # what is found there is judged by where it lives
-    if not _within(module, allowed) and not _in_working_directory(module.partition(".")[0]):
+    if not within(module, allowed) and not _in_working_directory(module.partition(".")[0]):
         _check_name(module, target, key, allowed)
 
 
@@ -285,18 +285,19 @@ def _check_home(found: Any, module: str, target: str, key: str, allowed: tuple[s
     if is_torch_builtin and module == "torch.nn.functional":
         return  # its functions live in all sorts of places
     _check_name(name, target, key, allowed)
-    if home.partition(".")[0] not in PACKAGES or _within(name, allowed) or _within(home, ("recipes",)):
+    if home.partition(".")[0] not in PACKAGES or within(name, allowed) or within(home, ("recipes",)):
         return
     of_class = "." in inner and "<locals>" not in inner
     makes_one = isinstance(found, type) or (of_class and inner.rpartition(".")[2].startswith("from_"))
-    if not makes_one and (of_class or _within(home, _CLASSES_ONLY)):
+    if not makes_one and (of_class or within(home, _CLASSES_ONLY)):
         raise UsageError(
             f"{key}: {target} is a {'method' if of_class else type(found).__name__}, expected a class. Write a"
             " function of your own that calls it, and name that."
         )
 
 
-def _within(name: str, prefixes: Iterable[str]) -> bool:
+def within(name: str, prefixes: Iterable[str]) -> bool:
+    """Whether ``name`` is one of ``prefixes``, or in one of them."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
@@ -304,7 +305,7 @@ def _import(module: str) -> ModuleType | None:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is not None and _within(module, (error.name,)):
+        if error.name is not None and within(module, (error.name,)):
             return None
         ours = module.partition(".")[0] in PACKAGES
         raise UsageError(

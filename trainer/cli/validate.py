@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -328,11 +328,12 @@ def _check_whole(
     hydra_node.check_all_targets(plain, overrides, resolved=runs)
     objective.check(plain["objective"])
     if runs:
-        places.check(plain, _set_keys(composer, overrides))
+        given = _set_keys(composer, overrides)
+        places.check(plain, given)
         _check_model(plain, config_dir)
         _check_values(plain)
         _check_combinations(plain)
-        _check_checkpoint(plain["ckpt_path"])
+        _check_checkpoint(plain["ckpt_path"], given)
 
 
 def _set_keys(composer: Composer, overrides: Sequence[Override]) -> set[str]:
@@ -402,16 +403,21 @@ def _check_combinations(plain: dict[str, Any]) -> None:
                 )
 
 
-def _check_checkpoint(path: Any) -> None:
+def _check_checkpoint(path: Any, given: Collection[str]) -> None:
     if path is not None and not isinstance(path, str):
         raise UsageError(f"ckpt_path is {describe(path)}, expected the path or URL of a file, best, last, or null.")
-    if (
-        path is None
-        or path in _NAMED_CHECKPOINTS
-        or "://" in path
-        or path.startswith("registry")
-        or Path(path).exists()
-    ):
+    if path is None or path in _NAMED_CHECKPOINTS:
+        return
+    if "://" in path or path.startswith("registry"):
+        if "ckpt_path" in given:
+            return
+        raise UsageError(
+            f"ckpt_path is {path} in a config file. Who is asked over the network, and with which words, is said on the"
+            f" command line: ckpt_path={path}"
+        )
+    if not path.isprintable():
+        raise UsageError(f"ckpt_path is {path!r}, expected the path or URL of a file, best, last, or null.")
+    if Path(path).exists():
         return
     folder = Path(path).parent
     near = did_you_mean(Path(path).name, [file.name for file in folder.iterdir()] if folder.is_dir() else [])

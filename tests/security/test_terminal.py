@@ -1,0 +1,45 @@
+"""What a config or a run's folder says cannot tell the terminal to do something."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import write
+from trainer.cli import main
+from trainer.cli.failure import printable
+
+EVIL = "\x1b]52;c;cHduZWQ=\x07\x1b[2J\x9b31m\r"
+
+
+def test_printable():
+    assert printable(f"a {EVIL}\x1b[1mb\x1b[0m\tc\nd é") == ("a \\x1b]52;c;cHduZWQ=\\x07\\x1b[2J\\x9b31m\\rb\tc\nd é")
+
+
+@pytest.mark.parametrize(
+    "text", ["trainer: {strategy: EVIL}", "seed: EVIL", "name: EVIL", "hydra: {job: {name: EVIL}}"]
+)
+def test_nothing_from_a_config_reaches_it_raw(project, capsys, text):
+    text = text.replace("EVIL", '"\\e]52;c;cHduZWQ=\\a\\e[2J"')
+    write(project, {"conf/recipe/evil.yaml": f"# @package _global_\ndefaults: [line]\n{text}\n"})
+    assert main(["fit", "+recipe=evil"]) == 2
+    err = capsys.readouterr().err
+    assert "\\x1b]52;c;cHduZWQ=\\x07\\x1b[2J" in err
+    assert "\x1b]" not in err
+
+
+def test_nor_from_the_comment_that_describes_a_recipe(project, capsys):
+    write(project, {"conf/recipe/evil.yaml": f"# @package _global_\n# See {EVIL}\ndefaults: [line]\n"})
+    assert main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    assert "See \\x1b]52;c;cHduZWQ=\\x07" in out
+    assert "\x1b]" not in out
+
+
+def test_nor_what_a_run_says_of_where_it_was(project, capsys):
+    assert main(["fit", "+recipe=line", "hydra.run.dir=given"]) == 0
+    write(project, {"given/.hydra/hydra.yaml": 'hydra: {runtime: {cwd: "/x\\e]52;c;cHduZWQ=\\a"}}\n'})
+    capsys.readouterr()
+    assert main(["test", "ckpt=given"]) == 0
+    out = capsys.readouterr().out
+    assert "That was run in /x\\x1b]52;c;cHduZWQ=\\x07." in out
+    assert "\x1b]" not in out
