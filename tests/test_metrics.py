@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.parity import CLASSES, Classifier, Learner, RecordingLogger, data, lightning, lightnings_noise_ignored, ours
@@ -132,6 +133,14 @@ def test_rank_zero_only_is_not_reduced() -> None:
     value = LoggedValue("training_step", "x", options, None, fail)
     value.update(torch.tensor(2.0), 1)
     assert value.epoch_value() == 2.0
+
+
+def test_what_a_metric_object_has_computed_lets_go_of_the_graph() -> None:
+    metric, value = MeanSquaredError(), LoggedValue("training_step", "mse", LogOptions(on_step=True), None, not_reduced)
+    metric(torch.ones(2, requires_grad=True), torch.zeros(2))
+    value.update_metric(metric)
+    assert (value.step_value, value.epoch_value()) == (1, 1)
+    assert copy.deepcopy(value.step_value) == 1, "ModelCheckpoint copies it"
 
 
 @pytest.mark.parametrize("on_step", [False, True])

@@ -93,12 +93,12 @@ class LoggedValue:
         """Take in a metric object, which accumulates by itself."""
         self.has_value = True
         self.metric = metric
-        self.step_value = metric._forward_cache
+        self.step_value = _without_graph(metric._forward_cache)
 
     def epoch_value(self) -> Tensor | None:
         """The reduction over everything since the last reset; with ``sync_dist``, over the processes too."""
         if self.metric is not None:
-            computed: Tensor | None = self.metric.compute()
+            computed: Tensor | None = _without_graph(self.metric.compute())
             return computed
         if self._epoch_value is None:
             self._epoch_value = self._reduced()
@@ -185,6 +185,11 @@ class LoggedValue:
             self._total = torch.maximum(self._total, chunk) if op == "max" else torch.minimum(self._total, chunk)
         self._pending.clear()
         self._weights.clear()
+
+
+def _without_graph(value: Any) -> Any:
+    """What a metric object has computed may hold on to the batch's graph: of a mean squared error, say."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 class StageMetrics(NamedTuple):
