@@ -42,7 +42,7 @@ from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.plain import readable
 from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
-from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry, restored_paths, resuming
+from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry, restored_paths, resuming, savers
 from trainer.compat.averaging import attach_averaging, detach_averaging, training_weights
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import select_path
@@ -412,6 +412,8 @@ class Trainer(TrainerBase):
             )
         with self.profiler.profile("save_checkpoint"), training_weights(self.callbacks, self._module):
             checkpoint = self._dump(bool(weights_only))
+            if not weights_only:
+                savers.note(self, checkpoint, filepath)
             if self.resume:
                 resuming.note_rows(self, checkpoint)
             checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
@@ -652,6 +654,8 @@ class Trainer(TrainerBase):
             rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self.ckpt_path))}")
             self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
             checkpoints.restore_module_and_callbacks(self, self._checkpoint)
+            if self.state.fn is TrainerFn.FITTING:
+                savers.restore(self, self._checkpoint)
             restored_paths.take_note(self)
 
     def _build_hooks(self) -> Hooks:

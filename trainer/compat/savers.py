@@ -1,0 +1,45 @@
+"""What Lightning's ModelCheckpoint has to know again in a run that goes on, and does not put in its state itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from trainer.checkpoint.state import OUR_KEY
+
+_SAVERS = "savers"
+
+
+def note(trainer: Any, checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Note in ``checkpoint``, which is about to be written to ``path``, what each ModelCheckpoint has done until then.
+
+    That is: at which step it has saved last, so that it does not do so twice; and whether it waits for the metrics of a
+    validation to save what was due before. Of the one that writes this checkpoint it is what is so once it is written.
+    """
+    states = {}
+    for saver in _savers(trainer):
+        step, waits = saver._last_global_step_saved, saver._defer_save_until_validation
+        if os.fspath(path) in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
+            step, waits = trainer.global_step, False
+        states[saver.state_key] = {"dirpath": str(saver.dirpath), "step": step, "waits": waits}
+    if states:
+        checkpoint["loops"][OUR_KEY][_SAVERS] = states
+
+
+def restore(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Have each ModelCheckpoint know again what ``checkpoint`` says of it; the step, where its folder is the same."""
+    states = checkpoint.get("loops", {}).get(OUR_KEY, {}).get(_SAVERS, {})
+    for saver in _savers(trainer):
+        if (state := states.get(saver.state_key)) is None:
+            continue
+        saver._defer_save_until_validation = state["waits"]
+        if state["dirpath"] == str(saver.dirpath):
+            saver._last_global_step_saved = state["step"]
+
+
+def _savers(trainer: Any) -> Iterator[ModelCheckpoint]:
+    return (callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
