@@ -229,6 +229,18 @@ class SignalledEarly(Callback):
         terminate()
 
 
+def test_weights_that_are_not_finite_do_not_change_how_the_fit_ends(tmp_path: Path) -> None:
+    def spoil() -> None:
+        with torch.no_grad():
+            next(does.trainer.module.parameters()).fill_(float("nan"))
+        send(signal.SIGTERM)
+
+    does = Does("train", spoil)
+    with pytest.raises(SIGTERMException), pytest.warns(UserWarning, match="SIGTERM has ended .* weights are not finite"):
+        fit(tmp_path, does)
+    assert not (tmp_path / "checkpoints" / "interrupted.ckpt").exists()
+
+
 def test_nothing_is_saved_before_anything_is_trained(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO")
     with pytest.raises(SIGTERMException):

@@ -18,14 +18,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from trainer.agreement import Agreement
 from trainer.compat.processes import last_words, others
 from trainer.data import Loaders
-from trainer.errors import RequeueError
+from trainer.errors import NonFiniteError, RequeueError
 from trainer.eval_loop import EvalLoop
 from trainer.limits import FitLimits
 
@@ -262,7 +262,11 @@ class Signals:
             rank_zero_info(f"{ended}. Nothing is saved: this Trainer writes no checkpoints.")
             return
         path = f"{folder.rstrip('/')}/{INTERRUPTED}"
-        trainer.save_checkpoint(path)
+        try:
+            trainer.save_checkpoint(path)
+        except NonFiniteError as error:  # on all processes; the run ends as it was asked to
+            rank_zero_warn(f"{ended}. {error}")
+            return
         rank_zero_info(f"{ended}. Its state is in {path}: go on with `fit(..., ckpt_path={path!r})`.")
 
     def _requeue(self) -> None:
