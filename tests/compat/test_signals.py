@@ -236,7 +236,10 @@ def test_weights_that_are_not_finite_do_not_change_how_the_fit_ends(tmp_path: Pa
         send(signal.SIGTERM)
 
     does = Does("train", spoil)
-    with pytest.raises(SIGTERMException), pytest.warns(UserWarning, match="SIGTERM has ended .* weights are not finite"):
+    with (
+        pytest.raises(SIGTERMException),
+        pytest.warns(UserWarning, match="SIGTERM has ended .* weights are not finite"),
+    ):
         fit(tmp_path, does)
     assert not (tmp_path / "checkpoints" / "interrupted.ckpt").exists()
 

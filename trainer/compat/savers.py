@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from trainer.checkpoint.files import EXTENSION
 from trainer.checkpoint.state import OUR_KEY
+from trainer.compat.checkpoint_io import local_path
 
 _SAVERS = "savers"
 
@@ -39,6 +44,30 @@ def restore(trainer: Any, checkpoint: dict[str, Any]) -> None:
         saver._defer_save_until_validation = state["waits"]
         if state["dirpath"] == str(saver.dirpath):
             saver._last_global_step_saved = state["step"]
+            saver.last_model_path = saver.last_model_path or _link_to(str(trainer.ckpt_path), str(saver.dirpath))
+
+
+def replaceable(trainer: Any, session: ExitStack) -> None:
+    """The checkpoint that the run goes on from is one of its own, and is removed in its turn, until ``session`` closes.
+
+    ModelCheckpoint keeps it for good, as a file that somebody has named.
+    """
+    for saver in _savers(trainer):
+        vars(saver)["_should_remove_checkpoint"] = partial(_should_remove, saver)
+        session.callback(vars(saver).pop, "_should_remove_checkpoint", None)
+
+
+def _should_remove(saver: ModelCheckpoint, trainer: Any, previous: str, current: str) -> bool:
+    named_none: Any = SimpleNamespace(ckpt_path=None)
+    return type(saver)._should_remove_checkpoint(saver, named_none, previous, current)
+
+
+def _link_to(path: str, folder: str) -> str:
+    """The link to ``path`` in ``folder``; "" for none. It is made (``save_last="link"``) when the file is written."""
+    place = local_path(folder)
+    links = [] if place is None else [one for one in place.glob(f"*{EXTENSION}") if one.is_symlink()]
+    target = os.path.realpath(path)
+    return next((os.path.join(folder, link.name) for link in links if os.path.realpath(link) == target), "")
 
 
 def _savers(trainer: Any) -> Iterator[ModelCheckpoint]:
