@@ -9,10 +9,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -445,6 +447,83 @@ def test_a_step_by_hand_passes_everything_on() -> None:
 @pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
 def test_what_is_the_modules_own_business_by_hand(arguments: Any) -> None:
     assert_same_experience(lambda make: fitted(make, ByHand(both_in_turn), **arguments).global_step)
+
+
+# --- exchanged in the middle of a run --------------------------------------------------------------------------------
+
+
+def another(module: Any) -> list[Any]:
+    return [optim.Adam(module.parameters(), lr=0.03)]
+
+
+def by_the_trainer(trainer: Any, module: Any) -> None:
+    trainer.optimizers = another(module)
+
+
+def by_the_strategy(trainer: Any, module: Any) -> None:
+    trainer.strategy.optimizers = another(module)
+
+
+def made_anew(trainer: Any, module: Any) -> None:
+    trainer.strategy.setup_optimizers(trainer)
+
+
+def schedules_alone(trainer: Any, module: Any) -> None:
+    schedule = lr_scheduler.StepLR(trainer.optimizers[0], 1, gamma=0.5)
+    trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval="step")]
+
+
+def falling(module: Any) -> Any:
+    optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.7), "interval": "step"}]
+
+
+class Exchanging(Configured):
+    """Trains in one of the three ways."""
+
+    def __init__(self) -> None:
+        super().__init__(falling)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class ExchangingInAStepOfItsOwn(Exchanging):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+class ExchangingByHand(Exchanging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        both_in_turn(self, [self.optimizers()], batch)
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start", "on_validation_end"])
+@pytest.mark.parametrize("kind", [Exchanging, ExchangingInAStepOfItsOwn, ExchangingByHand])
+@pytest.mark.parametrize("exchange", [by_the_trainer, by_the_strategy, made_anew, schedules_alone])
+def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange: Any, kind: Any, hook: str) -> None:
+    class Exchange(Callback):
+        called = 0
+
+    def exchange_once(self: Any, trainer: Any, module: Any, *args: Any) -> None:
+        self.called += 1
+        if self.called == (1 if hook == "on_train_start" else 2):
+            exchange(trainer, module)
+
+    setattr(Exchange, hook, exchange_once)
+
+    def scenario(make: Callable[..., Any]) -> Any:
+        module = kind()
+        trainer = make(max_epochs=3, callbacks=Exchange(), num_sanity_val_steps=0)
+        trainer.fit(module, data(8), data(4, seed=5))
+        return [p.tolist() for p in module.parameters()], trainer.optimizers[0].param_groups[0]["lr"]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
 
 
 # --- GradientAccumulationScheduler -----------------------------------------------------------------------------------

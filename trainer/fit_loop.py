@@ -91,28 +91,30 @@ class FitLoop:
         hooks: Hooks,
         batches: TrainingBatches,
         transfer: Callable[[Any], Any],
-        optimizers: list[Optimizer],
         schedules: Schedules,
         clip_gradients: Clip | None,
         validate: Callable[[], None] | None,
         resume: Callable[[], None] | None,
     ) -> None:
         """Take in what belongs to one run: see ``__init__``. A side door may take the place of ``train`` afterwards."""
-        self.hooks = hooks
-        self.batches = batches
-        self.transfer = transfer
-        self.optimizers = optimizers
+        self.hooks, self.batches, self.transfer = hooks, batches, transfer
         self.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unsettled, self.outcome, self.grad_norms = (), None, {}
         self.window.reset()
         self.schedules = schedules
-        self.clip_gradients = clip_gradients
-        self.validate, self.resume = validate, resume
+        self.take_optimizers()
+        self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
         self.train = self.train_batch
         self.training_step = self.engine.step_function("training_step")
         self.backward = hooks.override_of("backward")
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
-        self.zero_grad = optimization.zero_grad_of(optimizers)
+
+    def take_optimizers(self) -> None:
+        """Use what the engine has from here on: somebody may exchange optimizers in the middle of a run."""
+        self.settle()
+        self.optimizers = self.engine.optimizers
+        self.zero_grad = optimization.zero_grad_of(self.optimizers)
+        self.schedules.follow(self.engine.schedules)
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
@@ -160,7 +162,8 @@ class FitLoop:
             self.close_window_early()
         if self.skips_epoch:
             self.schedules.advance("epoch", progress.epoch + 1)  # otherwise the last batch did this
-        self.published.take(self.metrics.current())  # the last batch's, before the epoch's take their place
+        if not progress.has_validated:  # what a validation has logged since stays, also by the same names
+            self.published.take(self.metrics.current())
         self.metrics.end_epoch()
         progress.epochs_trained += 1
         self.hooks.on_train_epoch_end()
@@ -206,19 +209,16 @@ class FitLoop:
 
     def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
         """Count the batch, move it to the device, announce it. Returns it as it is on the device."""
-        progress = self.progress
         batch = self.transfer(batch)
-        progress.batch_idx = batch_idx
-        progress.batches_started += 1
-        progress.is_trained = False
-        progress.is_last_batch = is_last
-        progress.in_batch, progress.is_followed_up = True, False
+        self.progress.begin_batch(batch_idx, is_last)
         self.has_updated = False
         self.metrics.begin_batch(batch)
         self.skips_epoch = batch is not None and self.hooks.on_train_batch_start(batch, batch_idx) == -1
         if self.skips_epoch:
-            progress.is_last_batch = True
+            self.progress.is_last_batch = True
         else:
+            if self.optimizers is not self.engine.optimizers or self.schedules.configs is not self.engine.schedules:
+                self.take_optimizers()
             self.window.advance(self.batches.num_batches - batch_idx, is_last, self.limits.is_final_epoch())
         return batch
 
@@ -275,7 +275,7 @@ class FitLoop:
                 self.advance_by_step(on_plateau=True)
             progress.windows += 1
             progress.closing = False
-        progress.is_followed_up, progress.has_validated = True, False
+        progress.is_followed_up = True
 
     # --- one weight update ----------------------------------------------------------------------------------
 

@@ -59,8 +59,10 @@ class Schedules:
         revocable: whether a step of a schedule changes nothing but the schedule and its optimizer's groups, so that
             it can be taken back.
         progress: whose ``schedule_steps`` counts the steps.
+        by_module: whether the module steps them itself: manual optimization.
 
     Attributes:
+        configs: the schedules.
         by_batch: whether one of the schedules follows batches, not weight updates.
     """
 
@@ -71,17 +73,24 @@ class Schedules:
         metrics: Callable[[], Mapping[str, Any]],
         revocable: bool = True,
         progress: FitProgress | None = None,
+        by_module: bool = False,
     ) -> None:
         self.revocable = revocable
-        self.by_batch = any(config.interval == "batch" for config in configs)
         self._progress = FitProgress() if progress is None else progress
-        self._configs = configs
+        self._by_module = by_module
         self._step = step
         self._metrics = metrics
         self._tentative: list[_Step] = []
+        self.follow(configs)
 
     def __bool__(self) -> bool:
-        return bool(self._configs)
+        return bool(self._stepped)
+
+    def follow(self, configs: list[ScheduleConfig]) -> None:
+        """Step these from here on."""
+        self.configs = configs
+        self._stepped = [] if self._by_module else configs
+        self.by_batch = any(config.interval == "batch" for config in configs)
 
     def advance(
         self,
@@ -106,7 +115,7 @@ class Schedules:
         Raises:
             ConfigurationError: a plateau schedule's metric has not been logged.
         """
-        for config in self._configs:
+        for config in self._stepped:
             if config.reduce_on_plateau is not on_plateau or config.interval != interval:
                 continue
             if number % config.frequency or (except_of and _belongs(config, except_of)):

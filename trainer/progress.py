@@ -53,7 +53,8 @@ class FitProgress:
         is_followed_up: whether what follows the batch of ``batch_idx``, such as a validation, is over. The fit loop.
         owes_validation: whether a validation is under way that is to be run to its end: from its beginning, if a
             checkpoint was written meanwhile. The fit loop; the evaluation loop, before ``on_validation_end``.
-        has_validated: whether the validation that follows the batch is over. The evaluation loop.
+        has_validated: whether a validation has followed the batch, and is over. The evaluation loop; the fit loop, when
+            the next batch starts.
     """
 
     epoch: int = 0
@@ -89,6 +90,12 @@ class FitProgress:
     def begin_epoch(self) -> None:
         """An epoch starts."""
         self.epoch_start = EpochStart(*(getattr(self, counter.name) for counter in fields(EpochStart)))
+
+    def begin_batch(self, batch_idx: int, is_last: bool) -> None:
+        """A batch starts."""
+        self.batch_idx, self.is_last_batch = batch_idx, is_last
+        self.batches_started += 1
+        self.in_batch, self.is_trained, self.is_followed_up, self.has_validated = True, False, False, False
 
     def end_epoch(self) -> None:
         """An epoch is over, its hooks included."""
@@ -143,7 +150,7 @@ class FitProgress:
             "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else 0,
             "is_followed_up": not follows,
             "owes_validation": follows and self.owes_validation,
-            "has_validated": follows and self.has_validated,
+            "has_validated": self.has_validated and not over,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, finish_epoch: bool = False) -> None:

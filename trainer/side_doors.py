@@ -114,14 +114,14 @@ class ClosureOptimization:
         loop: the fit loop whose batches these are.
         optimizer_step: ``LightningModule.optimizer_step(epoch, batch_idx, optimizer, closure)``; it ends up in
             :meth:`step`.
-        wrapped: the optimizers in the form the module knows them in (Lightning's wrappers).
+        wrapped: returns the optimizers in the form the module knows them in (Lightning's wrappers).
 
     Raises:
         ConfigurationError: an optimizer evaluates the loss several times a step, and the loss is scaled: an overflow
             in one of the evaluations could not be undone.
     """
 
-    def __init__(self, loop: FitLoop, optimizer_step: Callable[..., Any], wrapped: list[Any]) -> None:
+    def __init__(self, loop: FitLoop, optimizer_step: Callable[..., Any], wrapped: Callable[[], list[Any]]) -> None:
         self._loop = loop
         self._optimizer_step = optimizer_step
         self._wrapped = wrapped
@@ -141,7 +141,7 @@ class ClosureOptimization:
             self._earlier.clear()
         with loop.engine.gradient_sync(loop.window.is_last):
             if loop.window.is_last and (batch is not None or loop.window.backwards):
-                for optimizer in self._wrapped:
+                for optimizer in self._wrapped():
                     self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, partial(self._close_window, this))
                     loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
                 self._earlier.clear()  # nobody will want them again

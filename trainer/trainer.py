@@ -707,7 +707,6 @@ class Trainer(TrainerBase):
                 loaders, self._renewed_loaders, None if profiling is None else profiling.training_epoch
             ),
             transfer=self._transfer(move_training_batch),
-            optimizers=self.engine.optimizers,
             schedules=self._schedules(hooks),
             clip_gradients=self._clipping(hooks) if module.automatic_optimization else None,
             validate=self._validate_inside_fit if self.enable_validation else None,
@@ -718,7 +717,7 @@ class Trainer(TrainerBase):
             side_door = ManualOptimization(loop)
         elif hooks.override_of("optimizer_step") or any(needs_closure(o) for o in self.engine.optimizers):
             optimizer_step = with_closure(hooks.of_module("optimizer_step"))
-            side_door = ClosureOptimization(loop, optimizer_step, self.engine.wrapped_optimizers)
+            side_door = ClosureOptimization(loop, optimizer_step, lambda: self.engine.wrapped_optimizers)
         self.engine.adapter.side_door = side_door
         self.process.kept_batches = side_door if isinstance(side_door, ClosureOptimization) else None
         if side_door is not None:
@@ -774,11 +773,10 @@ class Trainer(TrainerBase):
         )
 
     def _schedules(self, hooks: Hooks) -> Schedules:
-        # manual optimization steps its schedules itself
-        configs = self.engine.schedules if self._module.automatic_optimization else []
         revocable = hooks.override_of("lr_scheduler_step") is None  # what a module's own does, nobody can take back
         step, metrics = hooks.of_module("lr_scheduler_step"), partial(MonitoredMetrics, self)
-        return Schedules(configs, step, metrics, revocable, self.progress)
+        by_module = not self._module.automatic_optimization
+        return Schedules(self.engine.schedules, step, metrics, revocable, self.progress, by_module)
 
     def _clipping(self, hooks: Hooks) -> Clip | None:
         """What clips the gradients: the module's own way, the callbacks, or nothing."""

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import data as batch_sizes
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
@@ -387,6 +388,39 @@ def where_logging_is_allowed(make: Make) -> Any:
     return outcomes, sorted(trainer.callback_metrics)
 
 
+class OneNameForBoth(Classifier):
+    """Calls a loss "loss", that of training and that of validation, and lets a schedule watch it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+def one_name_in_training_and_validation(make: Make) -> Any:
+    seen: list[Any] = []
+
+    class Watch(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            metrics = trainer.callback_metrics, trainer.progress_bar_metrics
+            seen.append([*map(shown, metrics), trainer.optimizers[0].param_groups[0]["lr"]])
+
+        on_train_batch_start = on_train_batch_end = lambda self, *args: self.on_train_epoch_end(*args[:2])
+
+    for when in ({}, {"val_check_interval": 2}, {"check_val_every_n_epoch": 2}, {"max_steps": 6}):
+        make(max_epochs=3, callbacks=Watch(), **when).fit(OneNameForBoth(), data(8), data(6, seed=5))
+    assert {rate for *_, rate in seen} > {0.5}  # validation has had its say
+    return seen
+
+
 class Batches:
     """Batches of any kind."""
 
@@ -416,6 +450,7 @@ PROGRAMS = [
     callbacks_that_log,
     what_a_logger_is_called_with,
     where_logging_is_allowed,
+    one_name_in_training_and_validation,
 ]
 
 
