@@ -858,9 +858,9 @@ class Trainer(TrainerBase):
         self.state.stage = RunningStage.VALIDATING
         if not self.loop.window.is_open:
             self._hooks.of_module("on_validation_model_zero_grad")()  # no need to hold gradients meanwhile
-        if self.data.is_due(RunningStage.VALIDATING):
-            self._prepare_validation()
         loop = self.eval_loops[RunningStage.VALIDATING]
+        if self.data.is_due(RunningStage.VALIDATING) or loop.loaders is None:  # somebody else may have made them
+            self._prepare_validation()
         loop.progress.begin_epoch(self.progress.epoch)
         self._signal_connector.start_validation(loop.loaders)
         loop.run()

@@ -195,6 +195,23 @@ def test_a_batch_size_found_in_the_middle_of_a_training_is_used(tmp_path: Any) -
     assert trainer.global_step == 8 + 4
 
 
+def test_a_run_validates_though_a_finder_has_made_the_dataloaders_before_its_time() -> None:
+    def scenario(make: Any) -> Any:
+        validated: list[int] = []
+
+        class Watched(Tunable):
+            def on_validation_start(self) -> None:
+                validated.append(self.trainer.current_epoch)
+
+        finder = BatchSizeFinder(max_trials=1, steps_per_trial=1)
+        when = {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}
+        make(max_epochs=4, callbacks=[finder], **when).fit(Watched())
+        return validated
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine == [1, 3]
+
+
 @pytest.mark.parametrize("has_schedule", [False, True])
 def test_a_finder_that_fails_tidies_up(tmp_path: Any, has_schedule: bool) -> None:
     class Failing(Tunable):
