@@ -173,6 +173,45 @@ def test_an_epoch_that_ends_right_after_a_resume_steps_its_plateau_schedule(tmp_
     assert module.steps == [0, 1]
 
 
+class WatchesBoth(Net):
+    """Logs two losses by one name, and has a schedule watch it."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", 1.0 + self.trainer.current_epoch)  # it gets worse with each epoch
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+@pytest.mark.parametrize(
+    ("hook", "turn"),
+    [("on_train_batch_start", BATCHES + 1), ("on_train_batch_end", 2 * BATCHES), ("on_validation_end", 2)],
+)
+def test_a_plateau_schedule_takes_no_step_twice_wherever_a_run_was_saved(tmp_path, hook, turn):
+    class Saves(Callback):
+        calls = 0
+
+    def save(self, trainer, module, *args):
+        self.calls += 1
+        if self.calls == turn:
+            trainer.save_checkpoint(tmp_path / "at.ckpt")
+
+    setattr(Saves, hook, save)
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    whole = make(tmp_path, callbacks=[Saves()], **options)
+    whole.fit(WatchesBoth(), loader(), loader())
+    resumed = make(tmp_path, **options)
+    resumed.fit(WatchesBoth(), loader(), loader(), ckpt_path=tmp_path / "at.ckpt")
+    assert whole.optimizers[0].param_groups[0]["lr"] == resumed.optimizers[0].param_groups[0]["lr"] == 0.01 / 4
+
+
 class Place:
     """A dataloader that keeps its place."""
 

@@ -268,7 +268,7 @@ def _is_ours(callback: Any) -> bool:
 def _awaited_metrics(run: Run) -> dict[str, float]:
     """What the schedules that watch a metric are going to read at the end of the epoch that runs; {} between epochs."""
     progress = run.progress
-    if progress.epochs_trained == progress.epoch and not progress.batches_this_epoch:
+    if progress.epochs_trained == progress.epoch and not progress.batches_trained_this_epoch:
         return {}
     metrics = run.callback_metrics
     names = {str(config.monitor) for config in run.engine.schedules if config.reduce_on_plateau}
