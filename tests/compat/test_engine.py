@@ -178,6 +178,31 @@ def test_a_strategy_object_may_serve_two_trainers() -> None:
     assert strategy.precision_plugin.precision == "32-true"
 
 
+def test_a_strategy_object_may_serve_two_trainers_in_turn() -> None:
+    class ByHand(Learner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def scenario(make: Any) -> Any:
+        strategy, trained = SingleDeviceStrategy(torch.device("cpu")), []
+        first, second = (make(max_epochs=1, accelerator="auto", strategy=strategy) for _ in range(2))
+        for trainer in (first, second):
+            module = ByHand()
+            trainer.fit(module, data(8))
+            trained.append([value.tolist() for value in weights(module)])
+        return trained
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
 SLURM = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NAME": "some", "SLURM_NODEID": "0",
          "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}  # fmt: skip
 ELASTIC = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0",

@@ -147,6 +147,7 @@ class LightningEngine:
 
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the strategy's."""
+        self.strategy.precision_plugin = self.adapter  # another Trainer may have been built with the strategy since
         self.strategy.connect(module)  # type: ignore[arg-type]
 
     def setup_environment(self) -> None:
