@@ -60,7 +60,7 @@ class GAN(L.LightningModule):
         """A step of the discriminator, then one of the generator on the same generated images."""
         images, _ = batch
         d_optimizer, g_optimizer = self.optimizers()
-        generated = self(torch.randn(len(images), self.latent_size, device=self.device))
+        generated = self(torch.randn(len(images), self.latent_size, device=self.device, dtype=images.dtype))
 
         d_loss = 0.5 * (
             adversarial_loss(self.discriminator(images), real=True)
@@ -102,7 +102,7 @@ class GAN(L.LightningModule):
             seed: of what they are generated from; ``sample_seed`` if None. No global random state is touched.
         """
         draw = torch.Generator().manual_seed(self.sample_seed if seed is None else seed)
-        latents = torch.randn(count, self.latent_size, generator=draw).to(self.device)
+        latents = torch.randn(count, self.latent_size, generator=draw).to(next(self.generator.parameters()))
         was_training = self.generator.training
         self.generator.eval()
         with torch.no_grad():

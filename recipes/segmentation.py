@@ -158,7 +158,7 @@ class Segmenter(L.LightningModule):
 
 
 def segmentation_loss(logits: Tensor, masks: Tensor) -> Tensor:
-    """The cross-entropy, in nats per pixel, plus the Dice loss, in [0, 1]; a float32 scalar.
+    """The cross-entropy, in nats per pixel, plus the Dice loss, in [0, 1]; a scalar, in float32 or better.
 
     The Dice loss is that of Milletari, Navab and Ahmadi, "V-Net" (2016), with p instead of p squared below: one minus
     2 sum(p t) / (sum(p) + sum(t)), of each class but the background over the whole batch, averaged. A class with few
@@ -168,7 +168,7 @@ def segmentation_loss(logits: Tensor, masks: Tensor) -> Tensor:
         logits: shape (batch, classes, height, width).
         masks: int64, shape (batch, height, width).
     """
-    logits = logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays
     chances = logits.softmax(dim=1)[:, 1:]
     truth = F.one_hot(masks, logits.shape[1]).movedim(-1, 1)[:, 1:]
     over = (0, 2, 3)

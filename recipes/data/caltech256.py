@@ -30,7 +30,7 @@ class Caltech256(SplitDataModule):
     of the images is held out to validate on; it is what ``test`` and ``predict`` see, too.
 
     Every image is squeezed to ``image_size``, whatever its proportions. Those trained on are mirrored, turned, shifted
-    and scaled at random.
+    and scaled at random, each within the limits below; what comes in from outside is black.
 
     Args:
         root: folder that holds ``256_ObjectCategories``, or ``256_ObjectCategories.tar``, which is unpacked then.

@@ -110,6 +110,12 @@ EARLY: list[tuple[str, list[str], str]] = [
     ("an unknown precision", [*IT, "precision=fp61"], "Did you mean 'fp"),
     ("an unknown command", ["fti", "+recipe=it"], "There is no command 'fti'. Did you mean 'fit'?"),
     ("an unknown flag", [*IT, "--mutlirun"], "There is no flag '--mutlirun'. Did you mean '--multirun'?"),
+    ("a schedule for nobody", [*IT, "scheduler=cosine"], "scheduler=cosine would change nothing: this recipe takes no"),
+    (
+        "a setting for nobody",
+        [*IT, "scheduler=cosine", "scheduler.eta_min=1"],
+        "scheduler.eta_min=1 would change nothing",
+    ),
     ("no checkpoint", [*IT, "ckpt_path=nowhere.ckpt"], "ckpt_path is nowhere.ckpt: there is no such file."),
     ("a number for a path", [*IT, "ckpt_path=3"], "ckpt_path is 3, expected the path or URL of a file"),
     ("no time", [*IT, "trainer.max_time=5"], "trainer.max_time is 5, expected a time such as 00:12:00:00"),

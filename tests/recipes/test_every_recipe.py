@@ -96,6 +96,19 @@ def test_runs_a_batch_of_everything(name, tmp_path, monkeypatch):
             assert result["metrics"]
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "number"),
+    [("unet", "net.classify.*", 2), ("language_model", "net.norm.*", 2)],
+)
+def test_gradients_are_right(name, parameters, number, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sample = [*SMALLER.get(name, []), "data.batch_size=4", f"callbacks.gradient_check.parameters=[{parameters}]"]
+    assert main(["fit", f"+recipe={name}", "+debug=gradcheck", *sample, "trainer=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert f"{number} parameters in " in out
+    assert "wrong" not in out
+
+
 def test_the_gradients_of_a_smaller_resnet_are_right(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     smaller = ["model.net._target_=torchvision.models.resnet18", "data.image_size=16"]

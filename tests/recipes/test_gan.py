@@ -121,6 +121,14 @@ def test_generated_images_become_like_the_digits(precision, scans, tmp_path):
     assert generated.var(0).sum() > 0.5 * real.var(0).sum()  # and are not all the same
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_weights_may_be_of_another_dtype(precision, scans, tmp_path):
+    gan, trainer = trained(tmp_path, precision, epochs=1, limit_train_batches=2)
+    assert trainer.callback_metrics["val_frechet"].isfinite()
+    (images, *_) = make_trainer(tmp_path, precision=precision).predict(gan, datamodule=scans)
+    assert images.dtype == torch.float32
+
+
 def test_the_same_seed_trains_the_same_gan(tmp_path):
     (gan, first), (twin, second) = (trained(tmp_path / name, epochs=2) for name in "ab")
     assert first.callback_metrics["val_frechet"] == second.callback_metrics["val_frechet"]

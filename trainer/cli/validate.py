@@ -334,6 +334,7 @@ def _check_whole(
         _check_values(plain)
         _check_combinations(plain)
         _check_checkpoint(plain["ckpt_path"], given)
+        _check_used(OmegaConf.to_container(job, resolve=False), overrides)
 
 
 def _set_keys(composer: Composer, overrides: Sequence[Override]) -> set[str]:
@@ -366,6 +367,18 @@ def _check_model(plain: dict[str, Any], config_dir: str | None) -> None:
         f" Recipes: {', '.join(names) or 'none, put one into conf/recipe/'}"
         " (`python -m trainer recipes` describes them)."
     )
+
+
+def _check_used(config: Any, overrides: Sequence[Override]) -> None:
+    """An optimizer or a schedule that the command line asks for is one that something in the config takes."""
+    for name in ("optimizer", "scheduler"):
+        rest = {key: node for key, node in config.items() if key != name}
+        said = [one.input_line for one in overrides if one.key_or_group.partition(".")[0] == name]
+        if said and config.get(name) is not None and f"${{{name}" not in str(rest):
+            raise UsageError(
+                f"{said[-1]} would change nothing: this recipe takes no {name} from the config. Leave it out, or give"
+                f" the model an argument for it: `{name}: ${{{name}}}` in its node."
+            )
 
 
 def _check_values(plain: dict[str, Any]) -> None:
