@@ -44,11 +44,21 @@ def test_a_fit(capsys):
     assert "python -m trainer fit +recipe=line trainer.max_epochs=3 precision=16-mixed" in page.sections["settings"]
 
 
+def test_a_fit_that_warns(capsys, project):
+    text = (project / "line_fit.py").read_text()
+    assert text.count("    def training_step") == 1
+    warning = "    def on_train_end(self): __import__('warnings').warn('It is <late>.')\n\n"
+    (project / "line_fit.py").write_text(text.replace("    def training_step", f"{warning}    def training_step"))
+    assert main(["fit", *LINE]) == 0
+    assert "It is <late>. (line_fit.py:" in the_page(capsys).sections["warnings"]
+
+
 def test_a_fit_that_fails(capsys):
     assert main(["fit", *LINE, "model.fail_at=5"]) == 1
     page = the_page(capsys, "outputs")
     assert "line Failed" in page.text
     assert "Why it failed RuntimeError: asked to fail" in page.text
+    assert "The run failed." not in page.sections.get("warnings", "")
     assert len(page.lines("Loss")["train"]["x"]) == 5
 
 

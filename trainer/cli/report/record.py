@@ -259,7 +259,7 @@ class Record:
         """What the log has of warnings and errors, the time in front left out."""
         marks = ("[WARNING] - ", "[ERROR] - ", "[CRITICAL] - ")
         said = [line.partition(mark)[2] for line in self.log for mark in marks if mark in line]
-        return list(dict.fromkeys(said))
+        return [text for text in dict.fromkeys(said) if text != "The run failed."]  # its error is told elsewhere
 
     @cached_property
     def files(self) -> list[tuple[Path, int]]:
