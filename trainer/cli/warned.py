@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 
 @contextmanager
@@ -18,9 +18,16 @@ def noted() -> Iterator[None]:
     """
     show, form = warnings.showwarning, warnings.formatwarning
 
-    def note(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+    def note(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         warnings.formatwarning = _line  # here, for importing Lightning sets a form of its own
-        show(message, category, filename, lineno, *rest)
+        show(message, category, filename, lineno, file, line)
         told = f"{_in_one_line(message)} ({_shown(filename)}:{lineno})"
         record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (told,), None)
         for handler in logging.getLogger().handlers:
@@ -34,13 +41,13 @@ def noted() -> Iterator[None]:
         warnings.showwarning, warnings.formatwarning = show, form
 
 
-def _line(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+def _line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
     """What the terminal is told; where, if that is in the user's own files."""
     is_own = Path(filename).is_relative_to(Path.cwd())
     return f"WARNING: {_in_one_line(message)}{f' ({_shown(filename)}:{lineno})' if is_own else ''}\n"
 
 
-def _in_one_line(message: Any) -> str:
+def _in_one_line(message: Warning | str) -> str:
     return " ".join(str(message).split())
 
 
