@@ -276,7 +276,7 @@ def _report(findings: Sequence[Finding], settings: Settings, folder: Path) -> No
             print(f"precision={finding.precision} {settings.batch_size_key}={finding.largest}")
         else:
             print(f"precision={finding.precision}: {finding.problem or 'not even one sample fits.'}")
-    tune.say(f"Everything is in {folder / tune.RESULT}")
+    tune.say(f"Everything is in {tune.seen(folder) / tune.RESULT}")
 
 
 def _rate(tried: Tried | None) -> str:
