@@ -18,7 +18,8 @@ from trainer.cli.warned import noted
 with noted():
     warnings.formatwarning = None  # as Lightning does when it is imported
     warnings.warn("Scale is\\n  low.")
-    warnings.warn_explicit("Old.", DeprecationWarning, "/lib/torch/old.py", 3)
+    for line in (3, 4):
+        warnings.warn_explicit("Old.", DeprecationWarning, "/lib/torch/old.py", line)
 """
 
 

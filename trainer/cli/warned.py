@@ -14,9 +14,11 @@ from typing import TextIO
 def noted() -> Iterator[None]:
     """While a run goes on, its warnings are written into the log as well, and look on the terminal as those of it do.
 
-    They go to the log's file by themselves: the terminal has them from Python, above the progress bar.
+    They go to the log's file by themselves: the terminal has them from Python, above the progress bar. What has been
+    said is not said again: torch tells of too many workers from two places, and for each loader.
     """
     show, form = warnings.showwarning, warnings.formatwarning
+    said: set[str] = set()
 
     def note(
         message: Warning | str,
@@ -26,9 +28,13 @@ def noted() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
+        text = _in_one_line(message)
+        if text in said:
+            return
+        said.add(text)
         warnings.formatwarning = _line  # here, for importing Lightning sets a form of its own
         show(message, category, filename, lineno, file, line)
-        told = f"{_in_one_line(message)} ({_shown(filename)}:{lineno})"
+        told = f"{text} ({_shown(filename)}:{lineno})"
         record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (told,), None)
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.FileHandler):
@@ -43,7 +49,7 @@ def noted() -> Iterator[None]:
 
 def _line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
     """What the terminal is told; where, if that is in the user's own files."""
-    is_own = Path(filename).is_relative_to(Path.cwd())
+    is_own = Path(filename).is_relative_to(Path.cwd()) and "site-packages" not in filename
     return f"WARNING: {_in_one_line(message)}{f' ({_shown(filename)}:{lineno})' if is_own else ''}\n"
 
 
