@@ -201,6 +201,20 @@ def test_speed_of_a_moment_is_chance(make_run):
     assert "an older version" not in page.text
 
 
+@pytest.mark.parametrize(
+    ("callbacks", "told"),
+    [
+        ("{scale_monitor: {_target_: a}}", "the run was too short for it (trainer.log_every_n_steps, callbacks.scale_"),
+        ("{scale_monitor: {every_n_steps: 4}}", "that is ScaleMonitor's (callbacks=default has it)"),  # of a recipe
+        ("null", "that is ScaleMonitor's (callbacks=default has it)"),
+    ],
+)
+def test_without_values_of_the_scale_it_says_why(make_run, callbacks, told):
+    files = {"csv/metrics.csv": "step,val_acc\n1,0.5\n", "curves.json": None}
+    page = report(make_run(files=files | {".hydra/config.yaml": f"callbacks: {callbacks}\n"}))
+    assert f"Nothing was logged of scale and gradients: {told}" in page.sections["curves"]
+
+
 def test_the_precision_of_a_run_that_has_not_said_it(make_run):
     chosen = "hydra:\n  runtime:\n    choices: {precision: bf16-mixed}\n"
     files = running(os.getpid()) | {".hydra/overrides.yaml": "[]", ".hydra/hydra.yaml": chosen}

@@ -249,7 +249,13 @@ def _mixed_precision(run: Record, rows: dict[str, Curve]) -> tuple[list[Chart], 
                 lines += [Line(name, curve, number) for number, (name, curve) in enumerate(named_layers, start=1)]
             charts.append(Chart(title, lines, "linear", note=note))
     if not charts and run.command == "fit" and run.rows:
-        notes.append("Nothing was logged of scale and gradients: that is ScaleMonitor's (callbacks=default has it).")
+        callbacks = run.config.get("callbacks")
+        monitor = callbacks.get("scale_monitor") if isinstance(callbacks, dict) else None
+        if isinstance(monitor, dict) and "_target_" in monitor:
+            why = "the run was too short for it (trainer.log_every_n_steps, callbacks.scale_monitor.every_n_steps)"
+        else:
+            why = "that is ScaleMonitor's (callbacks=default has it)"
+        notes.append(f"Nothing was logged of scale and gradients: {why}.")
     return charts, notes
 
 
