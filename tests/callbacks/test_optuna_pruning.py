@@ -62,6 +62,14 @@ def test_validations_are_counted_across_a_resume(study):
     assert list(study.get_trials()[1].intermediate_values) == [0, 1, 2]
 
 
+def test_a_trial_that_is_run_again_reports_what_is_new(study, recwarn):
+    optuna.trial.Trial(study, study.get_trials()[1]._trial_id).report(7.0, 0)
+    assert main([*LINE, pruning(pruner="{name:none}")]) == 0
+    told = study.get_trials()[1].intermediate_values
+    assert (list(told), told[0]) == ([0, 1, 2, 3], 7.0)
+    assert "already reported" not in "".join(str(warning.message) for warning in recwarn)
+
+
 def test_a_trial_that_is_over_is_left_alone(study):
     study.tell(1, 5.0)
     with pytest.warns(UserWarning, match="Trial 1 of the study s is over; this run is not reported to it."):

@@ -37,13 +37,16 @@ class OptunaPruning(L.Callback):
         self.pruned = False
         self.validations = 0
         self._trial: Any = None
+        self._reported: set[int] = set()  # validations; a trial that is run again has some
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the study, on the first process."""
         if not trainer.is_global_zero:
             return
         self._trial = trial_of(self.storage, self.study_name, self.trial, self.pruner)
-        if self._is_over():
+        known = self._trial.study.get_trials(deepcopy=False)[self.trial]
+        self._reported = set(known.intermediate_values)
+        if known.state.is_finished():
             warnings.warn(
                 f"Trial {self.trial} of the study {self.study_name} is over; this run is not reported to it.",
                 stacklevel=2,
@@ -56,7 +59,8 @@ class OptunaPruning(L.Callback):
             return
         stop, value = False, trainer.callback_metrics.get(self.metric)
         if self._trial is not None and value is not None:
-            self._trial.report(float(value), step=self.validations)
+            if self.validations not in self._reported:  # Optuna keeps the first value, and warns
+                self._trial.report(float(value), step=self.validations)
             stop = bool(self._trial.should_prune())
         self.validations += 1
         if trainer.strategy.broadcast(stop):
@@ -69,9 +73,3 @@ class OptunaPruning(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting."""
         self.validations = state_dict["validations"]
-
-    def _is_over(self) -> bool:
-        import optuna
-
-        state = self._trial.study.get_trials(deepcopy=False)[self.trial].state
-        return state not in (optuna.trial.TrialState.RUNNING, optuna.trial.TrialState.WAITING)

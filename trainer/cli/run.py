@@ -26,6 +26,7 @@ from trainer.cli.processes import end_with_parent, is_first, is_quiet
 from trainer.cli.restore import recipe_of
 from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import locate
+from trainer.cli.warned import noted
 from trainer.environment import write_environment
 from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean
 
@@ -49,7 +50,8 @@ def task(config: DictConfig) -> float | None:
         from trainer.cli.sweep.jobs import run_job
 
         return run_job(config, as_fit) if config.command == "compare" else run_job(config)
-    return run(config)
+    with noted():
+        return run(config)
 
 
 def run(config: DictConfig) -> float | None:

@@ -15,6 +15,7 @@ from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.compare import Comparison, as_fit, read_runs, report, unequal
 from trainer.cli.compare.verdict import Run, Thresholds
+from trainer.cli.processes import QUIET
 
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
@@ -85,6 +86,24 @@ def test_the_report(folder, capsys):
     out = capsys.readouterr().out
     assert "16-mixed: val_acc within 0.1 points of 32-true, 1.6x faster, 25.0% less memory.\n  - Saves less" in out
     assert f"The report is {folder / 'compare.md'}" in out
+
+
+def test_quiet_leaves_a_line_for_each_verdict(folder, capsys, monkeypatch):
+    monkeypatch.setenv(QUIET, "1")
+    leave(result(0, "32-true"), result(1, "16-mixed"))
+    report(folder, Thresholds())
+    assert capsys.readouterr().out == (
+        "16-mixed: val_acc within 0.1 points of 32-true, 1.6x faster, 25.0% less memory.\n"
+        f"The report is {folder / 'compare.md'}\n"
+    )
+    assert "Saves less than 30%" in (folder / "compare.md").read_text()
+
+
+def test_a_high_rate_is_no_power_of_ten(folder, capsys):
+    fast = result(0, "32-true")["throughput"] | {"samples_per_second": 66961.2}
+    leave(result(0, "32-true", throughput=fast), result(1, "16-mixed"))
+    report(folder, Thresholds())
+    assert "| 66,960 |" in (folder / "compare.md").read_text()
 
 
 def test_the_numbers(folder, capsys):

@@ -37,7 +37,7 @@ def test_there_is_none(tmp_path, monkeypatch, capsys):
 def test_no_such_folder(make_run, capsys):
     make_run("outputs/a/1")
     error = told(capsys, "outputs/a/2")
-    assert error.startswith("trainer: There is no folder outputs/a/2. There are: ")
+    assert error.startswith("trainer: There is no folder outputs/a/2. There are:\n  python")
     assert f"python -m trainer report {os.path.join('outputs', 'a', '1')}" in error
 
 
@@ -51,7 +51,8 @@ def test_a_folder_that_is_no_run(make_run, capsys, tmp_path):
 
 def test_a_file(make_run, capsys):
     folder = make_run()
-    assert "is a file, expected the folder of a run" in told(capsys, str(folder / "result.json"))
+    error = told(capsys, str(folder / "result.json"))
+    assert f"is a file, expected the folder of a run. There are:\n  python -m trainer report {folder}\n" in error
 
 
 def test_several_runs(make_run, capsys):

@@ -184,6 +184,60 @@ def test_without_rows_it_says_what_is_missing(make_run, logger, told):
     assert told in page.sections["curves"]
 
 
+def test_a_run_shorter_than_what_is_logged(make_run):
+    config = "trainer: {log_every_n_steps: 50}\nlogger: {csv: {_target_: a}}\n"
+    page = report(make_run(files={"csv/metrics.csv": None, ".hydra/config.yaml": config}))
+    assert "rows are written every 50 steps (trainer.log_every_n_steps), and the run had 4." in page.sections["curves"]
+
+
+def test_speed_of_a_moment_is_chance(make_run):
+    pace = CURVES["pace"] | {"seconds": {"steps": [1, 2, 3, 4], "values": [1.0, 1.01, 1.02, 1.05]}}
+    page = report(make_run(files={"curves.json": CURVES | {"pace": pace}}))
+    assert "Memory" in page.titles
+    assert "Throughput" not in page.titles
+    once = {"seconds": pace["seconds"], "memory": {"steps": [1], "values": [2**20]}}
+    page = report(make_run("outputs/b/1", files={"curves.json": CURVES | {"pace": once}}))
+    assert "Memory" not in page.titles
+    assert "an older version" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "told"),
+    [
+        ("{scale_monitor: {_target_: a}}", "the run was too short for it (trainer.log_every_n_steps, callbacks.scale_"),
+        ("{scale_monitor: {every_n_steps: 4}}", "that is ScaleMonitor's (callbacks=default has it)"),  # of a recipe
+        ("null", "that is ScaleMonitor's (callbacks=default has it)"),
+    ],
+)
+def test_without_values_of_the_scale_it_says_why(make_run, callbacks, told):
+    files = {"csv/metrics.csv": "step,val_acc\n1,0.5\n", "curves.json": None}
+    page = report(make_run(files=files | {".hydra/config.yaml": f"callbacks: {callbacks}\n"}))
+    assert f"Nothing was logged of scale and gradients: {told}" in page.sections["curves"]
+
+
+def test_the_precision_of_a_run_that_has_not_said_it(make_run):
+    chosen = "hydra:\n  runtime:\n    choices: {precision: bf16-mixed}\n"
+    files = running(os.getpid()) | {".hydra/overrides.yaml": "[]", ".hydra/hydra.yaml": chosen}
+    assert "Precision bf16-mixed" in report(make_run(files=files)).text
+
+
+def test_large_scales_and_small_losses_have_powers_at_their_axes(make_run):
+    curves = CURVES | {"losses": {"steps": [1, 2, 3, 4], "values": [1.0, 1e-3, 1e-5, 1e-7]}}
+    html = report(make_run(files={"curves.json": json.dumps(curves)})).html
+    assert ">10\u207b\u2076<" in html
+    assert ">2\u00b9\u2076<" in html
+    assert "2^16" not in html
+
+
+def test_an_axis_without_values_has_no_ticks(make_run):
+    rows = "step,val_acc\n1,nan\n3,inf\n"
+    html = report(make_run(files={"csv/metrics.csv": rows, "curves.json": None})).html
+    chart = html[html.index("<h4>val_acc") :]
+    assert "not finite, the first at step 1" in chart
+    assert 'id="ytick' not in chart
+    assert ">0.5<" not in chart[: chart.index("</svg>")]
+
+
 def test_curves_without_rows(make_run):
     page = report(make_run(files={"csv/metrics.csv": None}))
     assert page.titles == ["Loss", "Loss scale", "Throughput", "Memory"]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.cli.conftest import write
 from trainer.cli import main
@@ -118,6 +119,41 @@ def test_what_cannot_be_compared_has_no_best():
     assert best([result(0, objective=goal(1.0, "max")), result(1, objective=goal(2.0, "max")), result(2)])["job"] == 1
 
 
+@pytest.mark.parametrize(
+    ("jobs", "said"),
+    [
+        ([result(0, objective=goal(None)), result(1, objective=goal(0.1), status="failed")], True),
+        ([result(0, objective=goal(None), status="failed")], False),
+        ([result(0), result(1)], False),
+        ([result(0, objective=goal(None)), result(1, objective=goal(None, metric="acc"))], False),
+    ],
+)
+def test_a_sweep_without_a_best_job_says_why(tmp_path, capsys, jobs, said):
+    write(tmp_path, {f"{job['job']}/result.json": json.dumps(job) for job in jobs})
+    report(tmp_path)
+    sentence = "No job is the best: none has ended with a finite value of loss."
+    assert (sentence in capsys.readouterr().out) is said
+    assert (sentence in (tmp_path / "summary.md").read_text()) is said
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (160, "job overrides status epochs time test_acc val_acc val_loss skipped scale memory run dir"),
+        (110, "job overrides status epochs time test_acc val_acc val_loss skipped memory"),
+        (80, "job overrides status time test_acc val_acc val_loss"),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_words(tmp_path, monkeypatch, capsys, columns, shown):
+    monkeypatch.setattr("trainer.cli.sweep.console_of_tables", lambda: Console(width=columns))
+    write(tmp_path, {f"{job}/result.json": json.dumps(result(job)) for job in (0, 1)})
+    report(tmp_path)
+    _, _, header, _, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == shown.split()
+    assert first.split()[:4] == ["0", "optimizer.lr=0", "completed", "61.2" if columns == 80 else "3"]
+    assert second.split()[0] == "1"
+
+
 def test_an_earlier_sweep_in_the_same_folder_is_left_out(tmp_path, capsys):
     write(tmp_path, {f"{job}/result.json": json.dumps(result(job)) for job in (0, 1)})
     os.utime(tmp_path / "1" / "result.json", (1000.0, 1000.0))
@@ -203,7 +239,15 @@ def test_a_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
     ]
 
 
-@pytest.mark.parametrize(("status", "error"), [(2, "exit status 2"), (-9, "ended by signal 9")])
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (2, "exit status 2"),
+        (-9, "ended by SIGKILL, as the system does it when memory runs out"),
+        (-11, "ended by SIGSEGV"),
+        (-77, "ended by signal 77"),
+    ],
+)
 def test_a_job_that_dies_without_a_word_has_failed(project, jobs, monkeypatch, capsys, status, error):
     monkeypatch.setattr(Job, "returncode", status)
     assert main(["fit", "-m", "+recipe=line", "seed=1,2", "hydra.sweep.dir=jobs"]) == 1
@@ -224,7 +268,9 @@ def test_an_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, 
     monkeypatch.setattr(Job, "wait", wait)
     assert main(["fit", "-m", "+recipe=line", "seed=1,2"]) == 130
     assert len(jobs.started) == 1
-    assert "Sweep of 1 job" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Sweep of 1 job" in out
+    assert "Job 0 interrupted" not in out  # the table says so
 
 
 @pytest.mark.slow

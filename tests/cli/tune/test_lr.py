@@ -23,6 +23,7 @@ def config(project):
 
 def message(points: list[tuple[float, float]], **changes: Any) -> dict[str, Any]:
     usual = {"precision": "16-mixed", "ended_by": "divergence", "skipped": 2, "groups": 1, "first_loss": 2.3}
+    usual["own_rates"] = [0.1]
     return {"status": "ok", "points": points, **usual, **changes}
 
 
@@ -42,6 +43,14 @@ def test_a_suggestion(config, tmp_path, capsys):
     assert f"Suggestion, where the loss falls fastest: optimizer.lr={result['suggestion']:.2g} (it is 0.1)\n" in out
     assert "2 updates overflowed and were skipped; they are no points of the curve." in out
     assert "The loss diverged at a learning rate of 10." in out
+
+
+@pytest.mark.parametrize(("own", "told"), [([0.025, 0.1], False), ([0.1000000001], False), ([0.3], True), ([], False)])
+def test_a_rate_that_the_module_does_not_take_from_there(config, tmp_path, capsys, own, told):
+    report(message(sigmoid(1e-3), own_rates=own), *config, tmp_path)
+    out = capsys.readouterr().out
+    assert ("optimizer.lr is 0.1, but the optimizer was given 0.3: the module takes its learning" in out) is told
+    assert ("such as tune.lr_key=model.lr" in out) is told
 
 
 def test_no_suggestion(config, tmp_path, capsys):
@@ -85,5 +94,7 @@ def test_a_whole_run(project, capfd):
     result = json.loads(file.read_text())
     assert 0.02 < result["suggestion"] < 2.0
     assert result["ended_by"] == "divergence"
-    assert f"optimizer.lr={result['suggestion']:.2g} (it is 0.1)" in capfd.readouterr().out
+    assert f"optimizer.lr={result['suggestion']:.2g} (it is 0.1)" in (out := capfd.readouterr().out)
+    assert "was given" not in out
+    assert f"The curve is in {file.parent / 'lr.png'}" in out
     assert {each.name for each in Path("outputs").rglob("*") if each.is_file()} == {"tune.json", "tune.log", "lr.png"}

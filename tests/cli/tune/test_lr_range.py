@@ -148,6 +148,16 @@ def test_groups_keep_their_proportions_and_schedules_are_gone():
     assert [pair[1] for pair in rates][:10] == pytest.approx([rate for rate, _ in found.points])
     assert all(slow == pytest.approx(fast / 10) for slow, fast in rates)
     assert found.found()["groups"] == 2
+    assert found.found()["own_rates"] == [0.01, 0.1]
+
+
+def test_the_rate_that_was_given_is_known_under_one_cycle():
+    def configure(module: Quadratic) -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)  # begins at 0.004
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    assert sweep(Quadratic(configure=configure), 1e-3, 1e-1, 10).found()["own_rates"] == pytest.approx([0.004, 0.1])
 
 
 def test_a_rate_in_a_tensor():

@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.cli.arguments import UsageError
 from trainer.cli.compare.verdict import Run, Thresholds, Verdict, choose_metric, judge
 from trainer.cli.help import versions
-from trainer.cli.sweep import markdown_table, print_table, read_results, shown
+from trainer.cli.processes import is_quiet
+from trainer.cli.sweep import console_of_tables, four_digits, markdown_table, print_table, read_results, shown
 
 _MEASURING = (
     "++callbacks.throughput._target_=trainer.callbacks.Throughput",
@@ -27,6 +28,8 @@ _MEASURING = (
     "++callbacks.curves.dirpath=${hydra:runtime.output_dir}",
 )
 _FEW_BATCHES = 20
+_SPARE = ("memory", "training", "final loss", "skipped", "peak memory")
+"""Columns that the terminal does without where it is too narrow for all."""
 
 _COLUMNS = """\
 - **final loss**: mean training loss over the last tenth of the batches.
@@ -186,14 +189,16 @@ class Comparison:
         return "\n\n".join(parts) + "\n"
 
     def print(self, folder: Path) -> None:
-        """Print the report; ``folder`` is where it is."""
-        console = print_table(self.title, *self._table(), left=("run", "verdict"))
+        """Print the report, with ``--quiet`` a line for each run; ``folder`` is where it is."""
+        quiet = is_quiet()
+        console = console_of_tables() if quiet else print_table(self.title, *self._table(), ("run", "verdict"), _SPARE)
         for label, text, advice in self._findings():
-            for line in (f"{label}: {text}", *(f"  - {line}" for line in advice)):
+            for line in (f"{label}: {text}", *(() if quiet else (f"  - {line}" for line in advice))):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
-        console.print()
-        for condition in self.conditions:
-            console.print(condition, style="dim", markup=False, highlight=False, soft_wrap=True)
+        if not quiet:
+            console.print()
+            for condition in self.conditions:
+                console.print(condition, style="dim", markup=False, highlight=False, soft_wrap=True)
         console.print(f"The report is {folder / 'compare.md'}", markup=False, highlight=False, soft_wrap=True)
 
     def as_dict(self) -> dict[str, Any]:
@@ -248,7 +253,7 @@ class Comparison:
                     _form("{:.4g}", run.final_loss),
                     *(_form("{:.4g}", run.metric(name)) for name in names),
                     _form("{:.1f} s", run.throughput.get("train_seconds")),
-                    _form("{:,.4g}", run.rate),
+                    "-" if run.rate is None else four_digits(run.rate),
                     _form("{:,.0f} MiB", None if run.memory is None else run.memory / 2**20),
                     _form("{}", run.result.get("skipped_steps")),
                     _form("{:.2f}x", verdict.speedup if verdict else None),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks.plotting import INK, PALETTE, fit_loss_axis, label_ends, smooth, style, without_spikes
 from trainer.cli.compare.verdict import Metric, Run
+from trainer.cli.sweep import four_digits
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
@@ -143,7 +144,7 @@ def _draw_bars(
 
 
 def _times(value: float, first: float) -> str:
-    return f"{value:,.4g}" + (f"   {value / first:.2f}x" if first and value != first else "")
+    return four_digits(value) + (f"   {value / first:.2f}x" if first and value != first else "")
 
 
 def _percent(value: float, first: float) -> str:

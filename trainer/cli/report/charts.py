@@ -13,6 +13,8 @@ from trainer.cli.report.record import Record
 
 _STAGE = re.compile(r"^(train|training|val|valid|validation|test)[_/.\-](.+)$")
 _PACE_POINTS = 60
+_SHORTEST = 0.1
+"""Seconds of training that a rate is taken over, at least: in less of it chance is all that one sees."""
 _MOST_OTHERS = 24
 _COLORS = {"tra": 0, "val": 1, "tes": 2}
 """Of the stages, by the first letters of their names."""
@@ -91,15 +93,19 @@ def sections_of(run: Record) -> list[Section]:
     return [replace(first, notes=missing), *(section for section in rest if section.charts or section.notes)]
 
 
-def overlay(runs: Sequence[tuple[str, Record]], colors: Sequence[int | None]) -> list[Section]:
+def overlay(
+    runs: Sequence[tuple[str, Record]], colors: Sequence[int | None], winner: Record | None = None
+) -> list[Section]:
     """The charts of a sweep: each curve that its jobs have, of all of them on top of each other.
 
     Args:
         runs: labels, and the runs.
         colors: of each the number in the palette; None for one among too many to tell apart.
+        winner: the best run, whose curves are to be seen where others are the same.
     """
     gathered: dict[str, dict[tuple[str, str], Chart]] = {}
-    drawn = sorted(zip(runs, colors, strict=True), key=lambda each: each[1] is not None)  # the coloured ones on top
+    # the coloured ones on top, and the best one on top of them
+    drawn = sorted(zip(runs, colors, strict=True), key=lambda each: (each[1] is not None, each[0][1] is winner))
     for (label, run), color in drawn:
         for section in sections_of(run):
             charts = gathered.setdefault(section.title, {})
@@ -243,7 +249,13 @@ def _mixed_precision(run: Record, rows: dict[str, Curve]) -> tuple[list[Chart], 
                 lines += [Line(name, curve, number) for number, (name, curve) in enumerate(named_layers, start=1)]
             charts.append(Chart(title, lines, "linear", note=note))
     if not charts and run.command == "fit" and run.rows:
-        notes.append("Nothing was logged of scale and gradients: that is ScaleMonitor's (callbacks=default has it).")
+        callbacks = run.config.get("callbacks")
+        monitor = callbacks.get("scale_monitor") if isinstance(callbacks, dict) else None
+        if isinstance(monitor, dict) and "_target_" in monitor:
+            why = "the run was too short for it (trainer.log_every_n_steps, callbacks.scale_monitor.every_n_steps)"
+        else:
+            why = "that is ScaleMonitor's (callbacks=default has it)"
+        notes.append(f"Nothing was logged of scale and gradients: {why}.")
     return charts, notes
 
 
@@ -266,15 +278,15 @@ def _continued(curve: Curve, logged: Curve) -> Curve:
 
 def _pace(run: Record) -> tuple[list[Chart], list[str]]:
     charts = []
-    if rate := speed(run):
+    if len(rate := speed(run)) > 1:  # a single value is a tile above the curves
         per_sample = run.samples_per_step
         unit = "training samples per second" if per_sample else "optimizer steps per second"
         charts.append(Chart("Throughput", [Line("rate", rate, 2)], "linear", note=f"{unit}, without validation"))
-    if memory := run.memory:
+    if len(memory := run.memory) > 1:
         in_mib = Curve(memory.steps, [value / 2**20 for value in memory.values])
         what = "reserved on the GPU" if run.memory_is_the_gpus else "of the whole process"
         charts.append(Chart("Memory", [Line("memory", in_mib, 3)], "linear", note=f"MiB, {what}"))
-    if charts or run.command != "fit" or not (run.rows or run.points):
+    if charts or run.seconds or run.command != "fit" or not (run.rows or run.points):
         return charts, []
     if run.points:
         return [], ["Time and memory over the steps are not in curves.json: an older version wrote it."]
@@ -283,15 +295,15 @@ def _pace(run: Record) -> tuple[list[Chart], list[str]]:
 
 def speed(run: Record) -> Curve:
     """Training samples per second (steps, where a batch's size is not known) in up to 60 stretches of the training."""
-    seconds = run.seconds
-    stride = max(1, len(seconds) // _PACE_POINTS)
-    steps, times = seconds.steps[::stride], seconds.values[::stride]
-    each = run.samples_per_step or 1
-    points = [
-        (now, each * (now - before) / (there - then))
-        for before, now, then, there in zip(steps, steps[1:], times, times[1:], strict=False)
-        if there > then and now > before
-    ]
+    seconds, points = run.seconds, list[tuple[float, float]]()
+    if not seconds:
+        return seconds
+    step, time = seconds.steps[0], seconds.values[0]
+    least = max(_SHORTEST, (seconds.values[-1] - time) / _PACE_POINTS)
+    for now, there in zip(seconds.steps, seconds.values, strict=True):
+        if there - time >= least and now > step:
+            points.append((now, (run.samples_per_step or 1) * (now - step) / (there - time)))
+            step, time = now, there
     return Curve([step for step, _ in points], [rate for _, rate in points])
 
 
@@ -307,6 +319,12 @@ def _without_rows(run: Record) -> str:
     if chosen is not None and not names:
         return f"This run logged nothing (logger=none): there are no curves. The default logger writes {what}."
     if "csv" in names:
+        every = (run.config.get("trainer") or {}).get("log_every_n_steps")
+        if run.status == "completed" and isinstance(every, int) and (run.step or 0) < every:
+            return (
+                f"There is no metrics.csv: rows are written every {every} steps (trainer.log_every_n_steps), and the"
+                f" run had {run.step}. They have {what}."
+            )
         return f"There is no metrics.csv: the run ended before its first rows were written. They have {what}."
     by = f" by {' and '.join(names)} alone" if names else ""
     return f"There is no metrics.csv: the run was logged{by}. With logger=csv, or the default, there are also {what}."

@@ -31,6 +31,7 @@ _POINTS = 400  # of a line; about what can be told apart in the width
 _ALL_POINTS = 3600  # of the lines of a chart together
 _FEWEST = 48
 _DECADES = 100.0
+_SUPERSCRIPT = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,10 @@ def _draw(axes: Axes, chart: Chart, lines: Sequence[tuple[Line, Curve]], last_st
             marker="o" if lonely and not line.steps and not line.faint else None,
             markersize=3.4,
         )  # fmt: skip
-    scale = _scale(chart, [curve for _, curve in lines])
-    _limit(axes, chart, scale, [curve for _, curve in lines])
+    # the pale ones are there for comparison: one of them that diverges is not to flatten the others
+    judged = [curve for line, curve in lines if line.color >= 0] or [curve for _, curve in lines]
+    scale = _scale(chart, judged)
+    _limit(axes, chart, scale, judged)
     steps = [step for _, curve in lines for step in ((curve.steps[0], curve.steps[-1]) if curve else ())]
     end = max([*steps, last_step, 1])
     axes.set_xlim(-0.015 * end, 1.015 * end)
@@ -151,6 +154,8 @@ def _draw(axes: Axes, chart: Chart, lines: Sequence[tuple[Line, Curve]], last_st
         axes.plot(
             chart.crosses.steps, chart.crosses.values, "x", color=_BAD, markersize=6, markeredgewidth=1.6, zorder=3
         )
+    if not any(curve.finite for _, curve in lines):
+        axes.set_yticks([])  # nothing can be read from them
     _mark_broken(axes, [curve for _, curve in lines])
     return scale
 
@@ -249,4 +254,4 @@ def _power(value: float, base: int) -> str:
         return f"{value:,.6g}"
     if abs(power - round(power)) > 1e-6:
         return f"{value:.2g}"
-    return f"{base}^{round(power)}"
+    return f"{base}{str(round(power)).translate(_SUPERSCRIPT)}"

@@ -57,7 +57,7 @@ def chosen(given: str | None) -> Path:
     if not folder.exists():
         raise UsageError(f"There is no folder {given}.{_near(folder)}")
     if not folder.is_dir():
-        raise UsageError(f"{given} is a file, expected the folder of a run, such as {folder.parent}.")
+        raise UsageError(f"{given} is a file, expected the folder of a run.{_near(folder)}")
     if is_sweep(folder) or is_run(folder):
         return folder
     found = below(folder)
@@ -68,7 +68,7 @@ def chosen(given: str | None) -> Path:
         )
     if len(found) == 1:
         return found[0]
-    raise UsageError(f"{given} holds {len(found)} runs and sweeps, expected one. The newest: {_list(found)}")
+    raise UsageError(f"{given} holds {len(found)} runs and sweeps, expected one. The newest:{_list(found)}")
 
 
 def below(folder: Path) -> list[Path]:
@@ -113,9 +113,9 @@ def _time(file: Path) -> float:
 
 def _near(folder: Path) -> str:
     """Runs beside the one that was asked for, or where runs usually are."""
-    beside = [place for place in _children(folder.parent) if is_sweep(place) or is_run(place)]
+    beside = [place for place in (folder.parent, *_children(folder.parent)) if is_sweep(place) or is_run(place)]
     found = beside or [place for top in _TOPS for place in below(Path(top))]
-    return f" There are: {_list(found)}" if found else ""
+    return f" There are:{_list(found)}" if found else ""
 
 
 def _list(folders: list[Path], most: int = 5) -> str:

@@ -98,9 +98,9 @@ def _sweep(folder: Path, out: Path) -> str:
     comparison = _comparison(folder)
     jobs, header = _jobs(runs, comparison)
     colors = [job.color for job in jobs]
-    sections = overlay([(job.label, job.run) for job in jobs], colors)
-    counts = {status: sum(job.run.status == status for job in jobs) for status in _SAYS}
     winner = next((job for job in jobs if job.is_best), None)
+    sections = overlay([(job.label, job.run) for job in jobs], colors, winner.run if winner else None)
+    counts = {status: sum(job.run.status == status for job in jobs) for status in _SAYS}
     names = list(dict.fromkeys(run.name for run in runs))
     return _render(
         "sweep.html.jinja",
@@ -168,7 +168,7 @@ def _tiles(run: Record) -> list[Tile]:
         skipped = int(seen.values[-1])
     scale = run.result.get("scale", run.summary.get("scale"))
     if skipped is not None and (scale is not None or skipped):
-        share = f"{skipped / run.step:.1%} of all" if run.step else ""
+        share = f"{skipped / run.step:.1%} of all" if run.step and skipped else ""
         tiles.append(Tile("Skipped steps", f"{skipped:,}", share))
     if scale is not None:
         tiles.append(Tile("Loss scale", told(float(scale)), "at the end"))
@@ -367,8 +367,9 @@ def _colors(runs: Sequence[Record], winner: Record | None) -> list[int | None]:
 def _sweep_tiles(jobs: Sequence[Job], winner: Job | None) -> list[Tile]:
     tiles = []
     if winner is not None and winner.run.objective is not None:
-        value = told(winner.run.objective_value)
-        tiles.append(Tile(f"Best {winner.run.objective[0]}", value, winner.label, strong=True))
+        (metric, mode), value = winner.run.objective, told(winner.run.objective_value)
+        way = "Lowest" if mode == "min" else "Highest"  # of the last values: a job may have been better before
+        tiles.append(Tile(f"{way} {metric} at the end", value, winner.label, strong=True))
     ended = sum(job.run.status in ("completed", "pruned") for job in jobs)
     tiles.append(Tile("Jobs", f"{len(jobs)}", f"{ended} ended well"))
     times = [job.run.duration for job in jobs if job.run.duration is not None]

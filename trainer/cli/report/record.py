@@ -101,7 +101,7 @@ class Record:
         """Its precision; empty where that is not known."""
         chosen = [word.partition("=")[2] for word in self.overrides if word.startswith("precision=")]
         known = (self.result.get("trained_in"), self.summary.get("precision"), self.result.get("precision"), *chosen)
-        return str(next(filter(None, known), ""))
+        return str(next(filter(None, known), "") or self._choices.get("precision", ""))
 
     @cached_property
     def status(self) -> str:
@@ -259,7 +259,7 @@ class Record:
         """What the log has of warnings and errors, the time in front left out."""
         marks = ("[WARNING] - ", "[ERROR] - ", "[CRITICAL] - ")
         said = [line.partition(mark)[2] for line in self.log for mark in marks if mark in line]
-        return list(dict.fromkeys(said))
+        return [text for text in dict.fromkeys(said) if text != "The run failed."]  # its error is told elsewhere
 
     @cached_property
     def files(self) -> list[tuple[Path, int]]:
@@ -273,6 +273,14 @@ class Record:
             except OSError:
                 continue
         return list(dict.fromkeys(found))[:_FILES]
+
+    @property
+    def _choices(self) -> dict[str, Any]:
+        """What each group of the config was set to, by default or not."""
+        node = _yaml(self.folder / ".hydra" / "hydra.yaml")
+        for name in ("hydra", "runtime", "choices"):
+            node = node.get(name) if isinstance(node, dict) else None
+        return node if isinstance(node, dict) else {}
 
     @property
     def _pace(self) -> Mapping[str, Any]:

@@ -16,10 +16,14 @@ from trainer.cli.results import RESULT
 
 if TYPE_CHECKING:  # takes a moment to import
     from rich.console import Console
+    from rich.table import Table
 
 ENDED_WELL = ("completed", "pruned")
 """What a job's status is when nothing went wrong. A sweeper stops ("prunes") a job that is not worth finishing."""
 
+
+_SPARE = ("run dir", "scale", "epochs", "memory", "skipped")
+"""Columns that the terminal does without where it is too narrow for all, in this order. ``summary.md`` has them."""
 
 PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
 """How the override begins by which Optuna's sweeper has a job report to its study."""
@@ -105,7 +109,7 @@ def _common(results: list[dict[str, Any]]) -> set[str]:
 
 
 def _best(results: list[dict[str, Any]]) -> str:
-    """A sentence on the best job, and the command that is like it; empty where there is none."""
+    """A sentence on the best job, and the command that is like it, or on why there is none; empty without objective."""
     for result in results:
         if result["best"]:
             objective, common = result["objective"], _common(results)
@@ -114,6 +118,9 @@ def _best(results: list[dict[str, Any]]) -> str:
             what = f"{objective['metric']} {objective['value']:.4g}, the {way}"
             command = shlex.join(["python", "-m", "trainer", "fit", *shown(result["overrides"])])
             return f"Best: job {result['job']}, with {what}{f': {own}' if own else ''}\n\n    {command}"
+    asked = {(goal["metric"], goal["mode"]) for result in results if (goal := result.get("objective"))}
+    if len(asked) == 1 and any(result["status"] == "completed" for result in results):
+        return f"No job is the best: none has ended with a finite value of {asked.pop()[0]}."
     return ""
 
 
@@ -135,13 +142,24 @@ def _print(header: list[str], rows: list[list[str]], results: list[dict[str, Any
     jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
     title, left = f"Sweep of {jobs}", ("overrides", "status", "run dir")
-    console = console_of_tables() if is_quiet() else print_table(title, header, narrow, left)
+    console = console_of_tables() if is_quiet() else print_table(title, header, narrow, left, _SPARE)
     if said := _best(results):
-        console.print(said, style="bold green", soft_wrap=True, markup=False, highlight=False)
+        style = "bold green" if said.startswith("Best") else "yellow"
+        console.print(said, style=style, soft_wrap=True, markup=False, highlight=False)
     for result in results:
         if "error" in result:
-            console.print(f"Job {result['job']} {result['status']}: {result['error']}", markup=False, highlight=False)
+            told = f"Job {result['job']} {result['status']}: {result['error']}"
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Everything is in {folder}", soft_wrap=True, markup=False, highlight=False)
+
+
+def four_digits(value: float) -> str:
+    """A rate, without a power of ten.
+
+    >>> four_digits(34.831), four_digits(66961.2)
+    ('34.83', '66,960')
+    """
+    return f"{float(f'{value:.4g}'):,.10g}"
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -149,7 +167,13 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
 
 
-def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> Console:
+def print_table(
+    title: str,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Sequence[str],
+    spare: Sequence[str] = (),
+) -> Console:
     """Print a table; rows in which something failed or was interrupted are red, those of pruned jobs dim.
 
     The row of the best job, whose first cell says so, is bold.
@@ -159,22 +183,43 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
         header: the columns' names.
         rows: their cells.
         left: names of the columns that are aligned to the left.
+        spare: names of the columns that are left out, one after the other, while the terminal is too narrow for all.
 
     Returns:
         The console it went to, for more.
     """
+    from rich.measure import Measurement
+
+    console, listed, dropped = console_of_tables(), list(rows), list[str]()
+    unlimited = console.options.update(max_width=1000)
+    table = _table(title, header, listed, left, dropped)
+    for name in spare:
+        if Measurement.get(console, unlimited, table).maximum <= console.width:
+            break
+        dropped.append(name)
+        table = _table(title, header, listed, left, dropped)
+    console.print(table)
+    return console
+
+
+def _table(
+    title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str], dropped: Sequence[str]
+) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    console = console_of_tables()
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for name in header:
-        table.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
+    kept = [place for place, name in enumerate(header) if name not in dropped]
+    for name in (header[place] for place in kept):
+        is_left = name in left
+        # when columns have been dropped, what is still too wide is a text, and no number is folded
+        table.add_column(
+            Text(name), justify="left" if is_left else "right", overflow="fold", no_wrap=bool(dropped) and not is_left
+        )
     for cells in rows:
-        table.add_row(*map(Text, cells), style=_style(cells))
-    console.print(table)
-    return console
+        table.add_row(*(Text(cells[place]) for place in kept), style=_style(cells))
+    return table
 
 
 def console_of_tables() -> Console:

@@ -177,9 +177,9 @@ class Job:
             number = -status if status < 0 else status - 128
             if not file.is_file() and number in _ENDING:
                 result["status"] = "interrupted"  # before it could write anything
-            result["error"] = f"ended by signal {number}" if status < 0 else f"exit status {status}"
-            if self.aside and result["status"] == "failed":
-                result["error"] += f", see {self.folder / CONSOLE}"
+            if result["status"] == "failed":  # of others the status says it all
+                result["error"] = _ended_by(-status) if status < 0 else f"exit status {status}"
+                result["error"] += f", see {self.folder / CONSOLE}" if self.aside else ""
         result |= {"job": self.number, "overrides": self.overrides, "exit_status": status, "digest": self.digest}
         write_result(self.folder, result)
         if self.aside:
@@ -187,6 +187,14 @@ class Job:
             value = objective.get("value")
             reached = "" if value is None else f", {objective['metric']} {value:.4g}"
             self.said(f"{result['status']} after {seconds:.1f} s{reached}")
+
+
+def _ended_by(number: int) -> str:
+    """What became of a process that a signal has ended, and could not say so itself."""
+    names = {each.value: each.name for each in signal.Signals}
+    name = names.get(number, f"signal {number}")
+    is_kill = number == getattr(signal, "SIGKILL", None)
+    return f"ended by {name}{', as the system does it when memory runs out' if is_kill else ''}"
 
 
 def run_job(config: DictConfig, own: Callable[[list[str]], list[str]] = list) -> float | None:

@@ -286,12 +286,17 @@ def failure(message: Mapping[str, Any], where: str, folder: Path) -> TrainerErro
         text = " ".join(str(message["error"]).split()).rstrip(".")
     if message.get("is_usage"):
         return UsageError(redaction.text(f"{text}."))
-    return TuneError(redaction.text(f"{where}: {text}. What it printed is in {folder / LOG}"))
+    return TuneError(redaction.text(f"{where}: {text}. What it printed is in {seen(folder) / LOG}"))
 
 
 def write(folder: Path, result: dict[str, Any]) -> None:
     """Write ``tune.json``."""
     (folder / RESULT).write_text(redaction.text(json.dumps(result, indent=2)) + "\n", encoding="utf-8")
+
+
+def seen(folder: Path) -> Path:
+    """A folder as it is told of: from here, where it lies below."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def say(text: str) -> None:

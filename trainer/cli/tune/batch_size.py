@@ -13,7 +13,7 @@ from trainer import machine
 from trainer.cli import tune
 from trainer.cli.arguments import COMPARED, Arguments, UsageError
 from trainer.cli.processes import is_quiet
-from trainer.cli.sweep import print_table
+from trainer.cli.sweep import four_digits, print_table
 from trainer.cli.tune import LOG, Settings, Try
 from trainer.cli.tune.apart import Message, killed, run_apart
 from trainer.cli.tune.search import largest
@@ -229,7 +229,10 @@ def _short(message: Message) -> str:
 def _said(tried: Tried) -> str:
     if not tried.fits:
         return f"does not fit ({tried.note})"
-    parts = [f"{tried.samples_per_second:,.4g} samples/s" if tried.samples_per_second else "", _mebibytes(tried.memory)]
+    parts = [
+        f"{four_digits(tried.samples_per_second)} samples/s" if tried.samples_per_second else "",
+        _mebibytes(tried.memory),
+    ]
     return f"fits, {', '.join(filter(None, [*parts, tried.note]))}"
 
 
@@ -273,8 +276,8 @@ def _report(findings: Sequence[Finding], settings: Settings, folder: Path) -> No
             print(f"precision={finding.precision} {settings.batch_size_key}={finding.largest}")
         else:
             print(f"precision={finding.precision}: {finding.problem or 'not even one sample fits.'}")
-    tune.say(f"Everything is in {folder / tune.RESULT}")
+    tune.say(f"Everything is in {tune.seen(folder) / tune.RESULT}")
 
 
 def _rate(tried: Tried | None) -> str:
-    return f"{tried.samples_per_second:,.4g}" if tried and tried.samples_per_second else "-"
+    return four_digits(tried.samples_per_second) if tried and tried.samples_per_second else "-"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
     for remark in remarks:
         tune.say(remark)
     print(last)
-    tune.say(f"The curve is in {folder / PICTURE}" if points else f"Everything is in {folder / tune.RESULT}")
+    seen = tune.seen(folder)
+    tune.say(f"The curve is in {seen / PICTURE}" if points else f"Everything is in {seen / tune.RESULT}")
     return 0 if found.lr is not None else 1
 
 
@@ -108,6 +110,12 @@ def _lines(
         lines.append(
             f"There are {message['groups']} parameter groups, which kept their proportions: the rate is that of the"
             " fastest."
+        )
+    own = message["own_rates"]
+    if current is not None and own and not any(math.isclose(current, rate, rel_tol=1e-6) for rate in own):
+        lines.append(
+            f"{settings.lr_key} is {current:g}, but the optimizer was given {own[-1]:g}: the module takes its learning"
+            " rate from elsewhere. Name the setting it comes from, such as tune.lr_key=model.lr."
         )
     if lr is None:
         return [*lines, f"No suggestion: {why}."]

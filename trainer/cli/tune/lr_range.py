@@ -57,6 +57,7 @@ class LearningRateSweep(Callback):
         self.first_loss: float | None = None
         self.ended_by = "the end of the fit"
         self._rates = [min_lr * (max_lr / min_lr) ** (step / (steps - 1)) for step in range(steps)]
+        self._own_rates: set[float] = set()  # that the module has given the optimizer
         self._shares: list[float] = []  # of the fastest group's rate, for each group
         self._updates: list[_Update] = []
         self._window: list[float] = []  # losses of the batches of the current window
@@ -89,6 +90,8 @@ class LearningRateSweep(Callback):
         # Where a schedule has changed the rate already, it has kept what it was.
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self._shares = [rate / max(rates) if max(rates) > 0 else 1.0 for rate in rates]
+        given = optimizer.defaults.get("lr")  # some schedules change initial_lr as well
+        self._own_rates = {*rates, *([] if given is None else [float(given)])}
         trainer.lr_scheduler_configs.clear()
 
     def on_before_optimizer_step(
@@ -138,6 +141,7 @@ class LearningRateSweep(Callback):
             "ended_by": self.ended_by,
             "skipped": sum(bool(update.skipped) for update in self._updates),
             "groups": len(self._shares),
+            "own_rates": sorted(self._own_rates),
         }
 
     def _is_over(self, loss: float, before: _Update | None) -> str | None:
