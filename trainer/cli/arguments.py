@@ -154,6 +154,8 @@ def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
 def _read_override(word: str, arguments: Arguments) -> None:
     key, _, value = word.partition("=")
     bare = key.lstrip("+")
+    if not bare:
+        raise UsageError(f"Got {word!r}, expected a setting written as key=value.")
     if bare == "command":
         _read_command(value, arguments)
         return
