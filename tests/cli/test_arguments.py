@@ -118,3 +118,11 @@ def test_mistakes(argv, message):
     with pytest.raises(UsageError) as caught:
         read(argv)
     assert message in str(caught.value)
+
+
+def test_a_report_is_of_folders_whatever_they_are_called():
+    arguments = read(["report", "multirun/lr=0.1,precision=16", "out=1.html"])
+    assert arguments.words == ["multirun/lr=0.1,precision=16", "out=1.html"]
+    assert arguments.overrides == []
+    with pytest.raises(UsageError, match="expected settings"):
+        read(["report", "a", "b", "c"])

@@ -50,7 +50,7 @@ def test_before_data_is_loaded(malformed_project, capsys, argv, expected):
 
 
 def test_there_are_many_and_each_has_a_name():
-    assert len({name for name, _, _ in CASES}) == len(CASES) >= 50
+    assert len({name for name, _, _ in CASES}) == len(CASES) >= 100
 
 
 def test_without_torch(malformed_project):

@@ -107,7 +107,7 @@ def read(argv: Sequence[str]) -> Arguments:
         word = words.pop(0)
         if word.startswith("-"):
             _read_flag(word, words, arguments)
-        elif "=" in word or word.startswith("~"):
+        elif ("=" in word or word.startswith("~")) and arguments.command != "report":  # whose folders may be called so
             _read_override(word, arguments)
         elif len(arguments.words) < TOOLS.get(arguments.command or "", 0):
             arguments.words.append(word)
@@ -154,6 +154,8 @@ def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
 def _read_override(word: str, arguments: Arguments) -> None:
     key, _, value = word.partition("=")
     bare = key.lstrip("+")
+    if not bare:
+        raise UsageError(f"Got {word!r}, expected a setting written as key=value.")
     if bare == "command":
         _read_command(value, arguments)
         return

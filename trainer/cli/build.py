@@ -228,7 +228,9 @@ def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
     try:
         make([torch.nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{key}: {target} refuses its arguments: {str(error).rstrip('.')}.") from error
+        nulls = [f"{name}=null" for name, value in make.keywords.items() if value is None]
+        given = f", {', '.join(nulls)} among them" if nulls else ""
+        raise UsageError(f"{key}: {target} refuses its arguments{given}: {str(error).rstrip('.')}.") from error
     except RuntimeError:  # fused ones want parameters on their device
         return
 

@@ -207,7 +207,7 @@ def explain(error: Exception) -> str:
             return f"{file}{key} is {_value_in(cause)}, expected {expected(TYPES[name])}."
         if key.startswith("trainer."):
             return f"{file}There is no setting {key!r}.{did_you_mean(name, TYPES)}"
-        said = _one_paragraph(str(cause.msg or cause))
+        said = _one_paragraph(str(cause.msg or cause).partition("full_key:")[0])
         if "is not in struct" in said:
             return f"{file}There is no setting {key!r}. To add a new one, write a + in front of it: +{key}=VALUE."
         return f"{file}{key}: {said}."

@@ -212,6 +212,8 @@ def _check_folders(config: DictConfig, given: list[str]) -> None:
     here = Path.cwd()
     for key in ("hydra.run.dir", "hydra.sweep.dir"):
         folder = str(OmegaConf.select(config, key))
+        if not folder:
+            raise UsageError(f"{key} is empty, expected a folder for the run, such as outputs/NAME.")
         if any(_is_set(one, key) for one in given):
             continue
         if not folder.isprintable():

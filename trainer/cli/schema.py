@@ -225,6 +225,9 @@ def mistake(settings: Mapping[str, Any]) -> str | None:
 
 
 def _out_of_range(settings: Mapping[str, Any]) -> str | None:
+    for name, value in settings.items():
+        if isinstance(value, int) and value >= 2**63:
+            return f"trainer.{name} is {value}, expected a number that fits in 64 bits."
     for name, (least, meaning) in _LEAST.items():
         value = settings.get(name)
         if isinstance(value, (int, float)) and not value >= least:
@@ -238,7 +241,9 @@ def _out_of_range(settings: Mapping[str, Any]) -> str | None:
                 f" number of them{f', such as {round(value)}' if math.isfinite(value) else ''}."
             )
     value = settings.get("val_check_interval")
-    if isinstance(value, (int, float)) and not value > 0:
+    if (isinstance(value, (int, float)) and not value > 0) or (
+        value is not None and _is_time(value) and _is_zero(value)
+    ):
         return (
             f"trainer.val_check_interval is {describe(value)}, expected more than 0. To do without validation, write"
             " trainer.limit_val_batches=0."
@@ -293,9 +298,16 @@ def _is_number(value: Any) -> bool:
 
 def _is_time(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return len(value) > 0 and all(unit in _UNITS and _is_number(amount) for unit, amount in value.items())
+        amounts = value.values()
+        return (
+            len(value) > 0 and set(value) <= set(_UNITS) and all(_is_number(a) and 0 <= a < math.inf for a in amounts)
+        )
     parts = value.split(":") if isinstance(value, str) else []
     return len(parts) == 4 and all(part.strip().isdecimal() for part in parts)
+
+
+def _is_zero(time: Any) -> bool:
+    return not any(time.values() if isinstance(time, Mapping) else map(int, time.split(":")))
 
 
 def _is_devices(value: Any) -> bool:

@@ -6,6 +6,7 @@ import copy
 import difflib
 import math
 from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from trainer.precision.names import ALIASES
 # A sweep over a long range is checked by its first values; Hydra composes every job before it starts the
 # first.
 _MOST_VALUES = 50
+_MOST_JOBS = 20  # are composed and checked as a whole, which takes a tenth of a second
+_NEEDED = ("precision", "trainer")
+"""Groups that are always there."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
 
 
@@ -69,21 +73,24 @@ def validate(arguments: Arguments) -> DictConfig:
     if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
         plugins.prepare(config.hydra)
         _check_intervals(config, overrides)
-    _check_whole(composer, config, overrides, runs=not arguments.shows, config_dir=arguments.flags.get("--config-dir"))
+    config_dir = arguments.flags.get("--config-dir")
+    _check_whole(composer, config, overrides, runs=not arguments.shows, config_dir=config_dir)
+    for job in islice(_jobs(overrides), 1, _MOST_JOBS):
+        _check_whole(composer, composer.compose(job), overrides, runs=not arguments.shows, config_dir=config_dir)
     return config
 
 
 def _values(overrides: Sequence[Override]) -> list[list[str]]:
     """For each override the values it stands for, written as overrides without a sweep."""
-    return [
-        [
-            f"{override.get_key_element()}={value}"
-            for value, _ in zip(_sweep(override), range(_MOST_VALUES), strict=False)
-        ]
-        if override.is_sweep_override()
-        else [str(override.input_line)]
-        for override in overrides
-    ]
+    found = []
+    for override in overrides:
+        values = [str(override.input_line)]
+        if override.is_sweep_override():
+            values = [f"{override.get_key_element()}={value}" for value in islice(_sweep(override), _MOST_VALUES)]
+        if not values:
+            raise UsageError(f"{override.input_line} stands for no value at all, expected one or more.")
+        found.append(values)
+    return found
 
 
 def _sweep(override: Override) -> Iterator[str]:
@@ -154,11 +161,19 @@ def _check_option(composer: Composer, override: Override) -> None:
     if override.is_interval_sweep():
         raise UsageError(f"{override.input_line} is an interval, expected options of the config group {group}.")
     written = list(_sweep(override)) if override.is_sweep_override() else override.value()
+    if group == "precision" and isinstance(written, list) and len(written) > 1 and not override.is_sweep_override():
+        names = ",".join(map(str, written))
+        raise UsageError(f"precision is [{names}], expected one option. For a run in each, write -m precision={names}")
     for option in written if isinstance(written, list) else [written]:
         if isinstance(option, dict):
             continue
         if option is None:
-            raise UsageError(f"{group} is null, expected the name of an option; to do without it, write ~{group}.")
+            known = composer.options(group)
+            none = f"{group}=none" if "none" in known else f"~{group}"
+            without = "" if group in _NEEDED else f"; to do without it, write {none}"
+            raise UsageError(
+                f"{group} is null, expected the name of an option{without}. Choose one of: {', '.join(known)}."
+            )
         name = str(option).strip("'\"")
         places.check_option(group, name)
         if not composer.has_option(group, name):
@@ -179,6 +194,8 @@ def _check_settings(composer: Composer, config: DictConfig, overrides: Sequence[
             continue  # Hydra judges these
         if composer.is_group(key) and not isinstance(override.value(), dict):
             continue
+        if override.is_delete() and key.startswith("trainer."):
+            raise UsageError(f"{key} can be changed, but not left out. Write {key}=null, or give it another value.")
         if override.is_add() or override.is_force_add():
             _check_new_key(composer, override)
         elif _exists(known, override, composer) and not override.is_delete():
@@ -318,9 +335,13 @@ def _check_whole(
     job = copy.deepcopy(config)
     with open_dict(job):
         del job["hydra"]
+    _check_complete(job)
     resume = job.get("resume")
     if resume not in (None, "auto"):
         raise UsageError(f"resume is {describe(resume)}, expected auto or null.{did_you_mean(str(resume), ['auto'])}")
+    exact = job.get("exact_resume")
+    if not isinstance(exact, bool):
+        raise UsageError(f"exact_resume is {describe(exact)}, expected true or false.")
     plain = resolve(job) if runs else _unresolved(job)  # what is only shown need not be complete
     settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
     if problem := mistake({**TrainerSettings().__dict__, **settings}):
@@ -335,6 +356,22 @@ def _check_whole(
         _check_combinations(plain)
         _check_checkpoint(plain["ckpt_path"], given)
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
+
+
+def _check_complete(job: DictConfig) -> None:
+    """What our own config has is counted on: Hydra lets one delete it."""
+    for name in ("allowed_packages", "callbacks", "logger", "objective", "seed", *_NEEDED):
+        if name not in job:
+            none = f" To do without, write {name}=none." if name in ("callbacks", "logger") else ""
+            raise UsageError(
+                f"There is no {name} in the config, expected one: it can be changed, but not left out.{none}"
+            )
+    for name in ("callbacks", "logger"):
+        group = _unresolved(job)[name] or {}
+        for key, node in group.items() if isinstance(group, dict) else [("", group)]:
+            if node is not None and not isinstance(node, dict) and not str(node).startswith("${"):
+                place = f"{name}.{key}".rstrip(".")
+                raise UsageError(f"{place} is {describe(node)}, expected a node with a _target_, or null.")
 
 
 def _set_keys(composer: Composer, overrides: Sequence[Override]) -> set[str]:
@@ -388,8 +425,12 @@ def _check_values(plain: dict[str, Any]) -> None:
         raise UsageError(f"seed is {describe(seed)}, expected a whole number from 0 to {2**32 - 1}, or null for none.")
     for key, name, value in _numbers(plain["data"], "data"):
         least = {"batch_size": 1, "num_workers": 0}.get(name)
-        if least is not None and not value >= least:
+        if least is not None and not (isinstance(value, int) and least <= value < 2**63):
             raise UsageError(f"{key} is {describe(value)}, expected a whole number of at least {least}.")
+    for group in ("optimizer", "scheduler"):
+        for key, _, value in _numbers(plain.get(group), group):
+            if not math.isfinite(value):
+                raise UsageError(f"{key} is {describe(value)}, expected a finite number.")
 
 
 def _numbers(node: Any, key: str) -> Iterator[tuple[str, str, float]]:
@@ -428,8 +469,13 @@ def _check_checkpoint(path: Any, given: Collection[str]) -> None:
             f"ckpt_path is {path} in a config file. Who is asked over the network, and with which words, is said on the"
             f" command line: ckpt_path={path}"
         )
-    if not path.isprintable():
+    if not path.strip() or not path.isprintable():
         raise UsageError(f"ckpt_path is {path!r}, expected the path or URL of a file, best, last, or null.")
+    if Path(path).is_dir() and path:
+        raise UsageError(
+            f"ckpt_path is {path}, which is a folder, expected a file. For a run's folder, with the config in it, write"
+            " ckpt=FOLDER."
+        )
     if Path(path).exists():
         return
     folder = Path(path).parent

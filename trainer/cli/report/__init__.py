@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ def write_report(folder: Path, out: Path) -> None:
         out: the file; overwritten if it is there.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: it cannot be written, or what is in the folder cannot be read.
     """
     from trainer.cli.report.folders import is_sweep
     from trainer.cli.report.page import page
@@ -51,10 +52,18 @@ def write_report(folder: Path, out: Path) -> None:
         raise UsageError(
             f"The page was to be {out}, expected the name of an .html file, such as {out.with_name(PAGE)}."
         )
-    text = page(folder, out, is_sweep(folder))
+    try:
+        text = page(folder, out, is_sweep(folder))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"The files in {folder} say something that a run does not write ({type(error).__name__}: {error}). They"
+            " were changed, or come from another version."
+        ) from error
+    part = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
+        part.replace(out)  # where there is a link of that name, the page takes its place
     except OSError as error:
         raise UsageError(
             f"Cannot write {out}: {error.strerror}. Name another file: `python -m trainer report {folder} OUT.html`."

@@ -100,7 +100,7 @@ def _children(folder: Path) -> Iterator[Path]:
 def _summary(folder: Path) -> object:
     try:
         return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -385,7 +385,7 @@ def _comparison(folder: Path) -> dict[str, Any]:
     """``compare.json``; {} where there is none."""
     try:
         found = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return dict(redaction.containers(found)) if isinstance(found, dict) else {}
 

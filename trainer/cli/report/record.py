@@ -43,17 +43,17 @@ class Record:
     @cached_property
     def result(self) -> dict[str, Any]:
         """``result.json``; {} where there is none, or only that of an earlier run in the same folder."""
-        return {} if self._is_stale(RESULT) else _tidy(read_result(self.folder))
+        return {} if self._is_stale(RESULT) else _tidy(read_result(self._inside(self.folder / RESULT).parent))
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """``summary.json``, likewise."""
-        return {} if self._is_stale("summary.json") else _tidy(_json(self.folder / "summary.json"))
+        return {} if self._is_stale("summary.json") else _tidy(_json(self._inside(self.folder / "summary.json")))
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """``environment.json``."""
-        found = _tidy(_json(self.folder / ENVIRONMENT))
+        found = _tidy(_json(self._inside(self.folder / ENVIRONMENT)))
         if isinstance(command := found.get("command"), list):
             found["command"] = [private.word(str(word)) for word in command]
         return found
@@ -61,19 +61,19 @@ class Record:
     @cached_property
     def points(self) -> dict[str, Any]:
         """``curves.json``."""
-        return _json(self.folder / "curves.json")
+        return _json(self._inside(self.folder / "curves.json"))
 
     @cached_property
     def rows(self) -> dict[str, Curve]:
         """The columns of the newest ``metrics.csv``."""
         files = [*self.folder.glob("metrics.csv"), *self.folder.glob("*/metrics.csv")]
         files += self.folder.glob("lightning_logs/*/metrics.csv")
-        return read_rows(max(files, key=_changed)) if files else {}
+        return read_rows(self._inside(max(files, key=_changed))) if files else {}
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The composed config."""
-        written = _yaml(self.folder / ".hydra" / "config.yaml")
+        written = _yaml(self._inside(self.folder / ".hydra" / "config.yaml"))
         if not isinstance(written, dict):
             return {}
         return {str(name): private.setting(str(name), value) for name, value in written.items()}
@@ -81,7 +81,7 @@ class Record:
     @cached_property
     def overrides(self) -> list[str]:
         """What the command line set, without what is ours."""
-        words = self.result.get("overrides") or _yaml(self.folder / ".hydra" / "overrides.yaml")
+        words = self.result.get("overrides") or _yaml(self._inside(self.folder / ".hydra" / "overrides.yaml"))
         listed = words if isinstance(words, list) else []
         return [private.word(word) for word in shown([str(word) for word in listed])]
 
@@ -239,13 +239,13 @@ class Record:
         """Its overflow reports, the first step first."""
         files = [*self.folder.glob(PATTERN), *self.folder.glob(f"*/{PATTERN}")]
         files += self.folder.glob(f"lightning_logs/*/{PATTERN}")
-        found = (read_overflow(file) for file in files)
+        found = (read_overflow(self._inside(file)) for file in files)
         return sorted((report for report in found if report), key=lambda report: report.step)
 
     @cached_property
     def log(self) -> list[str]:
         """The last lines of its log."""
-        file = self.folder / f"{self.command}.log"
+        file = self._inside(self.folder / f"{self.command}.log")
         try:
             with file.open("rb") as stream:
                 stream.seek(max(0, file.stat().st_size - _LOG_BYTES))
@@ -287,6 +287,11 @@ class Record:
         pace = self.points.get("pace")
         return pace if isinstance(pace, dict) else {}
 
+    def _inside(self, file: Path) -> Path:
+        """``file``; a link that leads elsewhere, perhaps to a secret, counts as missing. So does a pipe."""
+        is_here = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(self.folder))
+        return file if is_here and file.is_file() else Path(os.devnull, file.name)
+
     def _is_stale(self, name: str) -> bool:
         """Whether the file is that of a run before, in the same folder."""
         return self.started is not None and _changed(self.folder / name) < self.started
@@ -313,7 +318,7 @@ def read_record(folder: Path) -> Record:
 def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
