@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -84,13 +86,16 @@ def run(config: DictConfig) -> float | None:
             _redact_dumps(folder, hydra.output_subdir)
             with suppress(OSError):  # no reason to fail a run
                 write_environment(folder)
-        module, data, trainer = assemble(settings, folder)
-        started = time.monotonic()  # importing and building is not what a run is compared by
-        _execute(settings, folder, module, data, trainer)
+        with _warnings_in_log():
+            module, data, trainer = assemble(settings, folder)
+            started = time.monotonic()  # importing and building is not what a run is compared by
+            _execute(settings, folder, module, data, trainer)
         is_pruned = any(getattr(callback, "pruned", False) for callback in getattr(trainer, "callbacks", ()))
         result["status"] = "pruned" if is_pruned else "completed"
     except (KeyboardInterrupt, SystemExit) as error:
         result["status"] = "interrupted"
+        if isinstance(error.__context__, BrokenPipeError):  # rich makes an exit of it
+            log.error("Nobody reads what the run prints any more, as after `| head`, so it has ended; -q prints less.")
         if isinstance(error.__context__, KeyboardInterrupt):  # what the Trainer makes of a Ctrl-C
             raise KeyboardInterrupt from None
         raise
@@ -118,6 +123,31 @@ def run(config: DictConfig) -> float | None:
     if is_first() and (is_quiet() or config.command != "fit"):
         print(_last_line(result, folder), flush=True)
     return value_of(result)
+
+
+@contextmanager
+def _warnings_in_log() -> Iterator[None]:
+    """What Python's warnings say is written to the run's log as well, where the report finds it."""
+    shown = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        shown(message, category, filename, lineno, file, line)
+        if (handler := failure.log_handler()) is not None:
+            said = f"{category.__name__}: {' '.join(str(message).split())}"
+            handler.handle(log.makeRecord("py.warnings", logging.WARNING, filename, lineno, said, (), None))
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
 
 
 def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
@@ -247,10 +277,10 @@ def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, tra
 
 def _last_line(result: dict[str, Any], folder: Path) -> str:
     """What a run says at its end where it shows no summary."""
-    names = (
-        sorted(result["metrics"], key=lambda name: (not name.startswith(("val", "test")), name)) if is_quiet() else ()
-    )
-    metrics = ", ".join(f"{name}={result['metrics'][name]:.4g}" for name in names[:_MOST_METRICS])
+    found = result["metrics"] if is_quiet() else {}
+    names = sorted(found, key=lambda name: (not name.startswith(("val", "test")), name))
+    names = [name for name in names if (both := re.sub("_(step|epoch)$", "", name)) == name or both not in found]
+    metrics = ", ".join(f"{name}={found[name]:.4g}" for name in names[:_MOST_METRICS])
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     told = f"{result['command']} {result['status']} in {result['seconds']:.1f} s"
     return f"{told}: {metrics}. Everything is in {shown}" if metrics else f"{told}. Everything is in {shown}"
