@@ -76,8 +76,11 @@ class Newcomer:
     def follow(self, *names: str) -> str:
         """Run the blocks of steps; returns what was printed."""
         blocks = [block for name in names for block in steps()[name]]
-        tools = self.tools / "-".join(str(STEPS.index(name)) for name in names)
-        return run(blocks, self.folder, tools, self.server, timeout=200, packages=self.wheel)
+        return self.run(blocks, "-".join(str(STEPS.index(name)) for name in names))
+
+    def run(self, blocks: list[Block], name: str) -> str:
+        """Run blocks, with tools in a folder called ``name``; returns what was printed."""
+        return run(blocks, self.folder, self.tools / name, self.server, timeout=200, packages=self.wheel)
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
         """Start one command."""
@@ -144,6 +147,15 @@ def test_trains_a_module_and_a_recipe_of_ones_own(newcomer: Newcomer) -> None:
     assert result["status"] == "completed"
     assert result["epochs"] == 10
     assert result["metrics"]["val_acc"] > 0.9
+
+
+def test_trains_the_module_and_the_ten_lines_of_the_readme(newcomer: Newcomer) -> None:
+    blocks = read(ROOT / "README.md")
+    (first,) = [number for number, block in enumerate(blocks) if block.markers.get("file") == "my_module.py"]
+    module, recipe, command = blocks[first : first + 3]
+    assert recipe.markers["file"] == "conf/recipe/mine.yaml"
+    newcomer.run([module, recipe, command], "readme")
+    assert result_in(newcomer.one("outputs/mine/*"))["status"] == "completed"
 
 
 def test_sweeps_two_precisions(newcomer: Newcomer) -> None:

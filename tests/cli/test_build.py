@@ -93,6 +93,7 @@ def test_detours_to_refused_functions_are_refused_too(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
+        ("far_modul.Thing", "m asks for far_modul.Thing, and there is no module 'far_modul': no far_modul.py in this"),
         ("torch.nn.Linaer", "m: there is no torch.nn.Linaer: torch.nn has no 'Linaer'. Did you mean 'Linear'?"),
         ("torch.nnn.Linear", "not among what a config may use of torch. Did you mean 'torch.nn'?"),
         ("torch.nn.Linear.wieght", "torch.nn.Linear has no 'wieght'."),

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,22 @@ def entropy():
     return torch.nn.functional.cross_entropy(torch.zeros(1, 3), torch.tensor([3]))
 
 
+def float_labels():
+    return torch.nn.functional.cross_entropy(torch.zeros(1, 3), torch.zeros(1))
+
+
+node: Any = {"lr": 1}
+
+
+def weight():
+    return torch.zeros(2, requires_grad=True) * 1
+
+
+class Step:
+    def training_step(self, batch):
+        return batch
+
+
 def ragged():
     return next(iter(DataLoader([torch.zeros(2), torch.zeros(3)], batch_size=2)))
 
@@ -54,6 +71,11 @@ KINDS = [
     (lambda: layer(4, 3, dtype=torch.float64), "same dtype", "should be float32, and labels int64"),
     (entropy, "Target 3 is out of bounds", "Compare the model's number of classes with the labels"),
     (lambda: torch.nn.Embedding(3, 2)(torch.tensor([3])), "index out of range in self", "which count from 0"),
+    (lambda: weight().backward(), "only for scalar outputs", "training_step has to return its mean"),
+    (lambda: weight().detach().sum().backward(), "does not require grad", "without detach() or item()"),
+    (lambda: Step().training_step(1, 2, 3), "training_step() takes", "def training_step(self, batch, batch_idx)"),
+    (lambda: node(), "'dict' object is not callable", "A node of the config without a _target_"),
+    (float_labels, "expected target dtype", "should be float32, and labels int64"),
     (ragged, "stack expects each tensor to be equal size", "a collate_fn that does"),
     (lambda: Path("no/such/file").read_text(), "No such file or directory", "Relative paths start from the folder"),
     (full_disk, "No space left on device", "The disk is full: make room"),
@@ -81,6 +103,7 @@ def test_each_message_says_what_to_do_next(function, said, advice):
         ("Found no NVIDIA driver on your system.", "There is no GPU that torch can use."),
         ("CUDA error: device-side assert triggered", "trainer=cpu names the line"),
         ("CUDA error: no kernel image is available for execution", "This build of torch has no code for this GPU"),
+        ("`val_dataloader` must be implemented to be used with the Lightning Trainer.", "Choose data that has it"),
         ("Can't pickle <function f at 0x1>: it's not found as f", "set data.num_workers=0"),
     ],
 )
@@ -180,7 +203,7 @@ def test_errors_that_say_it_all():
 def test_the_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"data": {"_target_": "a.B", "root": "pictures", "other": ["x"]}, "command": "fit"}
-    error = raised(open, "pictures/train")
+    error = FileNotFoundError("There is no file pictures/train.")
     failure.explain_path(error, settings)
     assert not hasattr(error, "__notes__")  # a word of one part could be in any message
     error = FileNotFoundError(f"There is no folder {tmp_path / 'pictures'}/train.")
@@ -189,6 +212,9 @@ def test_the_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
     error = raised(open, "big/pictures/train.csv")
     failure.explain_path(error, {"data": {"root": "big/pictures"}})
     assert error.__notes__ == ["The path is the setting data.root=big/pictures."]
+    error = raised(open, "pictures/train.csv")  # which the system names
+    failure.explain_path(error, settings)
+    assert error.__notes__ == ["The path is the setting data.root=pictures."]
 
 
 @pytest.fixture

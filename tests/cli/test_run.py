@@ -6,6 +6,9 @@ import json
 import math
 import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +19,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.run import _gpu
+from trainer.cli.run import _gpu, _last_line
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
 
@@ -307,3 +310,41 @@ def test_what_is_not_a_terminal_gets_plain_lines(project, monkeypatch, capfd):
     out = "".join(capfd.readouterr())
     assert "fit finished" in out
     assert not re.search(r"[\x1b\r]", out)
+
+
+def test_the_last_line_names_a_metric_once(monkeypatch):
+    monkeypatch.setattr("trainer.cli.run.is_quiet", lambda: True)
+    found = dict.fromkeys(("loss", "loss_epoch", "loss_step", "one_step"), 1.0)
+    told = _last_line({"command": "fit", "status": "completed", "seconds": 1.0, "metrics": found}, Path("run"))
+    assert told == "fit completed in 1.0 s: loss=1, one_step=1. Everything is in run"
+
+
+FORGETFUL = """
+import line_fit
+
+class Net(line_fit.Line):
+    def training_step(self, batch, batch_idx):
+        pass
+"""
+
+
+def test_warnings_are_in_the_log():
+    write(Path(), {"forgetful.py": FORGETFUL})
+    said = "`training_step` returned `None`. If this was on purpose, ignore this warning"
+    with pytest.warns(UserWarning, match=said):  # as before
+        assert main(["fit", *LINE, "model._target_=forgetful.Net", "hydra.run.dir=run", "-q"]) == 0
+    assert f"[py.warnings][WARNING] - {said}" in Path("run/fit.log").read_text()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="there are no such pipes")
+def test_a_run_whose_reader_has_gone_says_so():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "trainer", "fit", *LINE, *QUIET]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert done.returncode == 1
+    said = "Nobody reads what the run prints any more"
+    assert said in done.stderr
+    assert said in Path("run/fit.log").read_text()
+    assert result(Path("run"))["status"] == "interrupted"

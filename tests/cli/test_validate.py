@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -48,6 +50,13 @@ def complaint(argv, capsys) -> str:
             ["fit", "+model._target_=a.B", "model.rate=1"],
             "There is no setting 'model.rate'. To add a new one, write a +",
         ),
+        ([*FIT, "model.qqqq=1"], "There is no setting 'model.qqqq'. To add a new setting, write +model.qqqq=1."),
+        (
+            [*FIT, "+callbacks.scale_moniter.patience=1"],
+            "callbacks.scale_moniter has no _target_. Did you mean 'scale_",
+        ),
+        ([*FIT, "optimizer.lr="], "optimizer.lr is empty, expected a number"),
+        ([*FIT, "+a=b=c"], "quotes or = wants quotes"),
         ([*FIT, "max_epochs=3"], "There is no setting 'max_epochs'. Did you mean 'trainer.max_epochs'?"),
         ([*FIT, "lr=3"], "Did you mean 'optimizer.lr'?"),
         ([*FIT, "model.strat=1"], "Did you mean 'model.start'?"),
@@ -143,11 +152,35 @@ def test_a_missing_recipe_names_those_there_are(project, capsys):
         ("a: [1", "A config file is not valid YAML"),
         ("defaults: [override /model: lien]", "has no option 'lien'. Did you mean 'line'?"),
         ("defaults: [override /modle: line]", "modle"),
+        ("defaults: [line]\ntrainr: {max_epochs: 3}", "There is no setting 'trainr'. Did you mean 'trainer'?"),
+        ("defaults: [line]\nmax_epochs: 3", "There is no setting 'max_epochs'. Did you mean 'trainer.max_epochs'?"),
+        ("defaults: [line]\nlogger: {cvs: {name: a}}", "logger.cvs has no _target_. Did you mean 'csv'?"),
+        ("seed: 3", "There is no model to fit. With +recipe=bad model is null."),
     ],
 )
 def test_mistakes_in_a_file(project, capsys, text, message):
     write(project, {"conf/recipe/bad.yaml": f"# @package _global_\n{text}\n"})
     assert message in complaint(["fit", "+recipe=bad"], capsys)
+
+
+def test_a_recipe_without_its_first_line(project, capsys):
+    write(project, {"conf/recipe/bad.yaml": "model: {_target_: line_fit.Line}\n"})
+    message = complaint(["fit", "+recipe=bad"], capsys)
+    assert "What conf/recipe/bad.yaml says has come under 'recipe'" in message
+    assert "`# @package _global_`" in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trainr: {max_epochs: 3}\ntrainer: {max_epochs: '${trainr.max_epochs}'}",  # used: no mistake
+        "callbacks: {throughput: {anything: 1}}",  # known, not chosen
+        "notes: {dates: [1]}\nname: mine",
+    ],
+)
+def test_keys_of_ones_own_in_a_file(project, text):
+    write(project, {"conf/recipe/good.yaml": f"# @package _global_\ndefaults: [line]\n{text}\n"})
+    assert validate(read(["fit", "+recipe=good"])).command == "fit"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +220,16 @@ def test_a_typo_help_and_recipes_import_neither_torch_nor_lightning(project):
         "    assert not loaded, (argv, loaded)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="there are no such pipes")
+def test_a_reader_who_has_seen_enough_of_a_help_is_no_error(project):
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "trainer", "fit", "--help"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 def test_the_exit_status_reaches_the_shell(project):

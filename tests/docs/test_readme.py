@@ -18,8 +18,14 @@ def test_the_tables_of_commands_and_recipes():
 
 
 def test_the_example():
-    (example,) = [block for block in read(ROOT / "README.md") if block.language == "python"]
+    (example,) = [block for block in read(ROOT / "README.md") if block.markers.get("file") == "tabular.py"]
     assert example.text == (ROOT / "docs" / "examples" / "tabular.py").read_text(encoding="utf-8")
+
+
+def test_a_recipe_of_ones_own_takes_ten_lines():
+    (recipe,) = [block for block in read(ROOT / "README.md") if block.language == "yaml"]
+    assert recipe.markers["file"] == "conf/recipe/mine.yaml"
+    assert len(recipe.text.splitlines()) == 10
 
 
 def test_the_measured_comparison_is_that_of_the_benchmarks():

@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Arguments, *, owns_process: bool) -> int:
     try:
-        if owns_process and (arguments.shows or arguments.command not in RUNS) and hasattr(signal, "SIGPIPE"):
+        only_prints = arguments.shows or "--help" in arguments.flags or arguments.command not in RUNS
+        if owns_process and only_prints and hasattr(signal, "SIGPIPE"):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
         return _dispatch(arguments)
     except ConfigurationError as error:

@@ -138,7 +138,8 @@ def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
     flag = _LONG.get(spelling)
     if flag is None:
         raise UsageError(
-            f"There is no flag {spelling!r}.{did_you_mean(spelling, _LONG)} `python -m trainer --help` lists the flags."
+            f"There is no flag {spelling!r}.{did_you_mean(spelling, [flag for flag in _LONG if len(flag) > 3])}"
+            " `python -m trainer --help` lists the flags. Settings have no dashes: key=value."
         )
     count = _VALUES[flag]
     if not equals:
@@ -171,8 +172,11 @@ def _read_override(word: str, arguments: Arguments) -> None:
 def _read_command(word: str, arguments: Arguments) -> None:
     if word not in COMMANDS:
         hint = did_you_mean(word, COMMANDS)
-        if arguments.command is not None and not hint:
-            raise UsageError(f"Got the word {word!r}, expected settings written as key=value.")
+        if arguments.command is not None and (not hint or word.startswith("+")):
+            raise UsageError(
+                f"Got the word {word!r}, expected settings written as key=value, without spaces around the =; a recipe"
+                " is chosen by +recipe=NAME."
+            )
         raise UsageError(f"There is no command {word!r}.{hint} The commands are {', '.join(COMMANDS)}.")
     if arguments.command not in (None, word):
         raise UsageError(f"Got two commands, {arguments.command!r} and {word!r}, expected one.")

@@ -117,7 +117,7 @@ class Composer:
                 reason = str(error).removeprefix("LexerNoViableAltException: ").partition("\nSee http")[0]
                 raise UsageError(
                     f"Cannot read the setting {override!r}: {_one_paragraph(reason)}. Expected key=value; a"
-                    " value with spaces, commas, brackets or quotes wants quotes of its own: \"key='a, b'\"."
+                    " value with spaces, commas, brackets, quotes or = wants quotes of its own: \"key='a, b'\"."
                 ) from error
         return parsed
 

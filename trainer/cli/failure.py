@@ -77,7 +77,7 @@ _BY_MESSAGE = (
         " with the labels of the data, which count from 0.",
     ),
     (
-        r"same dtype|scalar type|expected \w*dtype|Input type .* and (weight|bias) type",
+        r"same dtype|scalar type|expected (target )?\w*dtype|Input type .* and (weight|bias) type",
         "Tensors of two dtypes meet. What the dataset gives should be float32, and labels int64; tensors made in the"
         " model want device=self.device and the dtype of what they meet.",
     ),
@@ -91,6 +91,29 @@ _BY_MESSAGE = (
         r"|size mismatch|Sizes of tensors|Expected \d+D|input\.size|Dimension out of range|not broadcastable",
         "The shape of what the dataset gives, and what the model expects, do not fit. Look at one batch, and at the"
         " sizes of the layer that raised this; +debug=fast_dev_run tries again in seconds.",
+    ),
+    (
+        r"grad can be implicitly created only for scalar outputs",
+        "The loss is more than one number: training_step has to return its mean, or another scalar.",
+    ),
+    (
+        r"does not require grad and does not have a grad_fn",
+        "The loss depends on no weight that is trained: compute it from the model's output, without detach() or item(),"
+        " and not under torch.no_grad(); and see whether all weights are frozen.",
+    ),
+    (
+        r"\b(training|validation|test|predict)_step\(\) (missing|takes) ",
+        "The Trainer calls it with two arguments: def training_step(self, batch, batch_idx).",
+    ),
+    (
+        r"`\w+_dataloader` must be implemented",
+        "Choose data that has it, data=NAME or a node data with the _target_ of a LightningDataModule; or write it into"
+        " the module.",
+    ),
+    (
+        r"'dict' object is not callable",
+        "A node of the config without a _target_ reaches the module as a dict. A file of yours in conf/ takes the place"
+        " of ours of that name, and has to say all that is in it.",
     ),
     (
         r"[Cc]an't pickle|cannot pickle|Can't get (local )?(attribute|object)",
@@ -114,14 +137,12 @@ def record(error: Exception, folder: Path, command: str, processes: int = 1) -> 
     if isinstance(error, FolderInUseError):
         return  # the folder, and the log in it, are another run's
     trace = redaction.text("".join(traceback.format_exception(_from_run(error))))
-    devnull = os.path.abspath(os.devnull)
-    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
-    handlers = [handler for handler in files if handler.baseFilename != devnull]
+    handler = log_handler()
     try:
-        if handlers:
+        if handler is not None:
             written = log.makeRecord(log.name, logging.ERROR, __file__, 0, "The run failed.\n%s", (trace,), None)
-            handlers[0].handle(written)
-            file = Path(handlers[0].baseFilename)
+            handler.handle(written)
+            file = Path(handler.baseFilename)
         else:  # of another rank, which has no log
             file = folder / f"{command}_rank_{rank()}.log"
             with file.open("a", encoding="utf-8") as lines:
@@ -129,6 +150,12 @@ def record(error: Exception, folder: Path, command: str, processes: int = 1) -> 
     except OSError:  # a full disk, say; what has happened matters more
         return
     error.__dict__["log_file"] = file
+
+
+def log_handler() -> logging.FileHandler | None:
+    """What writes the run's log; None in a process that has none."""
+    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+    return next((handler for handler in files if handler.baseFilename != os.path.abspath(os.devnull)), None)
 
 
 def explain_path(error: Exception, settings: dict[str, Any]) -> None:
@@ -139,7 +166,8 @@ def explain_path(error: Exception, settings: dict[str, Any]) -> None:
     for key, value in _texts(settings):
         if len(value) > 1 and ("/" in value or "\\" in value or key.rpartition(".")[2] in ("root", "path", "folder")):
             absolute = str(Path(value).expanduser().absolute())
-            if value in said.split() or absolute in said or (os.sep in value and value in said):
+            inside = str(error.filename).startswith(value.rstrip("/\\") + os.sep)
+            if value in said.split() or absolute in said or inside or (os.sep in value and value in said):
                 error.add_note(f"The path is the setting {key}={value}.")
                 return
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import time
 import warnings
@@ -93,6 +94,8 @@ def run(config: DictConfig) -> float | None:
         result["status"] = "pruned" if is_pruned else "completed"
     except (KeyboardInterrupt, SystemExit) as error:
         result["status"] = "interrupted"
+        if isinstance(error.__context__, BrokenPipeError):  # rich makes an exit of it
+            log.error("Nobody reads what the run prints any more, as after `| head`, so it has ended; -q prints less.")
         if isinstance(error.__context__, KeyboardInterrupt):  # what the Trainer makes of a Ctrl-C
             raise KeyboardInterrupt from None
         raise
@@ -249,10 +252,10 @@ def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, tra
 
 def _last_line(result: dict[str, Any], folder: Path) -> str:
     """What a run says at its end where it shows no summary."""
-    names = (
-        sorted(result["metrics"], key=lambda name: (not name.startswith(("val", "test")), name)) if is_quiet() else ()
-    )
-    metrics = ", ".join(f"{name}={result['metrics'][name]:.4g}" for name in names[:_MOST_METRICS])
+    found = result["metrics"] if is_quiet() else {}
+    names = sorted(found, key=lambda name: (not name.startswith(("val", "test")), name))
+    names = [name for name in names if (both := re.sub("_(step|epoch)$", "", name)) == name or both not in found]
+    metrics = ", ".join(f"{name}={found[name]:.4g}" for name in names[:_MOST_METRICS])
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     told = f"{result['command']} {result['status']} in {result['seconds']:.1f} s"
     return f"{told}: {metrics}. Everything is in {shown}" if metrics else f"{told}. Everything is in {shown}"

@@ -261,7 +261,7 @@ def describe(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value)
+    return str(value) or "empty"
 
 
 def expected(annotation: str) -> str:

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -244,6 +245,12 @@ def _check_name(name: str, target: str, key: str, allowed: tuple[str, ...]) -> N
     if own or named:
         return
     if root not in PACKAGES:
+        if is_written and _spec(root) is None:
+            own_names = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
+            raise UsageError(
+                f"{where} asks for {target}, and there is no module {root!r}: no {root}.py in this folder,"
+                f" {Path.cwd()}, and no installed package of that name.{did_you_mean(root, (*PACKAGES, *own_names))}"
+            )
         what = (
             f"{where} asks for {target}, which is" if is_written else f"{where}: {target} comes from {root}, which is"
         )
@@ -320,13 +327,16 @@ def _import(module: str) -> ModuleType | None:
 
 def _in_working_directory(root: str) -> bool:
     """Whether the top-level module ``root`` is found directly in the working directory."""
-    if not root.isidentifier():
-        return False
-    try:
-        spec = importlib.util.find_spec(root)
-    except ValueError:  # a module without a spec, such as __main__
-        return False
+    spec = _spec(root) if root.isidentifier() else None
     if spec is None:
         return False
     places = spec.submodule_search_locations or [spec.origin or ""]
     return any(Path(place).parent == Path.cwd() for place in places)
+
+
+def _spec(root: str) -> ModuleSpec | None:
+    """Where the top-level module ``root`` is; nothing of it is imported."""
+    try:
+        return importlib.util.find_spec(root)
+    except ValueError:  # a module without a spec, such as __main__
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
+import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.cli import compare, hydra_node, objective, places
-from trainer.cli.arguments import Arguments, UsageError, canonical_precisions
+from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import Composer, resolve
 from trainer.cli.folders import packaged_conf
 from trainer.cli.recipes import options
@@ -241,7 +242,8 @@ def _exists(known: dict[Any, Any], override: Override, composer: Composer) -> bo
 
 def _refuse_unknown(known: dict[Any, Any], override: Override, composer: Composer) -> None:
     key = override.key_or_group
-    near = _of_other_option(known, key, composer) or _nearest(key, known) or did_you_mean(key, composer.groups())
+    groups = [group for group in composer.groups() if not key.startswith(f"{group}.")]
+    near = _of_other_option(known, key, composer) or _nearest(key, known) or did_you_mean(key, groups)
     is_new = not near and not override.is_delete() and not key.startswith("trainer.")
     new = f" To add a new setting, write +{override.input_line}." if is_new else ""
     raise UsageError(f"There is no setting {key!r}.{near}{new}")
@@ -264,6 +266,7 @@ def _of_other_option(known: dict[Any, Any], key: str, composer: Composer) -> str
 def _nearest(key: str, known: dict[Any, Any]) -> str:
     """A did-you-mean over full keys, or over their last parts for a key that was shortened."""
     keys = [name for name in _keys(known) if name.partition(".")[0] != "hydra" or key.startswith("hydra")]
+    keys = [name for name in keys if not key.startswith(f"{name}.")]  # the node that it was to be in
     same_end = [name for name in keys if name.rpartition(".")[2] == key.rpartition(".")[2]]
     if same_end and len(same_end) <= 3:
         return f" Did you mean {' or '.join(map(repr, same_end))}?"
@@ -336,6 +339,7 @@ def _check_whole(
     with open_dict(job):
         del job["hydra"]
     _check_complete(job)
+    _check_nothing_is_lost(composer, config, overrides)
     resume = job.get("resume")
     if resume not in (None, "auto"):
         raise UsageError(f"resume is {describe(resume)}, expected auto or null.{did_you_mean(str(resume), ['auto'])}")
@@ -351,7 +355,7 @@ def _check_whole(
     if runs:
         given = _set_keys(composer, overrides)
         places.check(plain, given)
-        _check_model(plain, config_dir)
+        _check_model(plain, config_dir, config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
         _check_combinations(plain)
         _check_checkpoint(plain["ckpt_path"], given)
@@ -383,7 +387,33 @@ def _set_keys(composer: Composer, overrides: Sequence[Override]) -> set[str]:
     }
 
 
-def _check_model(plain: dict[str, Any], config_dir: str | None) -> None:
+def _check_nothing_is_lost(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
+    """Refuse what a file says to no effect: all of it, for want of a package, or a key that is misspelt."""
+    known = _unresolved(config)
+    for group in GROUPS_TO_ADD:
+        if group in known:
+            raise UsageError(
+                f"What conf/{group}/{config.hydra.runtime.choices.get(group)}.yaml says has come under {group!r}, where"
+                " nothing reads it. Its first line has to be `# @package _global_`."
+            )
+    groups, text = ["objective", *composer.groups()], str(known)
+    meant = {override.key_or_group.partition(".")[0] for override in overrides if override.is_force_add()}
+    for name, value in known.items():
+        is_read = name in (*groups, "hydra") or re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
+        if not is_read and name not in meant:
+            near = did_you_mean(name, groups) if isinstance(value, dict) else ""
+            near = f" Did you mean 'trainer.{name}'?" if name in TYPES else near
+            if near:
+                raise UsageError(f"There is no setting {name!r}.{near}")
+    for group in ("callbacks", "logger"):
+        nodes = {name: node for name, node in (known.get(group) or {}).items() if isinstance(node, dict)}
+        names = [*composer.options(group), *(name for name, node in nodes.items() if "_target_" in node)]
+        for name in nodes:  # one that is known, but was not chosen, is no mistake
+            if name not in names and (near := did_you_mean(name, names)):
+                raise UsageError(f"{group}.{name} has no _target_.{near}")
+
+
+def _check_model(plain: dict[str, Any], config_dir: str | None, recipe: str | None) -> None:
     for name in ("model", "data"):
         node = plain[name]
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
@@ -398,8 +428,9 @@ def _check_model(plain: dict[str, Any], config_dir: str | None) -> None:
     own = [name for name, file in found.items() if not file.is_relative_to(ours)]
     example = (own or [name for name in ("resnet50",) if name in found] or [*names, "NAME"])[0]
     run = "" if command in ("fit", "compare") else f" Or name a run: `python -m trainer {command} ckpt=RUN_FOLDER`."
+    chosen = f" With +recipe={recipe} model is null." if recipe else ""
     raise UsageError(
-        f"There is no model to {command}. Choose a recipe, such as"
+        f"There is no model to {command}.{chosen} Choose a recipe, such as"
         f" `python -m trainer {command} +recipe={example}`, or a model: model=NAME.{run}"
         f" Recipes: {', '.join(names) or 'none, put one into conf/recipe/'}"
         " (`python -m trainer recipes` describes them)."

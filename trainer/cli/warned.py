@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from trainer.cli.failure import log_handler
+
 
 @contextmanager
 def noted() -> Iterator[None]:
@@ -34,11 +36,9 @@ def noted() -> Iterator[None]:
         said.add(text)
         warnings.formatwarning = _line  # here, for importing Lightning sets a form of its own
         show(message, category, filename, lineno, file, line)
-        told = f"{text} ({_shown(filename)}:{lineno})"
-        record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (told,), None)
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.FileHandler):
-                handler.handle(record)
+        if (handler := log_handler()) is not None:
+            told = f"{text} ({_shown(filename)}:{lineno})"
+            handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (told,), None))
 
     warnings.showwarning = note
     try:
