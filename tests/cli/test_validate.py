@@ -198,6 +198,7 @@ def test_keys_of_ones_own_in_a_file(project, text):
             "hydra.run.dir='my runs/${now:%Y}'",
             "precision._target_=line_fit.Mine",
         ],
+        ["trainer.resume=null", "trainer.exact_resume=true"],
         ["trainer.strategy={_target_: lightning.pytorch.strategies.DDPStrategy}"],
     ],
 )

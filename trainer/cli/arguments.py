@@ -137,9 +137,11 @@ def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
     spelling, equals, value = word.partition("=")
     flag = _LONG.get(spelling)
     if flag is None:
+        known = [flag[2:] for flag in _LONG if flag.startswith("--")]
+        near = did_you_mean(spelling.lstrip("-"), known).replace(" '", " '--")
         raise UsageError(
-            f"There is no flag {spelling!r}.{did_you_mean(spelling, [flag for flag in _LONG if len(flag) > 3])}"
-            " `python -m trainer --help` lists the flags. Settings have no dashes: key=value."
+            f"There is no flag {spelling!r}.{near} `python -m trainer --help` lists the flags. Settings have no dashes:"
+            " key=value."
         )
     count = _VALUES[flag]
     if not equals:

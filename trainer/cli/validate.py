@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.cli import compare, hydra_node, objective, places
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
-from trainer.cli.compose import Composer, resolve
+from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
 from trainer.cli.folders import packaged_conf
 from trainer.cli.recipes import options
 from trainer.cli.schema import TYPES, TrainerSettings, describe, expected, mistake
@@ -339,7 +339,8 @@ def _check_whole(
     with open_dict(job):
         del job["hydra"]
     _check_complete(job)
-    _check_nothing_is_lost(composer, config, overrides)
+    if composer.config_name != RESTORED:  # that has run
+        _check_nothing_is_lost(composer, config, overrides)
     resume = job.get("resume")
     if resume not in (None, "auto"):
         raise UsageError(f"resume is {describe(resume)}, expected auto or null.{did_you_mean(str(resume), ['auto'])}")
@@ -396,10 +397,11 @@ def _check_nothing_is_lost(composer: Composer, config: DictConfig, overrides: Se
                 f"What conf/{group}/{config.hydra.runtime.choices.get(group)}.yaml says has come under {group!r}, where"
                 " nothing reads it. Its first line has to be `# @package _global_`."
             )
-    groups, text = ["objective", *composer.groups()], str(known)
+    groups, text = composer.groups(), str(known)
+    ours = {*groups, *OmegaConf.load(packaged_conf() / f"{CONFIG_NAME}.yaml")}
     meant = {override.key_or_group.partition(".")[0] for override in overrides if override.is_force_add()}
     for name, value in known.items():
-        is_read = name in (*groups, "hydra") or re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
+        is_read = name in ours or re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
         if not is_read and name not in meant:
             near = did_you_mean(name, groups) if isinstance(value, dict) else ""
             near = f" Did you mean 'trainer.{name}'?" if name in TYPES else near
