@@ -851,6 +851,11 @@ class Trainer(TrainerBase):
         state, self._process_state = self._process_state, None
         assert state is not None
         self.process.load(state, stops=self.resume == "auto")
+        if self.resume == "auto" and state["should_stop"]:
+            rank_zero_info(
+                "resume='auto': the run had decided to stop, and so it does. To train on, name its checkpoint to a"
+                f" Trainer without resume='auto': fit(ckpt_path={redaction.text(str(self.ckpt_path))!r})."
+            )
 
     def _validate_inside_fit(self) -> None:
         assert self._hooks is not None

@@ -585,6 +585,8 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text.ckpt").write_text("hello")
     with pytest.raises(CheckpointError, match=r"text\.ckpt"):
         resume(tmp_path / "text.ckpt")
+    with pytest.raises(CheckpointError, match="is a folder"):
+        resume(tmp_path)
 
 
 def test_a_file_of_weights_only(tmp_path: Path) -> None:
@@ -611,6 +613,21 @@ def test_another_number_of_optimizers(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="has 2 lr_schedulers, but configure_optimizers returned 1"):
         resume(path, Fewer())
+
+
+def test_another_optimizer(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+
+    class Other(Fitted):
+        def configure_optimizers(self) -> Any:
+            _, schedules = super().configure_optimizers()
+            other = torch.optim.Rprop(self.parameters(), lr=0.1)
+            for schedule in schedules:
+                schedule["scheduler"].optimizer = other
+            return [other], schedules
+
+    with pytest.raises(CheckpointError, match=r"another one than Rprop: .* not etas, step_sizes\. Return the same"):
+        resume(path, Other())
 
 
 def test_another_architecture_names_the_keys(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
@@ -47,10 +48,12 @@ class Logs(Regression):
         self.log("val_loss", super().training_step(batch, batch_idx), batch_size=4)
 
 
-def script(folder: Path, *, kill: int | None = None, logger: Any = True, saver: Any = None, **arguments: Any) -> Any:
+def script(
+    folder: Path, *, kill: int | None = None, logger: Any = True, saver: Any = None, more: Any = (), **arguments: Any
+) -> Any:
     """What a user runs, and runs again."""
     savers = [ModelCheckpoint(save_last=True) if saver is None else saver()]
-    callbacks = [*savers, LearningRateMonitor("step"), *([] if kill is None else [Kill(kill)])]
+    callbacks = [*savers, *more, LearningRateMonitor("step"), *([] if kill is None else [Kill(kill)])]
     given = {"max_epochs": 3, "log_every_n_steps": 1, "resume": "auto", "logger": logger, "enable_checkpointing": None}
     fitted = make_trainer(folder, callbacks=callbacks, **{**given, **arguments})
     module = Logs(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
@@ -121,6 +124,33 @@ def test_a_run_that_has_come_to_its_end_has_nothing_left_to_do(tmp_path: Path) -
     assert (fitted.current_epoch, fitted.global_step) == (3, 12)
     assert (rows(tmp_path), checkpoints(tmp_path)) == before
     assert script(tmp_path, max_epochs=4).global_step == 16
+
+
+class Clock(Timer):
+    """As if each batch took a second."""
+
+    seconds = 0
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        return self._offset + self.seconds
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.seconds += 1
+        super().on_train_batch_end(trainer)
+
+
+def test_more_time_trains_on(tmp_path: Path) -> None:
+    for seconds, steps in ((6, 6), (6, 6), (9, 9), (99, 12)):
+        saver = partial(ModelCheckpoint, every_n_train_steps=1)
+        fitted = script(tmp_path, saver=saver, more=[Clock(timedelta(seconds=seconds))])
+        assert fitted.global_step == steps
+
+
+def test_a_run_that_had_decided_to_stop_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for said in (0, 1):
+        script(tmp_path, more=[EarlyStopping("val_loss", stopping_threshold=1e9)])
+        assert caplog.text.count("had decided to stop, and so it does") == said
 
 
 def test_of_a_run_that_is_under_way_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ class ProcessState:
             "seen_batches": seen_batches,
             "has_updated": loop.has_updated,
             "outcome": None if outcome is None else list(outcome),
-            "should_stop": loop.limits.should_stop,
+            "should_stop": loop.limits.should_stop and not run.is_out_of_time,  # a run that goes on may have more time
             "window": {"batches": window.batches},
             "modes": self._modes(),
         }

@@ -138,6 +138,8 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
         raise CheckpointNotFoundError(
             f"Checkpoint file not found: {shown}. Expected the path or URL of a file that exists."
         ) from error
+    except IsADirectoryError as error:
+        raise CheckpointError(f"{shown} is a folder. Expected the path or URL of a checkpoint file.") from error
     except UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
         what = f"it asks for {found[1]}." if found else str(error).splitlines()[0]
@@ -193,7 +195,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
 
     Raises:
         IncompleteCheckpointError: the checkpoint has weights only.
-        CheckpointError: it has another number of optimizers.
+        CheckpointError: it has another number of optimizers, or other ones.
     """
     engine, loops = run.engine, checkpoint.get("loops", {})
     ours = loops.get(OUR_KEY, checkpoint.get(OUR_KEY))  # it stood beside `loops` once
@@ -219,6 +221,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
                 f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(what)}."
                 " Return the same ones as the run that saved it did."
             )
+    for optimizer, state in zip(engine.optimizers, checkpoint["optimizer_states"], strict=False):
+        _refuse_other_kind(optimizer, state)
     engine.load_optimizer_states(checkpoint)
     for config, state in zip(engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # none, or as many
         config.scheduler.load_state_dict(state)
@@ -259,6 +263,19 @@ def process_state_in(checkpoint: dict[str, Any], engine: Engine, *, exact: bool)
         )
     warnings.warn(f"{number} The run goes on, but not exactly.", stacklevel=2)
     return None
+
+
+def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
+    """Where each has settings that the other lacks: one alone may be of another version, or have had a schedule."""
+    saved = set().union(*state.get("param_groups", ()))
+    missing, unknown = optimizer.defaults.keys() - saved, saved - set().union(*optimizer.param_groups)
+    if saved and missing and unknown:
+        raise CheckpointError(
+            f"The checkpoint's optimizer was another one than {type(optimizer).__name__}: its state has"
+            f" {', '.join(sorted(unknown))}, and not {', '.join(sorted(missing))}. Return the same one from"
+            " configure_optimizers as the run that saved it did; or begin a new run with its weights alone, by"
+            " load_from_checkpoint."
+        )
 
 
 def _is_ours(callback: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar, Timer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -537,6 +537,13 @@ class TrainerBase(LightningTrainer):
 
     def _first_callback(self, kind: type) -> Any:
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether a ``max_time`` is over: what stops a fit then is that, and not what it has come to."""
+        timer = self._first_callback(Timer)
+        left = None if timer is None else timer.time_remaining()
+        return left is not None and left <= 0
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:
