@@ -4,6 +4,8 @@ before it is asked for something, Optuna.
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,10 @@ from trainer.errors import ConfigurationError, did_you_mean
 
 _PRUNERS = {"median": "MedianPruner", "hyperband": "HyperbandPruner", "none": "NopPruner"}
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler", "cmaes": "CmaEsSampler"}
+
+
+_OF_ARRAYS = ("dtype", "ndarray", "_reconstruct", "scalar", "_frombuffer")
+"""What numpy's arrays are made of again when they are unpickled."""
 
 
 def make_pruner(settings: Mapping[str, Any] | None) -> Any:
@@ -59,6 +65,38 @@ def _make(module: Any, classes: Mapping[str, str], kind: str, settings: Mapping[
         raise ConfigurationError(f"The {kind} {name} does not take these settings: {error}.") from error
     except ImportError as error:
         raise ConfigurationError(f"The {kind} {name} needs a package that is not installed: {error}") from error
+
+
+def check_pickles(study: Any) -> None:
+    """See that a study, which may be somebody else's, brings no code along.
+
+    Optuna's sampler of CMA-ES keeps itself in the trials' attributes, as a pickle, and unpickles what it finds there.
+
+    Raises:
+        ConfigurationError: one asks for more than CMA-ES is made of.
+    """
+    for trial in study.get_trials(deepcopy=False):
+        parts = {key: text for key, text in trial.system_attrs.items() if ":optimizer:" in key}
+        names = sorted(parts, key=lambda key: int(key.rpartition(":")[2]))
+        try:
+            _OfCMA(io.BytesIO(bytes.fromhex("".join(parts[name] for name in names)) or pickle.dumps(None))).load()
+        except Exception as error:  # what is damaged breaks in any way
+            raise ConfigurationError(
+                f"The study {study.study_name} holds what CMA-ES does not write, and what may run any code ({error})."
+                " Choose another sampler, hydra.sweeper.sampler.name=tpe, or a study of your own."
+            ) from error
+
+
+class _OfCMA(pickle.Unpickler):
+    """The classes of the package cmaes, and numpy's arrays."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        root = module.partition(".")[0]
+        if (root == "numpy" and name in _OF_ARRAYS) or (root == "cmaes" and name.isidentifier()):
+            found = super().find_class(module, name)
+            if root == "numpy" or (isinstance(found, type) and found.__module__.startswith("cmaes.")):
+                return found
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 def trial_of(storage: str, study_name: str, number: int, pruner: Mapping[str, Any] | None) -> Any:

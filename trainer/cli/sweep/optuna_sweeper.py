@@ -35,7 +35,7 @@ from trainer.cli.arguments import UsageError, canonical_precisions
 from trainer.cli.objective import choose, monitored, value_of
 from trainer.cli.results import write_result
 from trainer.cli.sweep import PRUNING, read_results
-from trainer.studies import make_pruner, make_sampler
+from trainer.studies import check_pickles, make_pruner, make_sampler
 
 _JOB, _FOLDER = "job", "folder"
 """What a trial remembers of the sweep it is part of."""
@@ -203,6 +203,8 @@ class _Run:
                 f" objective.mode asks to {direction.name.lower()}. Choose another name: hydra.sweeper.study_name=NAME."
             )
         trials = len(study.get_trials(deepcopy=False))
+        if sampler.get("name") == "cmaes":
+            check_pickles(study)
         study.sampler, study.pruner = make_sampler(sampler, trials), make_pruner(self.pruner)
         if sampler.get("name") == "grid":
             points = self._grid()

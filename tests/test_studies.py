@@ -1,0 +1,77 @@
+"""Studies of Optuna that somebody else has made."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.errors import ConfigurationError
+from trainer.studies import check_pickles
+
+optuna = pytest.importorskip("optuna")
+
+
+class CMA:
+    """Stands for the one of the package cmaes."""
+
+    def __init__(self) -> None:
+        self.mean, self.sigma = np.zeros(3), np.float64(0.5)
+
+
+@pytest.fixture
+def cmaes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cmaes", "cmaes._cma"):
+        module = types.ModuleType(name)
+        module.CMA, module.os = CMA, os  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(CMA, "__module__", "cmaes._cma")
+
+
+class Payload:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.proof}",)
+
+
+def study_with(tmp_path: Path, pickled: bytes) -> Any:
+    """As CmaEsSampler leaves it: the pickle in pieces, in the attributes of a trial."""
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="theirs")
+    trial = study.ask()
+    text = pickled.hex()
+    for number in range(0, len(text), 40):
+        study._storage.set_trial_system_attr(
+            trial._trial_id, f"cma:optimizer:{number // 40}", text[number : number + 40]
+        )
+    study.ask()
+    return study
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_cma_es_writes_is_read(tmp_path, cmaes):
+    pickled = pickle.dumps(CMA())
+    assert len(pickled.hex()) > 400  # in more than ten pieces
+    check_pickles(study_with(tmp_path, pickled))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["a call", "a module's module", "damaged"])
+def test_what_may_run_code_is_refused(tmp_path, cmaes, kind):
+    proof = tmp_path / "pwned"
+    pickled = pickle.dumps(Payload(proof))
+    if kind == "a module's module":
+        pickled = b"\x80\x04\x8c\x0acmaes._cma\x8c\x09os.system\x93\x8c" + bytes([len(f"touch {proof}")])
+        pickled += f"touch {proof}".encode() + b"\x85R."
+    if kind == "damaged":
+        pickled = pickled[:-5]
+    with pytest.raises(ConfigurationError, match="The study theirs holds what CMA-ES does not write"):
+        check_pickles(study_with(tmp_path, pickled))
+    assert not proof.exists()
