@@ -189,3 +189,15 @@ def test_torch_that_cannot_be_imported(tmp_path):
 def test_what_it_is_not_told(capsys, words, message):
     assert main(["checks", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_quiet_leaves_the_verdict_and_what_is_wrong(capsys, monkeypatch):
+    facts = {"versions": {"torch": "2"}, "devices": [], "precisions": {}, "speed": None, "host": {}}
+    monkeypatch.setattr(checks, "_host", lambda facts: [["disk", "full"]])
+    facts |= {"remarks": ["Busy."], "problems": ["Disk."], "verdict": "Use precision=32-true here."}
+    monkeypatch.setenv("TRAINER_QUIET", "1")
+    checks.show(facts)
+    assert capsys.readouterr().out == "Note: Busy.\nBroken: Disk.\nUse precision=32-true here.\n"
+    monkeypatch.delenv("TRAINER_QUIET")
+    checks.show(facts)
+    assert "Versions" in capsys.readouterr().out

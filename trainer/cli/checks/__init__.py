@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import trainer
 from trainer import machine
 from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.processes import is_quiet
 from trainer.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ def size(number: float | None) -> str:
 
 
 def show(facts: dict[str, Any]) -> None:
-    """Print ``facts`` for a person."""
+    """Print ``facts`` for a person; with ``--quiet`` the verdict, and what is wrong."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -318,6 +319,8 @@ def _table(console: Console, title: str, header: list[str] | None, rows: Sequenc
     from rich.table import Table
     from rich.text import Text
 
+    if is_quiet():
+        return
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_header=header is not None)
     for name in header or [""] * len(rows[0]):
         table.add_column(Text(name), overflow="fold", justify="right" if name in _NUMBERS else "left")
