@@ -13,6 +13,7 @@ from tests.cli.conftest import write
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.cli import main
 from trainer.cli.arguments import UsageError, read
+from trainer.cli.compose import Composer
 from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError
 
@@ -146,7 +147,7 @@ def test_a_list_of_defaults_reads_no_other_files(project, capsys, tmp_path_facto
 
 def test_but_those_of_the_folder_of_configs_by_any_path(project):
     write(project, {"conf/recipe/mine.yaml": "# @package _global_\ndefaults: [line, /recipe/../data/points@more]\n"})
-    assert validate(read(["fit", "+recipe=mine"])).more.batch_size == 4
+    assert Composer(read(["fit"])).compose(["+recipe=mine"]).more.batch_size == 4
 
 
 def checkpoint_of(folder: Path, change: Any) -> Path:
