@@ -155,7 +155,7 @@ EARLY: list[tuple[str, list[str], str]] = [
         "dataloader_timeout is nan, expected at least",
     ),
     ("a share that is no number", [*IT, "trainer.limit_train_batches=nan"], "limit_train_batches is nan, expected"),
-    ("an empty strategy", [*IT, "trainer.strategy=''"], "trainer.strategy is , expected auto, ddp"),
+    ("an empty strategy", [*IT, "trainer.strategy=''"], "trainer.strategy is empty, expected auto, ddp"),
     ("an empty path", [*IT, "ckpt_path=' '"], "ckpt_path is ' ', expected the path or URL of a file"),
     ("a folder for a file", [*IT, "ckpt_path=conf"], "ckpt_path is conf, which is a folder, expected a file."),
     ("a word for a switch", [*IT, "exact_resume=maybe"], "exact_resume is maybe, expected true or false"),
