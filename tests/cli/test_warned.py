@@ -32,16 +32,15 @@ def test_the_terminal_gets_a_line_with_the_users_own_file_in_it(tmp_path):
     assert ran.stderr == "WARNING: Scale is low. (mine.py:6)\nWARNING: Old.\n"
 
 
-def test_the_log_gets_a_line_with_the_place(tmp_path):
+def test_the_log_gets_a_line_with_the_place(tmp_path, monkeypatch):
     handler = logging.FileHandler(tmp_path / "fit.log")
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-    logging.getLogger().addHandler(handler)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])  # runs of other tests may have left theirs
     before = warnings.showwarning, warnings.formatwarning
     try:
         with pytest.warns(UserWarning, match="Old"), noted():
             warnings.warn_explicit("Old\nand slow.", UserWarning, "/lib/torch/old.py", 3)
     finally:
-        logging.getLogger().removeHandler(handler)
         handler.close()
     assert (warnings.showwarning, warnings.formatwarning) == before
     assert (tmp_path / "fit.log").read_text() == "WARNING Old and slow. (/lib/torch/old.py:3)\n"

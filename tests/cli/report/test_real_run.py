@@ -50,7 +50,8 @@ def test_a_fit_that_warns(capsys, project):
     assert text.count("    def training_step") == 1
     warning = "    def on_train_end(self): __import__('warnings').warn('It is <late>.')\n\n"
     (project / "line_fit.py").write_text(text.replace("    def training_step", f"{warning}    def training_step"))
-    assert main(["fit", *LINE]) == 0
+    with pytest.warns(UserWarning, match="It is <late>"):
+        assert main(["fit", *LINE]) == 0
     assert "It is <late>. (line_fit.py:" in the_page(capsys).sections["warnings"]
 
 
