@@ -76,6 +76,7 @@ class LightningEngine:
                 f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device or"
                 " DDP. Sharded strategies are not supported yet: use strategy='ddp'."
             )
+        self._ddp = self.strategy if isinstance(self.strategy, DDPStrategy) else None  # asked for at every step
         self.adapter = PrecisionAdapter(precision, self.device.type)
         self.strategy.precision_plugin = self.adapter
         adopt(self.strategy)
@@ -114,7 +115,7 @@ class LightningEngine:
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return self.strategy.world_size if isinstance(self.strategy, DDPStrategy) else 1
+        return 1 if self._ddp is None else self._ddp.world_size
 
     @property
     def global_rank(self) -> int:
@@ -192,9 +193,7 @@ class LightningEngine:
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """DDP's ``no_sync`` inside a window; nothing on one device."""
-        if enabled or not isinstance(self.strategy, DDPStrategy):
-            return _NOTHING
-        return self.strategy.block_backward_sync()
+        return _NOTHING if enabled or self._ddp is None else self._ddp.block_backward_sync()
 
     def gather(self, value: T) -> list[T]:
         """Every process's ``value``, on the first; [] on the others, and outside of a run that has several."""
@@ -238,13 +237,14 @@ class LightningEngine:
     def agreement(self, count: int) -> Agreement | None:
         """On gloo, in a group of its own: what is sent to several GPUs stands in line behind their work."""
         distributed = torch.distributed
-        if self.world_size == 1 or not distributed.is_initialized() or not distributed.is_gloo_available():
+        if self._ddp is None or self.world_size == 1:
             return None
-        assert isinstance(self.strategy, DDPStrategy)  # or it would have a world of 1
+        if not distributed.is_initialized() or not distributed.is_gloo_available():
+            return None
         if (before := self._agreement_group()) is not None:
             with suppress(ValueError):  # somebody has destroyed all groups since
                 distributed.destroy_process_group(before)
-        group: Any = distributed.new_group(backend="gloo", timeout=self.strategy._timeout)
+        group: Any = distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
         self._agreement_group = weakref.ref(group)
         return Agreement(group, count)
 
