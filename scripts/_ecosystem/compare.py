@@ -1,4 +1,4 @@
-"""Differences between two records: ``python -m _ecosystem.compare THEIRS OURS`` prints them as JSON."""
+"""Differences between two records: ``python -m _ecosystem.compare THEIRS OURS [VARIES ...]`` prints them as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Known:
 
 KNOWN = [
     Known("checkpoint", r"/loops/amp_trainer$", "Checkpoints: one more key, `loops.amp_trainer`"),
-    Known("metrics|resume", r"/grad_norm(_step|_epoch)?$", "Arguments: with clipping, `grad_norm` is logged"),
+    Known(".*", r"/grad_norm(_step|_epoch)?(/|$)", "Arguments: with clipping, `grad_norm` is logged"),
     Known(
         "checkpoint",
         r"^files/(.*/)?(curves\.(json|png)|summary\.json|environment\.json|run\.json|metrics\.csv)$",
@@ -56,8 +56,8 @@ class Difference:
     known: str = ""
 
 
-def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[Difference]:
-    """All of them, in the columns' order."""
+def differences(theirs: dict[str, Any], ours: dict[str, Any], varies: tuple[str, ...] = ()) -> list[Difference]:
+    """All of them, in the columns' order, but for those in places that match one of ``varies``."""
     found: list[Difference] = []
     for column in COLUMNS:
         before = len(found)
@@ -65,7 +65,7 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[Difference
         walk(column, "", theirs.get(column, {}), ours.get(column, {}), found)
         for one in found[before:]:
             one.known = next((known.row for known in KNOWN if fits(known, one)), "")
-    return found
+    return [one for one in found if not any(re.search(place, one.where) for place in varies)]
 
 
 def leave_out_known_metrics(column: str, theirs: Any, ours: Any, found: list[Difference]) -> None:
@@ -152,15 +152,15 @@ def show(value: Any) -> str:
     return repr(value) if len(repr(value)) < 200 else repr(value)[:200] + "..."
 
 
-def main(theirs: Path, ours: Path) -> None:
+def main(theirs: Path, ours: Path, varies: tuple[str, ...]) -> None:
     """Print what differs, and which columns have something in them."""
     one, other = (torch.load(path, weights_only=False) for path in (theirs, ours))
     report = {
         "columns": [column for column in COLUMNS if column in one or column in other],
-        "differences": [asdict(difference) for difference in differences(one, other)],
+        "differences": [asdict(difference) for difference in differences(one, other, varies)],
     }
     print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), tuple(sys.argv[3:]))

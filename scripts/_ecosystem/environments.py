@@ -32,12 +32,13 @@ def prepare(name: str, requires: list[str], python: str) -> Path:
         return interpreter
     print(f"{name}: installing {', '.join(requires)} ...", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True)
-    (folder / "wanted.txt").write_text(wanted)
-    command = [uv(), "pip", "install", "--quiet", "--python", str(interpreter), "--requirement", folder / "wanted.txt"]
-    done = subprocess.run(command, env={**os.environ, **pip_settings()}, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"Could not install {', '.join(requires)}:\n{done.stderr.strip()}")
+    make, fill = ["venv", "--python", python, folder], ["pip", "install", "--python", interpreter]
+    for words in (make, [*fill, "--requirement", folder / "wanted.txt"]):
+        command = [uv(), *map(str, words), "--quiet"]
+        done = subprocess.run(command, env={**os.environ, **pip_settings()}, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"Could not install {', '.join(requires)}:\n{done.stderr.strip()}")
+        (folder / "wanted.txt").write_text(wanted)
     os.replace(folder / "wanted.txt", stamp)  # the mark of a finished environment
     return interpreter
 
