@@ -1,6 +1,7 @@
-"""Runs one case of a program with one Trainer: ``python -m _ecosystem.child PROGRAM CASE ours|lightning FOLDER``.
+"""Runs cases of a program with one Trainer, each in a process of its own.
 
-What was kept goes to ``FOLDER/record.pt``, the files of the run lie in ``FOLDER/run``.
+``python -m _ecosystem.child PROGRAM ours|lightning FOLDER TIMEOUT pytorch_lightning|lightning CASE ...``. What a case
+has kept goes to ``FOLDER/CASE/ours/record.pt``, the files of the run lie beside it in ``run``.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -135,46 +137,67 @@ def install(who: str, old_name: bool) -> ModuleType:
     return package
 
 
-def main(program: str, case: str, who: str, folder: Path) -> None:
-    """Run the case, and write ``record.pt`` and ``outcome.json``."""
-    started = time.monotonic()
-    place = folder / "run"
-    place.mkdir(parents=True)
-    os.chdir(place)
+def main(program: str, who: str, folder: Path, timeout: int, old_name: bool, cases: list[str]) -> None:
+    """Import the program once, and run each case in a process forked from this one: imports take the longest."""
     import torch
-
-    from _ecosystem import recorder
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore", ".*use_deterministic_algorithms.*")
-    old_name = "--pytorch-lightning" in sys.argv
     package = install(who, old_name)
-    run = Run(who, place, package)
-    recorder.instrument(run, package.Trainer, package.Callback, package.LightningModule)
-    run.seed()
+    package.seed_everything(SEED, workers=True, verbose=False)
     spec = importlib.util.spec_from_file_location(f"program_{Path(program).stem}", program)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    for case in cases:
+        place = folder / case.removeprefix("case_") / who
+        (place / "run").mkdir(parents=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(timeout)
+            log = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            try:
+                run_case(getattr(module, case), Run(who, place / "run", package), place)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)  # who asked reads the files
+        os.waitpid(pid, 0)
+
+
+def run_case(case: Callable[[Run], None], run: Run, folder: Path) -> None:
+    """In the new process: run it, and write ``record.pt`` and ``outcome.json``."""
+    import torch
+
+    from _ecosystem import recorder
+
+    os.chdir(run.folder)
+    recorder.instrument(run, run.lightning.Trainer, run.lightning.Callback, run.lightning.LightningModule)
     run.seed()
-    ready, error = time.monotonic(), ""
+    started, error = time.monotonic(), ""
     try:
-        getattr(module, case)(run)
-    except Exception as failure:
+        case(run)
+    except (Exception, SystemExit) as failure:
         traceback.print_exc()
         error = f"{type(failure).__name__}: {failure}"
-    seconds = time.monotonic() - ready
+    seconds = time.monotonic() - started
     run.part = None
     if run.entry:
         run.end()
     if not error:
         run.files()
     torch.save(run.columns, folder / "record.pt")
-    outcome = {"error": error, "seconds": seconds, "imports": ready - started}
-    (folder / "outcome.json").write_text(json.dumps(outcome))
+    (folder / "outcome.json").write_text(json.dumps({"error": error, "seconds": seconds}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    words = sys.argv[1:]
+    main(words[0], words[1], Path(words[2]), int(words[3]), words[4] == "pytorch_lightning", words[5:])

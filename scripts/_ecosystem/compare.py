@@ -1,4 +1,4 @@
-"""Differences between two records: ``python -m _ecosystem.compare THEIRS OURS [VARIES ...]`` prints them as JSON."""
+"""Differences between the records of a case: ``python -m _ecosystem.compare FOLDER ... -- [VARIES ...]``."""
 
 from __future__ import annotations
 
@@ -61,15 +61,16 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], varies: tuple[str,
     found: list[Difference] = []
     for column in COLUMNS:
         before = len(found)
-        leave_out_known_metrics(column, theirs.get(column, {}), ours.get(column, {}), found)
-        walk(column, "", theirs.get(column, {}), ours.get(column, {}), found)
-        for one in found[before:]:
-            one.known = next((known.row for known in KNOWN if fits(known, one)), "")
+        one, other = theirs.get(column, {}), ours.get(column, {})
+        walk(column, "", one, without_known_metrics(column, one, other, found), found)
+        for difference in found[before:]:
+            difference.known = next((known.row for known in KNOWN if fits(known, difference)), "")
     return [one for one in found if not any(re.search(place, one.where) for place in varies)]
 
 
-def leave_out_known_metrics(column: str, theirs: Any, ours: Any, found: list[Difference]) -> None:
-    """Take metrics that only we log, and the guide names, out of our rows: a row may have nothing else in it."""
+def without_known_metrics(column: str, theirs: Any, ours: Any, found: list[Difference]) -> Any:
+    """Our records without the metrics that only we log, and the guide names: a row may have nothing else in it."""
+    ours = dict(ours)
     for name, rows in ours.items():
         if not name.endswith("rows"):
             continue
@@ -85,6 +86,7 @@ def leave_out_known_metrics(column: str, theirs: Any, ours: Any, found: list[Dif
             for row, (_, _, all_of_it) in zip(kept, rows, strict=True)
             if row[2].keys() - {"epoch"} or row[2] == all_of_it
         ]
+    return ours
 
 
 def fits(known: Known, one: Difference) -> bool:
@@ -138,7 +140,8 @@ def same_value(one: Any, other: Any) -> bool:
 def largest_difference(one: Tensor, other: Tensor) -> str:
     if one.is_complex() or one.dtype is torch.bool:
         return f"{int((one != other).sum())} elements"
-    return f"{(one.double() - other.double()).abs().max().item():.3g}"
+    apart = (one.double() - other.double()).abs()
+    return f"{apart[~(one.isnan() & other.isnan())].max().item():.3g}"
 
 
 def show(value: Any) -> str:
@@ -152,15 +155,17 @@ def show(value: Any) -> str:
     return repr(value) if len(repr(value)) < 200 else repr(value)[:200] + "..."
 
 
-def main(theirs: Path, ours: Path, varies: tuple[str, ...]) -> None:
-    """Print what differs, and which columns have something in them."""
-    one, other = (torch.load(path, weights_only=False) for path in (theirs, ours))
-    report = {
-        "columns": [column for column in COLUMNS if column in one or column in other],
-        "differences": [asdict(difference) for difference in differences(one, other, varies)],
-    }
-    print(json.dumps(report))
+def main(folders: list[Path], varies: tuple[str, ...]) -> None:
+    """Write ``comparison.json`` into each folder: what differs, and which columns have something in them."""
+    for folder in folders:
+        theirs, ours = (torch.load(folder / who / "record.pt", weights_only=False) for who in ("lightning", "ours"))
+        report = {
+            "columns": [column for column in COLUMNS if column in theirs or column in ours],
+            "differences": [asdict(difference) for difference in differences(theirs, ours, varies)],
+        }
+        (folder / "comparison.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), tuple(sys.argv[3:]))
+    split = sys.argv.index("--")
+    main([Path(one) for one in sys.argv[1:split]], tuple(sys.argv[split + 1 :]))
