@@ -65,12 +65,15 @@ class Data(LightningDataModule):
 
 
 class Classifier(LightningModule):
-    """BERT made from a config that is a hyper-parameter; weight decay by groups; a linear schedule with warm-up."""
+    """BERT, its config and its loss hyper-parameters; weight decay by groups; a linear schedule with warm-up."""
 
-    def __init__(self, config: BertConfig, learning_rate: float = 1e-3, warmup: float = 0.1) -> None:
+    def __init__(
+        self, config: dict[str, int], loss: nn.Module | None = None, learning_rate: float = 1e-3, warmup: float = 0.1
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.model = BertForSequenceClassification(config)
+        self.model = BertForSequenceClassification(BertConfig(**config))
+        self.loss = loss
         self.accuracy = MulticlassAccuracy(2)
         self.predicted: list[Tensor] = []
 
@@ -78,7 +81,7 @@ class Classifier(LightningModule):
         return self.model(**batch)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self(**batch).loss
+        loss = self.loss(self(**batch).logits, batch["labels"])
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(batch["labels"]))
         return loss
 
@@ -113,24 +116,27 @@ class Classifier(LightningModule):
 def bert(run: Any, **options: Any) -> None:
     """Fit, test, predict, reload, resume."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = BertConfig(**sizes, intermediate_size=48, max_position_embeddings=16)
+    config = {**sizes, "intermediate_size": 48, "max_position_embeddings": 16}
 
     def callbacks() -> list[Any]:
         saver = ModelCheckpoint(monitor="val/loss", save_last=True, filename="{epoch}-{val/loss:.2f}")
         return [saver, LearningRateMonitor("step"), EarlyStopping("val/loss", patience=4)]
 
-    module = Classifier(config)
+    def module() -> Classifier:
+        return Classifier(config, nn.CrossEntropyLoss(label_smoothing=0.1))
+
+    fitted = module()
     trainer = run.Trainer(max_epochs=2, callbacks=callbacks(), **options)
-    trainer.fit(module, datamodule=Data())
+    trainer.fit(fitted, datamodule=Data())
     run.keep("test", trainer.test(ckpt_path="best", datamodule=Data(), weights_only=False, verbose=False))
-    run.keep("predicted", trainer.predict(module, datamodule=Data(6)))
+    run.keep("predicted", trainer.predict(fitted, datamodule=Data(6)))
     path = trainer.checkpoint_callback.last_model_path
     again = run.reload(Classifier, path)
-    run.keep("config", again.hparams.config.to_dict())
+    run.keep("loss", again.loss)
     run.reload(Data, path)
     with run.resume():
         further = run.Trainer(max_epochs=3, callbacks=callbacks(), **options)
-        further.fit(Classifier(config), datamodule=Data(), ckpt_path=path, weights_only=False)
+        further.fit(module(), datamodule=Data(), ckpt_path=path, weights_only=False)
 
 
 def case_bert(run: Any) -> None:
@@ -231,15 +237,19 @@ def images(count: int, size: int, seed: int, **options: Any) -> Any:
 def picture_classifier(run: Any, size: int, make: Any, **options: Any) -> None:
     """Fit, validate, reload, resume."""
     train, val = images(32, size, 1, shuffle=True, drop_last=True), images(16, size, 2)
-    callbacks = [LearningRateMonitor(), ModelCheckpoint(monitor="val_average", save_last=True)]
+
+    def callbacks() -> list[Any]:
+        return [LearningRateMonitor(), ModelCheckpoint(monitor="val_average", save_last=True)]
+
     module = make()
-    trainer = run.Trainer(max_epochs=2, callbacks=callbacks, **options)
+    trainer = run.Trainer(max_epochs=2, callbacks=callbacks(), **options)
     trainer.fit(module, train, val)
     run.keep("validated", trainer.validate(module, val, verbose=False))
     path = trainer.checkpoint_callback.last_model_path
     run.reload(Images, path)
     with run.resume():
-        run.Trainer(max_epochs=3, **options).fit(make(), train, val, ckpt_path=path)
+        further = run.Trainer(max_epochs=3, callbacks=callbacks(), **options)
+        further.fit(make(), train, val, ckpt_path=path)
 
 
 def case_resnet(run: Any) -> None:
