@@ -541,6 +541,8 @@ class Trainer(TrainerBase):
     ) -> None:
         """Take in what a run is about. ``model`` may be None where an earlier run left one."""
         first = next(iter(given.values()))
+        arguments.refuse_other_package("datamodule", datamodule)
+        arguments.refuse_other_package("dataloaders", *given.values())
         if isinstance(first, LightningDataModule):  # fit(model, datamodule)
             datamodule, given = first, {}
         if datamodule is not None and any(loaders is not None for loaders in given.values()):

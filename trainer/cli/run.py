@@ -196,7 +196,10 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
 def _check_kinds(module: Any, data: Any, settings: dict[str, Any]) -> None:
     import lightning as L
 
+    from trainer.arguments import refuse_other_package
+
     for name, made, kind in (("model", module, L.LightningModule), ("data", data, L.LightningDataModule)):
+        refuse_other_package(name, getattr(made, "_orig_mod", made))
         if made is not None and not isinstance(getattr(made, "_orig_mod", made), kind):
             raise UsageError(
                 f"{name} is {settings[name]['_target_']}, which makes a {type(made).__name__}, expected a"
