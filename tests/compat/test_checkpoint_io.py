@@ -360,14 +360,14 @@ def test_last_is_right_while_others_come_and_go(tmp_path: Path, save_last: Any) 
 
 def test_a_fit_has_its_folders_alone_while_it_lasts(tmp_path: Path) -> None:
     def look(where: list[str], *_: Any) -> None:
-        where.extend(names(tmp_path / folder)[0] for folder in "ab")
+        where.extend([*names(tmp_path / "a"), *names(tmp_path / "b"), *names(tmp_path)])
 
     during: list[str] = []
     watch = Callback()
     watch.on_train_start = lambda *_: look(during)  # type: ignore[method-assign]
     a, b = ModelCheckpoint(tmp_path / "a"), ModelCheckpoint(tmp_path / "b", every_n_epochs=5)
     fitted = fit(tmp_path, a, b, watch)
-    assert during == [folders.LOCK] * 2
+    assert during == [f".a{folders.LOCK}", f".b{folders.LOCK}", "a", "b"]  # nothing but checkpoints in them
     assert names(tmp_path) == ["a"]  # nothing was saved in the other one
     assert names(tmp_path / "a") == ["epoch=1-step=8.ckpt"]
     fitted.fit_loop.max_epochs = 3

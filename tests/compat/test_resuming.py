@@ -163,7 +163,7 @@ def test_of_a_run_that_is_under_way_nothing_is_touched(tmp_path: Path, monkeypat
     monkeypatch.setattr(folders, "_try_lock", lambda handle: False)
     with pytest.raises(FolderInUseError):
         script(tmp_path)
-    (lock,) = tmp_path.rglob(folders.LOCK)  # of the other run
+    (lock,) = tmp_path.rglob(f"*{folders.LOCK}")  # of the other run
     lock.unlink()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
