@@ -143,7 +143,7 @@ def test_elsewhere_too_there_is_a_manifest() -> None:
     assert not MemoryFileSystem().exists("/files/other.ckpt")
 
 
-# --- somebody else writes -----------------------------------------------------------------------------------------------
+# --- somebody else writes ---------------------------------------------------------------------------------------------
 
 _SAVE, _LOAD = torch.save, torch.load
 
