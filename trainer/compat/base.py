@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -160,7 +161,7 @@ class TrainerBase(LightningTrainer):
     def _accelerator_connector(self) -> Any:
         return self.engine.connector
 
-    @property
+    @cached_property
     def _checkpoint_connector(self) -> CheckpointConnectorView:
         return CheckpointConnectorView(self)
 

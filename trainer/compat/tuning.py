@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import loop_state
-from trainer.compat.signals import requeued_checkpoint
 from trainer.data import TrainingBatches
 from trainer.metrics import MetricStore
 
@@ -54,34 +54,76 @@ def set_up_evaluation_data(trainer: Any, stage: RunningStage) -> None:
         loop.loaders = loaders
 
 
-class CheckpointConnectorView:
-    """``trainer._checkpoint_connector``: what the finders, SLURM's requeueing, and the curious use of it."""
+class CheckpointConnectorView(_CheckpointConnector):
+    """``trainer._checkpoint_connector``: what the finders, SLURM's requeueing, and the curious use of it.
+
+    Lightning's own where that reads and sets what a Trainer of ours shows.
+    """
+
+    trainer: Any
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.hpc_save_path = _CheckpointConnector.hpc_save_path
+        self.trainer = trainer
 
     @property
     def _ckpt_path(self) -> str | Path | None:
-        path: str | Path | None = self._trainer.ckpt_path
+        path: str | Path | None = self.trainer.ckpt_path
         return path
+
+    @_ckpt_path.setter
+    def _ckpt_path(self, path: str | Path | None) -> None:
+        self.trainer._ckpt_path = path
 
     @property
     def _user_managed(self) -> bool:
-        return bool(self._trainer.ckpt_path_is_assigned)
+        return bool(self.trainer.ckpt_path_is_assigned)
+
+    @_user_managed.setter
+    def _user_managed(self, is_assigned: bool) -> None:
+        self.trainer.ckpt_path_is_assigned = is_assigned
 
     @property
-    def _hpc_resume_path(self) -> str | None:
-        return requeued_checkpoint(self._trainer)
+    def _loaded_checkpoint(self) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = self.trainer._checkpoint
+        return checkpoint
+
+    @_loaded_checkpoint.setter
+    def _loaded_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.trainer._checkpoint = checkpoint
+
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Read a checkpoint for the methods below, each of which puts a part of it back."""
+        self._ckpt_path = checkpoint_path
+        if checkpoint_path:
+            self._loaded_checkpoint = checkpoints.read(self.trainer.engine, checkpoint_path, weights_only)
+
+    def restore_callbacks(self) -> None:
+        """Put back the callbacks' states."""
+        super().restore_callbacks()
+        _call_callbacks_load_state_dict(self.trainer, self._ours)
+
+    def restore_loops(self) -> None:
+        """Put back the counters."""
+        super().restore_loops()
+        if self.trainer.state.fn is TrainerFn.FITTING and "progress" in self._ours:
+            self.trainer.progress.load_state_dict(self._ours["progress"])
+
+    @property
+    def _ours(self) -> dict[str, Any]:
+        """What the checkpoint that is read has beside Lightning's parts."""
+        ours: dict[str, Any] = self._loaded_checkpoint.get("loops", {}).get(checkpoints.OUR_KEY, {})
+        return ours
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """A checkpoint of this moment."""
-        checkpoint: dict[str, Any] = self._trainer._dump(bool(weights_only))
+        checkpoint: dict[str, Any] = self.trainer._dump(bool(weights_only))
         return checkpoint
 
-    def restore(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> None:
+    def restore(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Put back everything that a checkpoint of this run holds."""
-        trainer = self._trainer
+        trainer = self.trainer
+        if not checkpoint_path:
+            return
         checkpoint = checkpoints.read(trainer.engine, checkpoint_path, weights_only)
         checkpoints.restore_module_and_callbacks(trainer, checkpoint)
         if trainer.state.fn is not TrainerFn.FITTING:
