@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, LearningRateMonitor
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    LearningRateMonitor,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.tuner import Tuner
 
-from tests.parity import Classifier, data, lightning, ours, plain, run_both, weights
+from tests.parity import Classifier, Learner, data, lightning, ours, plain, run_both, weights
+from trainer.errors import IncompleteCheckpointError
 
 
 class Tunable(Classifier):
@@ -396,3 +404,74 @@ def test_a_checkpoint_is_put_back_part_by_part(tmp_path: Path, in_one: bool) -> 
     theirs, mine = run_both(scenario)
     assert mine == theirs
     assert theirs[1][0] == 8
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_dataloaders_left_out_for_a_limit_are_made_when_it_is_lifted(stage: str) -> None:
+    def scenario(make: Any) -> list[Any]:
+        prefix = {"fit": "train", "validate": "val"}.get(stage, stage)
+        trainer, module = make(**{f"limit_{prefix}_batches": 0}), Tunable()
+        trainer.strategy.connect(module)
+        trainer._data_connector.attach_data(module)
+        trainer.state.fn, loop = TrainerFn(stage), getattr(trainer, f"{stage}_loop")
+        trainer.state.stage = RunningStage("train" if stage == "fit" else stage)
+        loop.setup_data()
+        seen = [len(loaders_of(trainer)) - loaders_of(trainer).count(None)]
+        setattr(trainer, f"limit_{prefix}_batches", 1)
+        loop.setup_data()
+        return [*seen, [loader is not None for loader in loaders_of(trainer)]]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine[0] == 0
+    assert sum(mine[1]) == 1
+
+
+def test_parts_of_a_checkpoint_can_be_put_back(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.ckpt"
+    first, learned = ours(max_epochs=2), Learner()
+    first.fit(learned, data(8))
+    first.save_checkpoint(saved)
+
+    def scenario(make: Any) -> list[Any]:
+        trainer, module = make(max_epochs=5), Learner()
+        trainer.strategy.connect(module)
+        trainer.state.fn = TrainerFn.FITTING
+        connector = trainer._checkpoint_connector
+        seen = [bool(connector._ckpt_path), bool(connector._loaded_checkpoint)]
+        connector.resume_start(saved)
+        seen += [trainer.ckpt_path == saved, connector._loaded_checkpoint["global_step"]]
+        connector.restore_model()
+        connector.restore_loops()
+        seen += [module.net[0].weight.equal(learned.net[0].weight), trainer.current_epoch, trainer.global_step]
+        connector.resume_end()
+        return [*seen, trainer.ckpt_path == saved, connector._loaded_checkpoint]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs == [False, False, True, 8, True, 2, 8, True, {}]
+
+
+def test_weights_alone_are_no_run_to_go_on_from(tmp_path: Path) -> None:
+    trainer = ours(max_epochs=1)
+    trainer.fit(Learner(), data(4))
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    with pytest.raises(IncompleteCheckpointError, match="contains only the model"):
+        trainer._checkpoint_connector.restore(tmp_path / "weights.ckpt")
+
+
+def test_the_connector_knows_what_a_path_means(tmp_path: Path) -> None:
+    def scenario(make: Any) -> list[Any]:
+        saver = OnExceptionCheckpoint(tmp_path)
+        Path(saver.ckpt_path).touch()
+        trainer = make(callbacks=saver, default_root_dir=tmp_path, enable_checkpointing=True)
+        trainer.state.fn = TrainerFn.FITTING
+        connector = trainer._checkpoint_connector
+        parse = connector._parse_ckpt_path
+        found = [parse(TrainerFn.FITTING, given, True, True) for given in ("last", "a.ckpt")]
+        for version in (3, 12):
+            shutil.copy(saver.ckpt_path, tmp_path / f"hpc_ckpt_{version}.ckpt")
+        return [*found, connector._hpc_resume_path, connector.hpc_save_path(str(tmp_path))]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert [Path(path).name for path in mine] == ["on_exception.ckpt", "a.ckpt", "hpc_ckpt_12.ckpt", "hpc_ckpt_13.ckpt"]

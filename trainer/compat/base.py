@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -84,6 +83,7 @@ class TrainerBase(LightningTrainer):
     _model_registry: str | None
     scaler: LossScaler | None = None  # a class attribute, or Lightning's property of that name stood in its way
     _signal_connector: Signals
+    _checkpoint_connector: CheckpointConnectorView
 
     # --- devices and processes --------------------------------------------------------------------------------
 
@@ -160,10 +160,6 @@ class TrainerBase(LightningTrainer):
     @property
     def _accelerator_connector(self) -> Any:
         return self.engine.connector
-
-    @cached_property
-    def _checkpoint_connector(self) -> CheckpointConnectorView:
-        return CheckpointConnectorView(self)
 
     @property
     def _data_connector(self) -> Any:
