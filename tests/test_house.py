@@ -44,6 +44,8 @@ ALLOWED = {
     "trainer/checkpoint/snapshot.py": {"storage._cdata"},  # what storages are known by, in torch's own deepcopy
     "trainer/cli/tune/apart.py": {"os._exit"},  # of a process without a purpose
     "trainer/cli/tune/attempt.py": {"os._exit"},  # of one that has more memory than it may
+    # what a process hands on to those that it starts
+    "trainer/pytorch_lightning.py": {"multiprocessing.current_process()._config"},
     "trainer/metrics.py": {"metric._forward_cache"},  # torchmetrics keeps a step's value nowhere else
 }
 

@@ -8,6 +8,8 @@ an epoch short.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,17 @@ def test_a_run_drawn_at_random(seed: int, tmp_path: Path) -> None:
             return
         for what in a.keys() - (SAVED if run and saves_again(setup) else set()):
             assert_close(a[what], b[what], f"run {run}, {what}")
+
+
+@pytest.mark.slow
+def test_runs_drawn_at_random_on_pytorch_lightning() -> None:
+    # in a process of its own, where that package is loaded first: then it is what the names of `lightning` mean
+    code = "import pytorch_lightning, trainer.pytorch_lightning, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+    seeds = random.Random(1).sample(range(SETUPS), 8)
+    tests = [f"{__file__}::{test_a_run_drawn_at_random.__name__}[{seed}]" for seed in seeds]
+    command = [sys.executable, "-c", code, "-p", "no:cacheprovider", "-q", *tests]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=250)
+    assert "8 passed" in done.stdout, done.stdout + done.stderr
 
 
 SAVED = {"hooks", "files", "checkpoint"}

@@ -33,14 +33,14 @@ def test_holds_the_packages_and_their_configs(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
         "trainer/fit_loop.py",
+        "trainer/py.typed",
         "trainer/conf/recipe/resnet50.yaml",
         "trainer/cli/report/template/page.css",
         "recipes/image_classification.py",
-        "hydra_plugins/amp_trainer.py",
     ):
         assert name in names
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert tops == {"trainer", "recipes", "hydra_plugins"}
+    assert tops == {"trainer", "recipes"}
 
 
 def test_finds_its_own_and_the_users_configs(installed, tmp_path):

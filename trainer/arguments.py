@@ -5,6 +5,7 @@ Everything is refused here, when the Trainer is built, not in epoch 3.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from trainer.errors import ConfigurationError
+from trainer.errors import ONE_PACKAGE, ConfigurationError
 
 
 @dataclass
@@ -159,6 +160,26 @@ def check_clipping(value: Any, algorithm: Any) -> None:
             f"`gradient_clip_algorithm` {algorithm} is invalid. Got gradient_clip_algorithm={algorithm!r}, expected"
             " 'norm' or 'value'."
         )
+
+
+def refuse_other_package(argument: str, *given: Any) -> None:
+    """Refuse what is built on ``pytorch_lightning`` where that is another package than ``lightning.pytorch``.
+
+    Args:
+        argument: what ``given`` was given as.
+        *given: modules, datamodules, callbacks, loggers, strategies, plugins, or anything else.
+
+    Raises:
+        ConfigurationError: one is.
+    """
+    for value in given:
+        roots = {str(kind.__module__).partition(".")[0] for kind in type(value).__mro__}
+        for other, own in (("pytorch_lightning", "lightning.pytorch"), ("lightning_fabric", "lightning.fabric")):
+            if other in roots and "lightning" not in roots and sys.modules.get(other) is not sys.modules.get(own):
+                raise ConfigurationError(
+                    f"Got {argument}={type(value).__name__}(...), which is built on {other}. To Python that is another"
+                    f" package than {own}, which the Trainer is built on. To make them one, {ONE_PACKAGE}"
+                )
 
 
 def refuse_twice(argument: str, value: Any, default: Any, callbacks: Sequence[Any], kind: type) -> None:

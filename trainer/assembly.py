@@ -22,7 +22,7 @@ from lightning.pytorch.profilers import (
 )
 from lightning.pytorch.utilities import rank_zero_warn
 
-from trainer.arguments import check_clipping, refuse_twice
+from trainer.arguments import check_clipping, refuse_other_package, refuse_twice
 from trainer.callbacks.alignment_advisor import AlignmentAdvisor
 from trainer.callbacks.anomaly_detection import AnomalyDetection
 from trainer.callbacks.curves import Curves
@@ -88,6 +88,7 @@ def build_callbacks(
         ConfigurationError: a setting made twice, two progress bars, a callback that another argument forbids, an
             unknown algorithm.
     """
+    refuse_other_package("callbacks", given, *(given if isinstance(given, Sequence) else ()))
     callbacks: list[Any] = [] if given is None else [given] if isinstance(given, Callback) else list(given)
 
     def missing(kind: type) -> bool:
@@ -152,6 +153,7 @@ def build_loggers(given: Logger | Iterable[Logger] | bool | None, folder: str, *
     if given is None or given is True:
         return [DummyLogger() if fast_dev_run else _default_logger(folder)]
     loggers: list[Any] = [] if not given else list(given) if isinstance(given, Iterable) else [given]
+    refuse_other_package("logger", *loggers)
     return [DummyLogger()] if loggers and fast_dev_run else loggers
 
 
@@ -183,6 +185,7 @@ def build_profiler(given: Profiler | str | None) -> Profiler:
     if not given:
         return PassThroughProfiler()
     if not isinstance(given, str):
+        refuse_other_package("profiler", given)
         return given
     if given.lower() not in _PROFILERS:
         raise ConfigurationError(

@@ -114,6 +114,13 @@ class GradientCheckError(TrainerError):
     """A backward pass whose gradients are not the derivatives of the loss."""
 
 
+ONE_PACKAGE = (
+    "write `import trainer.pytorch_lightning` as the first import of the program; or, for `python -m trainer`, of the"
+    " module that the config names."
+)
+"""What to do where ``pytorch_lightning`` and ``lightning.pytorch`` are two packages and should be one."""
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """The sentence `` Did you mean 'x'?`` for the nearest known word, or an empty string.
 

@@ -56,6 +56,7 @@ from trainer.compat.metric_objects import MetricObjects
 from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
 from trainer.compat.signals import Signals
+from trainer.compat.tuning import CheckpointConnectorView
 from trainer.compat.views import EvalLoopView, FitLoopView, MonitoredMetrics, announce_end
 from trainer.data import Loaders, TrainingBatches, Transfer
 from trainer.errors import ConfigurationError
@@ -303,6 +304,7 @@ class Trainer(TrainerBase):
         self.test_loop = EvalLoopView(self, self.eval_loops[RunningStage.TESTING], RunningStage.TESTING)
         self.predict_loop = EvalLoopView(self, self.eval_loops[RunningStage.PREDICTING], RunningStage.PREDICTING)
         self._signal_connector = Signals(self, self.loop.limits, list(self.eval_loops.values()))
+        self._checkpoint_connector = CheckpointConnectorView(self)
         self._announce()
 
     # --- what users call --------------------------------------------------------------------------------------
@@ -541,6 +543,8 @@ class Trainer(TrainerBase):
     ) -> None:
         """Take in what a run is about. ``model`` may be None where an earlier run left one."""
         first = next(iter(given.values()))
+        arguments.refuse_other_package("datamodule", datamodule)
+        arguments.refuse_other_package("dataloaders", *given.values())
         if isinstance(first, LightningDataModule):  # fit(model, datamodule)
             datamodule, given = first, {}
         if datamodule is not None and any(loaders is not None for loaders in given.values()):

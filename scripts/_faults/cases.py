@@ -704,7 +704,7 @@ def malicious_target(bench: Bench, who: str) -> Outcome:
         folder = project.write(bench.new_folder("target"))
         owned = folder / "owned"
         words = strangers.overrides(target, folder, owned)
-        run = bench.command(folder, "fit", "+recipe=faulty", *words)
+        run = bench.command(folder, "fit", "+recipe=faulty", *words, environment={"TRAINER_TRUST": strangers.TRUSTED})
         if run.wait(END) != 2:
             accepted.append(f"{target} ({tools.last_line(run.log)[:60]})")
         if owned.exists():

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from rich.console import Console
 from torch import nn
 
@@ -261,6 +265,24 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="could not be written to .*file/overflow_report_step_2.md"):
         report_on(tmp_path, Regression(sequential(Amplifier(), 4)), report={"dirpath": tmp_path / "file"})
+
+
+@pytest.mark.parametrize("logger", [False, "mock", "remote", "none", "csv"])
+def test_where_the_file_is_by_default(tmp_path, logger, monkeypatch):
+    """In the folder that a logger has on this machine, or in ``default_root_dir``: never in the working directory."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    loggers = {
+        "mock": lambda: MagicMock(spec=TensorBoardLogger),
+        "remote": lambda: CSVLogger("memory://somewhere"),
+        "none": DummyLogger,
+        "csv": lambda: CSVLogger(tmp_path / "csv", name="", version=""),
+    }
+    given = loggers[logger]() if logger else False
+    report_on(tmp_path / "root", Regression(sequential(Amplifier(), 4)), logger=given, log_every_n_steps=1)
+    (found,) = tmp_path.rglob("*.md")
+    assert found == tmp_path / ("csv" if logger == "csv" else "root") / "overflow_report_step_2.md"
+    assert os.listdir(tmp_path / "cwd") == []
 
 
 def test_a_fast_dev_run_writes_nothing(tmp_path):

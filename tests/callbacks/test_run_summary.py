@@ -6,13 +6,14 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from rich.console import Console
 from torch.utils.data import DataLoader
 
@@ -406,6 +407,20 @@ def test_a_real_fit_that_fails(tmp_path, summary, trainer_class):
     assert summary.summary["error"] == "RuntimeError: enough"
     assert summary.summary["samples"] == 8
     assert json.loads(Path(summary.summary["paths"]["summary"]).read_text()) == summary.summary
+
+
+@pytest.mark.parametrize("spec", [None, Logger, TensorBoardLogger])
+def test_a_folder_that_a_mock_names_is_none(tmp_path, summary, spec, monkeypatch):
+    """As programs test their use of a logger: what its ``save_dir`` turns into is no folder."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    trainer = make_trainer(
+        tmp_path / "root", logger=MagicMock(spec=spec), callbacks=[summary, Curves()], log_every_n_steps=1
+    )
+    trainer.fit(Regression(), loader_of(make_batches(2)))
+    assert os.listdir(tmp_path / "cwd") == []
+    assert {"curves.json", "environment.json", "summary.json"} <= set(os.listdir(tmp_path / "root"))
+    assert "loggers" not in summary.summary["paths"]
 
 
 @BOTH_TRAINERS

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -82,10 +83,38 @@ def test_it_does_not_matter_in_what_pieces_it_is_written(tmp_path: Path, piece: 
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["epoch"] == 0
 
 
-def test_what_is_no_archive_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not end as a zip archive"):
-        files.write(lambda stream: stream.write(b"something else") and None, tmp_path / "x.ckpt")
-    assert not os.listdir(tmp_path)
+def archive() -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content(), buffer)
+    return buffer.getvalue()
+
+
+OTHERS = {
+    "nothing": b"",
+    "a byte": b"x",
+    "pickle": pickle.dumps(content()),
+    "encrypted": bytes(255 - byte for byte in archive()),
+    "zeros": bytes(100),
+    "an archive behind a header": b"header" + archive(),
+    "an archive and a signature": archive() + b"signature",
+    "an archive with a comment": archive()[:-2] + b"\4\0mine",
+}
+"""What somebody may write in the place of an archive."""
+
+
+@pytest.mark.parametrize("piece", [1, 3, 22, 1000])
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_is_no_archive_is_written_as_it_is(tmp_path: Path, what: str, piece: int) -> None:
+    data = OTHERS[what]
+
+    def save(stream: Any) -> None:
+        for start in range(0, len(data), piece):
+            stream.write(data[start : start + piece])
+        assert stream.tell() == len(data)
+
+    assert files.write(save, tmp_path / "x.ckpt") is None
+    assert (tmp_path / "x.ckpt").read_bytes() == data
+    assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------
@@ -139,13 +168,37 @@ def test_without_a_manifest_the_archives_own_checksums_are_checked(tmp_path: Pat
     assert "cut short" in complaint(path)
     path.write_bytes(data[:-100] + b"\0" * 78 + data[-22:])
     assert "cannot be read as a zip archive" in complaint(path)
-    path.write_bytes(b"not a checkpoint")
-    assert "it has no end" in complaint(path)
+    path.write_bytes(data + b"signature")
+    assert files.verify(path)
 
 
 def test_in_the_oldest_files_there_is_nothing_to_check(tmp_path: Path) -> None:
     torch.save(content(), tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
-    files.verify(tmp_path / "x.ckpt")
+    assert not files.verify(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("what", ["pickle", "encrypted", "zeros", "an archive behind a header"])
+def test_in_files_of_another_form_there_is_nothing_to_check(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "x.ckpt"
+    path.write_bytes(OTHERS[what])
+    assert files.read_manifest(path) is None
+    assert not files.verify(path)
+    path.write_bytes(archive())
+    assert files.verify(path)
+
+
+def test_a_file_with_nothing_to_check_is_read_before_it_is_the_newest_good_one(tmp_path: Path) -> None:
+    def read(path: Path) -> None:
+        if path.read_bytes() != b"whole":
+            raise CheckpointError(f"{path} cannot be read.")
+
+    saved(tmp_path / "old.ckpt")
+    for name, data in (("a", b"whole"), ("b", b"who")):
+        (tmp_path / f"{name}.ckpt").write_bytes(data)
+        aged(tmp_path / f"{name}.ckpt", -1000 if name == "a" else -2000)
+    with pytest.warns(UserWarning, match="b.ckpt cannot be read. It is passed over"):
+        assert files.newest_good([tmp_path], read) == (tmp_path / "a.ckpt").resolve()
+    assert files.newest_good([tmp_path]) == (tmp_path / "b.ckpt").resolve()
 
 
 def test_what_cannot_be_read_is_an_error_of_checkpoints(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,48 +37,97 @@ def holder(folder: Path, how: str = "") -> tuple[subprocess.Popen[str], int, int
     return process, int(pid), int(child)
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def lock_of(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}{folders.LOCK}"
+
+
+def test_nothing_is_in_it_and_nothing_is_left_behind(tmp_path: Path) -> None:
     with folders.held(tmp_path / "a" / "b"):
-        assert os.listdir(tmp_path / "a" / "b") == [folders.LOCK]
-        who = json.loads((tmp_path / "a" / "b" / folders.LOCK).read_text())
-        assert who["pid"] == os.getpid()
+        assert os.listdir(tmp_path / "a" / "b") == []
+        assert sorted(os.listdir(tmp_path / "a")) == [".b.in-use.lock", "b"]
+        assert json.loads((tmp_path / "a" / ".b.in-use.lock").read_text())["pid"] == os.getpid()
     assert os.listdir(tmp_path) == []
     with folders.held(tmp_path / "a"):
         (tmp_path / "a" / "x.ckpt").touch()
+    assert os.listdir(tmp_path) == ["a"]
     assert os.listdir(tmp_path / "a") == ["x.ckpt"]
 
 
 def test_the_same_process_may_hold_it_twice(tmp_path: Path) -> None:
-    with folders.held(tmp_path):
-        with folders.held(tmp_path / "." / ""):
+    with folders.held(tmp_path / "a"):
+        with folders.held(tmp_path / "a" / "." / ""):
             pass
-        assert os.listdir(tmp_path) == [folders.LOCK]
+        assert sorted(os.listdir(tmp_path)) == [".a.in-use.lock", "a"]
     assert os.listdir(tmp_path) == []
 
 
 def test_what_killed_saves_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".123-abc.ckpt-part").touch()
     with folders.held(tmp_path):
-        assert os.listdir(tmp_path) == [folders.LOCK]
+        assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("how", ["alone", "forks"])
 def test_another_process_has_it_until_it_is_killed(tmp_path: Path, how: str) -> None:
-    process, pid, child = holder(tmp_path, how)
+    folder = tmp_path / "a"
+    (tmp_path / "link").symlink_to("a")
+    process, pid, child = holder(folder, how)
     try:
         who = rf"in use by another run \(process {pid} on .*, since 20..-..-.. "
-        with pytest.raises(FolderInUseError, match=who), folders.held(tmp_path):
+        with pytest.raises(FolderInUseError, match=who), folders.held(tmp_path / "link"):
             pass
+        assert os.listdir(folder) == []
         process.kill()
         process.wait(10)
-        with folders.held(tmp_path):  # at once, though a process that it forked is there still
-            assert json.loads((tmp_path / folders.LOCK).read_text())["pid"] == os.getpid()
+        with folders.held(folder):  # at once, though a process that it forked is there still
+            assert json.loads(lock_of(folder).read_text())["pid"] == os.getpid()
     finally:
         process.kill()
         if how == "forks":
             os.kill(child, signal.SIGKILL)
         process.communicate(timeout=10)
-    assert os.listdir(tmp_path) == []
+    assert sorted(os.listdir(tmp_path)) == ["a", "link"]
+    assert os.listdir(folder) == []
+
+
+def nowhere_beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one may not write beside the folder; this process may do anything."""
+    opened = os.open
+
+    def refused(path: Any, *arguments: Any) -> int:
+        if Path(path) == lock_of(folder):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(os, "open", refused)
+
+
+@pytest.mark.parametrize("why", ["rights", "mounted"])
+def test_where_nothing_can_be_beside_it_the_lock_is_in_it(
+    tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    if why == "rights":
+        nowhere_beside(folder, monkeypatch)
+    else:
+        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
+    with folders.held(folder):
+        assert os.listdir(folder) == [folders.LOCK]
+        assert os.listdir(tmp_path) == ["a"]
+        monkeypatch.undo()
+        script = HOLDER.replace("time.sleep(60)", "")
+        root = Path(folders.__file__).parents[2]
+        other = subprocess.run([sys.executable, "-c", script, folder, root, ""], capture_output=True, text=True)
+        assert "FolderInUseError" in other.stderr  # though it may write beside it
+    assert os.listdir(folder) == []
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_lock_in_the_folder_that_was_left_by_a_kill_goes(tmp_path: Path) -> None:
+    (tmp_path / folders.LOCK).touch()
+    with folders.held(tmp_path):
+        assert os.listdir(tmp_path) == []
 
 
 def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +137,12 @@ def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: 
     def lock(handle: int) -> bool:
         locks.append(handle)
         if len(locks) == 1:
-            (tmp_path / folders.LOCK).unlink()
+            lock_of(tmp_path / "a").unlink()
         return True
 
     monkeypatch.setattr(folders, "_try_lock", lock)
-    with folders.held(tmp_path):
-        assert json.loads((tmp_path / folders.LOCK).read_text())["pid"] == os.getpid()
+    with folders.held(tmp_path / "a"):
+        assert json.loads(lock_of(tmp_path / "a").read_text())["pid"] == os.getpid()
     assert len(locks) == 2
 
 
@@ -101,3 +152,18 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, folder: str) -> None
     with pytest.raises(CheckpointWriteError, match=r"cannot be written to: .* choose another"):
         folders.held(tmp_path / folder).__enter__()
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_that_takes_no_files_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    opened = os.open
+
+    def refused(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path).is_relative_to(tmp_path / "a"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(CheckpointWriteError, match=r"cannot be written to: Permission denied"):
+        folders.held(tmp_path / "a").__enter__()
+    assert os.listdir(tmp_path) == ["a"]

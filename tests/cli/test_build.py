@@ -11,7 +11,7 @@ from tests.cli.conftest import write
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import build
 from trainer.cli.folders import search_here
-from trainer.cli.targets import check_targets, locate, targets
+from trainer.cli.targets import Allowlist, targets
 
 
 def test_nested_nodes_become_objects_with_plain_containers():
@@ -61,7 +61,7 @@ def test_targets_are_found_at_any_depth():
 )  # fmt: skip
 def test_refused_by_name(target):
     with pytest.raises(UsageError, match=r"allow|may not"):
-        check_targets({"a": {"_target_": target}})
+        Allowlist().check({"a": {"_target_": target}})
     with pytest.raises(UsageError):
         build({"a": [{"_target_": target}]})
 
@@ -75,7 +75,7 @@ def test_refused_by_name(target):
     ],
 )
 def test_refused_because_the_name_is_a_detour(target):
-    check_targets({"_target_": target})
+    Allowlist().check({"_target_": target})
     with pytest.raises(UsageError):
         build({"_target_": target})
 
@@ -85,9 +85,9 @@ def test_detours_to_refused_functions_are_refused_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(UsageError, match="unpickles what it reads"):
-        locate("detour.fetch")
+        Allowlist().locate("detour.fetch")
     with pytest.raises(UsageError, match=r"asks for detour\.system, which runs or unpickles"):
-        locate("detour.system")
+        Allowlist().locate("detour.system")
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_a_module_of_the_working_directory_is_allowed_and_no_other(tmp_path, mon
     monkeypatch.setattr(sys, "path", [str(tmp_path / "away"), *sys.path])
     search_here()
     assert type(build({"_target_": "own_module.Thing"})).__name__ == "Thing"
-    with pytest.raises(UsageError, match=r"To allow a package, write 'allowed_packages=\[far_module\]'"):
+    with pytest.raises(UsageError, match="python -m trainer trust far_module"):
         build({"_target_": "far_module.Thing"})
-    assert type(build({"_target_": "far_module.Thing"}, allowed_packages=["far_module"])).__name__ == "Thing"
+    assert type(build({"_target_": "far_module.Thing"}, allowlist=Allowlist(["far_module"]))).__name__ == "Thing"
 
 
 def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):

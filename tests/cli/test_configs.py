@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.arguments import COMMANDS, GROUPS_TO_ADD, Arguments, read
-from trainer.cli.build import check_targets, locate
 from trainer.cli.compose import Composer
 from trainer.cli.folders import packaged_conf
 from trainer.cli.recipes import options
 from trainer.cli.schema import ACCELERATORS, STRATEGIES, TYPES, TrainerSettings
+from trainer.cli.targets import Allowlist
 from trainer.cli.validate import validate
 from trainer.precision.names import NAMES
 
@@ -40,7 +40,7 @@ def test_every_option_composes(group):
     for option in found:
         config = composer.compose([f"{plus}{group}={option}"])
         assert config.hydra.runtime.choices[group] == option
-        check_targets({name: OmegaConf.to_container(config)[name] for name in config if name != "hydra"})
+        Allowlist().check({name: OmegaConf.to_container(config)[name] for name in config if name != "hydra"})
 
 
 def test_every_setting_that_ships_is_an_argument_of_its_target():
@@ -51,7 +51,7 @@ def test_every_setting_that_ships_is_an_argument_of_its_target():
             for settings in [node] if "_target_" in node else node.values():
                 if settings is not None:
                     names = {name for name in settings if not name.startswith("_")}
-                    arguments = inspect.signature(locate(settings["_target_"])).parameters
+                    arguments = inspect.signature(Allowlist().locate(settings["_target_"])).parameters
                     assert names <= set(arguments), (group, option)
 
 

@@ -173,7 +173,10 @@ def changed(run: Path, change) -> None:
 
 STRANGE = [
     (lambda c: c["model"].update(_target_="os.system"), "os.system"),
-    (lambda c: c.update(allowed_packages=["subprocess"]), "allowed_packages is"),
+    (
+        lambda c: [c.update(allowed_packages=["pip"]), c["model"].update(_target_="pip.main")],
+        "python -m trainer trust pip",
+    ),
     (lambda c: c["trainer"].update(default_root_dir="/somewhere"), "trainer.default_root_dir leads to /somewhere"),
     (lambda c: c["trainer"].update(no_such=1), "The config of that run: There is no setting 'trainer.no_such'"),
     (lambda c: c["trainer"].update(max_epochs="ten"), "The config of that run: trainer.max_epochs is ten"),

@@ -7,9 +7,14 @@ import os
 import pickle
 import threading
 from concurrent.futures import wait
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import fsspec
+import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -136,6 +141,92 @@ def test_elsewhere_too_there_is_a_manifest() -> None:
             io.remove_checkpoint(way)
     io.remove_checkpoint("memory://files/other.ckpt")
     assert not MemoryFileSystem().exists("/files/other.ckpt")
+
+
+# --- somebody else writes ---------------------------------------------------------------------------------------------
+
+_SAVE, _LOAD = torch.save, torch.load
+
+
+def _encrypt(data: bytes) -> bytes:
+    return bytes(255 - byte for byte in data)
+
+
+def save_encrypted(what: Any, stream: Any, *arguments: Any, **options: Any) -> None:
+    """In place, as one may who knows what Lightning passes."""
+    _SAVE(what, stream, *arguments, **options)
+    data = stream.getvalue()
+    stream.seek(0)
+    stream.truncate()
+    stream.write(_encrypt(data))
+
+
+def load_encrypted(stream: Any, *arguments: Any, **options: Any) -> Any:
+    return _LOAD(BytesIO(_encrypt(stream.read())), *arguments, **options)
+
+
+WRITERS = {
+    "mock": lambda what, stream: None,
+    "counting": _SAVE,
+    "pickle": lambda what, stream: pickle.dump(sorted(what), stream),
+    "encrypted": save_encrypted,
+    "legacy": partial(_SAVE, _use_new_zipfile_serialization=False),
+}
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_whoever_takes_the_place_of_torch_save(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under Lightning's Trainer: the same calls, the same files."""
+    calls, left = [], []
+    for side in (lightning.Trainer, make_trainer):
+        save = mock.Mock(side_effect=WRITERS[how])
+        folder = tmp_path / side.__name__
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", save)
+            arguments: dict[str, Any] = {
+                "callbacks": [ModelCheckpoint(folder / "c", save_top_k=-1, save_last=True)],
+                "max_epochs": 2,
+                "logger": False,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "accelerator": "cpu",
+            }
+            first = [folder] if side is make_trainer else []
+            fitted = side(*first, **{"default_root_dir": folder, **arguments, "enable_checkpointing": True})
+            fitted.fit(Regression(), loader_of(BATCHES))
+            fitted.save_checkpoint(folder / "by_hand.ckpt")
+        calls.append(save.call_count)
+        left.append({str(path.relative_to(folder)): path.stat().st_size == 0 for path in folder.rglob("*.ckpt")})
+    assert calls[0] == calls[1] == 5
+    assert left[0] == left[1]
+    path = tmp_path / "make_trainer" / "by_hand.ckpt"
+    if how in ("mock", "encrypted", "pickle"):
+        theirs = tmp_path / "Trainer" / "by_hand.ckpt"
+        assert path.read_bytes()[:2] == theirs.read_bytes()[:2]
+    elif how == "counting":
+        assert files.read_manifest(path) is not None
+    else:
+        assert torch.load(path, weights_only=True)["global_step"] == 8
+
+
+@pytest.mark.parametrize("where", ["local", "memory://encrypted"])
+def test_an_encrypted_file_is_written_and_read(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "save", save_encrypted)
+    monkeypatch.setattr(torch, "load", load_encrypted)
+    folder = str(tmp_path) if where == "local" else where
+    fit(tmp_path, enable_checkpointing=False).save_checkpoint(f"{folder}/x.ckpt")
+    with fsspec.open(f"{folder}/x.ckpt") as file:
+        assert _LOAD(BytesIO(_encrypt(file.read())), weights_only=True)["global_step"] == 8
+    again = fit(tmp_path, max_epochs=3, ckpt_path=f"{folder}/x.ckpt", enable_checkpointing=False)
+    assert again.global_step == 12
+
+
+def test_a_file_that_its_reader_does_not_know_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", save_encrypted)
+        fit(tmp_path, enable_checkpointing=False).save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"x\.ckpt .*(cannot be read|damaged)"):
+        fit(tmp_path, ckpt_path=tmp_path / "x.ckpt", enable_checkpointing=False)
 
 
 # --- what is removed --------------------------------------------------------------------------------------------------
@@ -269,14 +360,14 @@ def test_last_is_right_while_others_come_and_go(tmp_path: Path, save_last: Any) 
 
 def test_a_fit_has_its_folders_alone_while_it_lasts(tmp_path: Path) -> None:
     def look(where: list[str], *_: Any) -> None:
-        where.extend(names(tmp_path / folder)[0] for folder in "ab")
+        where.extend([*names(tmp_path / "a"), *names(tmp_path / "b"), *names(tmp_path)])
 
     during: list[str] = []
     watch = Callback()
     watch.on_train_start = lambda *_: look(during)  # type: ignore[method-assign]
     a, b = ModelCheckpoint(tmp_path / "a"), ModelCheckpoint(tmp_path / "b", every_n_epochs=5)
     fitted = fit(tmp_path, a, b, watch)
-    assert during == [folders.LOCK] * 2
+    assert during == [f".a{folders.LOCK}", f".b{folders.LOCK}", "a", "b"]  # nothing but checkpoints in them
     assert names(tmp_path) == ["a"]  # nothing was saved in the other one
     assert names(tmp_path / "a") == ["epoch=1-step=8.ckpt"]
     fitted.fit_loop.max_epochs = 3

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +163,7 @@ def test_of_a_run_that_is_under_way_nothing_is_touched(tmp_path: Path, monkeypat
     monkeypatch.setattr(folders, "_try_lock", lambda handle: False)
     with pytest.raises(FolderInUseError):
         script(tmp_path)
-    (lock,) = tmp_path.rglob(folders.LOCK)  # of the other run
+    (lock,) = tmp_path.rglob(f"*{folders.LOCK}")  # of the other run
     lock.unlink()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -189,6 +192,38 @@ def test_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     assert fitted.ckpt_path == str(folder / "epoch=0-step=4.ckpt")
     assert fitted.global_step == 12
     assert files.newest_good([folder]) is not None
+
+
+@pytest.mark.parametrize("can_read", [True, False])
+def test_files_of_another_form_are_taken_if_they_can_be_read(
+    tmp_path: Path, can_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has replaced ``torch.save``, and ``torch.load`` perhaps."""
+    load, save = torch.load, torch.save
+
+    def load_turned(stream: Any, *arguments: Any, **options: Any) -> Any:
+        return load(BytesIO(stream.read()[::-1]), *arguments, **options)
+
+    def save_turned(what: Any, stream: Any) -> None:
+        save(what, buffer := BytesIO())
+        stream.write(buffer.getvalue()[::-1])
+
+    saver = partial(ModelCheckpoint, save_top_k=-1)
+    script(tmp_path, kill=5, saver=saver)
+    monkeypatch.setattr(torch, "save", save_turned)
+    if can_read:
+        monkeypatch.setattr(torch, "load", load_turned)
+        (ours,) = tmp_path.rglob("*.ckpt")
+        ours.write_bytes(ours.read_bytes()[::-1])
+    else:
+        (ours,) = tmp_path.rglob("*.ckpt")
+        newer = ours.with_name("newer.ckpt")
+        newer.write_bytes(ours.read_bytes()[::-1])
+        os.utime(newer, (time.time() + 1000,) * 2)
+    with pytest.warns(UserWarning, match=r"newer.*passed over") if not can_read else nullcontext():
+        fitted = script(tmp_path, saver=saver)
+    assert fitted.ckpt_path == str(ours)
+    assert fitted.global_step == 12
 
 
 def test_where_all_are_damaged_it_starts_anew_elsewhere(tmp_path: Path) -> None:

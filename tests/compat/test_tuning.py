@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, LearningRateMonitor
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    LearningRateMonitor,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.tuner import Tuner
 
-from tests.parity import Classifier, data, ours, plain, run_both
+from tests.parity import Classifier, Learner, data, lightning, ours, plain, run_both, weights
+from trainer.errors import IncompleteCheckpointError
 
 
 class Tunable(Classifier):
@@ -266,3 +277,201 @@ def test_the_rate_found_is_the_one_that_is_trained_with(tmp_path: Any) -> None:
     trainer.fit(module)
     assert finder.optimal_lr is not None
     assert set(monitor.lrs["lr-SGD"]) == {finder.optimal_lr.suggestion()} == {module.learning_rate}
+
+
+# --- the checkpoint connector -----------------------------------------------------------------------------------------
+
+
+def connector_of(trainer: Any) -> Any:
+    return trainer._checkpoint_connector
+
+
+def test_the_connector_answers_to_all_of_lightnings_names(tmp_path: Path) -> None:
+    theirs, mine = connector_of(lightning()), connector_of(ours())
+    assert isinstance(mine, type(theirs))
+    names = {name for name in dir(theirs) if not name.startswith("__")}
+    assert {"_CheckpointConnector__max_ckpt_version_in_folder", "_loaded_checkpoint", "hpc_save_path"} <= names
+    for name in names:
+        value = getattr(mine, name)
+        assert callable(value) == callable(getattr(theirs, name)), name
+        if name != "trainer" and not callable(value):
+            assert value == getattr(theirs, name), name
+    trainer = ours()
+    assert connector_of(trainer) is connector_of(trainer)  # what somebody puts there stays
+    connector_of(trainer)._ckpt_path, connector_of(trainer)._user_managed = "x.ckpt", True
+    assert (trainer.ckpt_path, trainer.ckpt_path_is_assigned) == ("x.ckpt", True)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [],
+        ["hpc_ckpt_1.ckpt", "hpc_ckpt_12.ckpt", "hpc_ckpt_3.ckpt", "other.txt"],
+        ["something_epoch_ckpt_5.ckpt"],
+        ["epoch=1.ckpt"],
+    ],
+)
+def test_files_of_requeued_jobs_are_found_as_lightning_does(tmp_path: Path, files: list[str]) -> None:
+    folder = tmp_path / "runs"
+    for place in (folder, tmp_path / "empty"):
+        place.mkdir()
+    for file in files:
+        (folder / file).touch()
+
+    def scenario(make_trainer: Any) -> Any:
+        connector = connector_of(make_trainer(default_root_dir=folder))
+        newest = connector._CheckpointConnector__max_ckpt_version_in_folder
+        path = connector._CheckpointConnector__get_max_ckpt_path_from_folder
+        return [
+            connector._hpc_resume_path,
+            connector_of(make_trainer(default_root_dir=tmp_path / "gone"))._hpc_resume_path,
+            *(newest(place) for place in (folder, str(folder), tmp_path / "empty", tmp_path / "gone")),
+            newest(folder, "hpc_ckpt_"),
+            path(folder),
+            connector.hpc_save_path(folder),
+            connector.hpc_save_path(tmp_path / "gone"),
+        ]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert theirs[0] == (str(folder / "hpc_ckpt_12.ckpt") if len(files) == 4 else None)
+
+
+def test_a_program_saves_and_finds_files_of_requeued_jobs(tmp_path: Path) -> None:
+    """As Lightning's own tests do: ``trainer.save_checkpoint(connector.hpc_save_path(folder))``, several times."""
+
+    def scenario(make_trainer: Any) -> Any:
+        folder = tmp_path / make_trainer.__name__
+        trainer = make_trainer(default_root_dir=folder, max_epochs=1)
+        trainer.fit(Classifier(), data(8), data(2))
+        connector = connector_of(trainer)
+        for _ in range(3):
+            trainer.save_checkpoint(connector.hpc_save_path(trainer.default_root_dir))
+        again = make_trainer(default_root_dir=folder, max_epochs=2)
+        again.fit(Classifier(), data(8), data(2), ckpt_path="hpc")
+        found = [Path(path).name for path in (connector._hpc_resume_path, again.ckpt_path)]
+        return sorted(os.listdir(folder)), found, again.global_step, connector_of(again)._loaded_checkpoint
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert theirs[1] == ["hpc_ckpt_3.ckpt"] * 2
+
+
+class Counts(Callback):
+    """Has a state."""
+
+    batches = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+
+@pytest.mark.parametrize("in_one", [True, False])
+def test_a_checkpoint_is_put_back_part_by_part(tmp_path: Path, in_one: bool) -> None:
+    def scenario(make_trainer: Any) -> Any:
+        path = tmp_path / f"{make_trainer.__name__}.ckpt"
+        counts, module = Counts(), Classifier()
+        trainer = make_trainer(max_epochs=2, callbacks=[counts])
+        trainer.fit(module, data(8), data(2))
+        trainer.save_checkpoint(path)
+        saved = weights(module)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, data(8), data(2))
+        later = (counts.batches, trainer.current_epoch, trainer.global_step)
+        connector = connector_of(trainer)
+        if in_one:
+            connector.restore(path)
+        else:
+            connector.resume_start(path)
+            held = sorted(set(connector._loaded_checkpoint) & {"state_dict", "callbacks", "loops"})
+            assert held == ["callbacks", "loops", "state_dict"]
+            connector.restore_datamodule()
+            connector.restore_model()
+            connector.restore_callbacks()
+            connector.restore_training_state()
+            connector.resume_end()
+        assert all(map(torch.equal, saved, weights(module)))
+        now = (counts.batches, trainer.current_epoch, trainer.global_step)
+        dumped = connector.dump_checkpoint(weights_only=True)
+        return later, now, connector._loaded_checkpoint, dumped["epoch"], dumped["global_step"]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert theirs[1][0] == 8
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_dataloaders_left_out_for_a_limit_are_made_when_it_is_lifted(stage: str) -> None:
+    def scenario(make: Any) -> list[Any]:
+        prefix = {"fit": "train", "validate": "val"}.get(stage, stage)
+        trainer, module = make(**{f"limit_{prefix}_batches": 0}), Tunable()
+        trainer.strategy.connect(module)
+        trainer._data_connector.attach_data(module)
+        trainer.state.fn, loop = TrainerFn(stage), getattr(trainer, f"{stage}_loop")
+        trainer.state.stage = RunningStage("train" if stage == "fit" else stage)
+        loop.setup_data()
+        seen = [len(loaders_of(trainer)) - loaders_of(trainer).count(None)]
+        setattr(trainer, f"limit_{prefix}_batches", 1)
+        loop.setup_data()
+        return [*seen, [loader is not None for loader in loaders_of(trainer)]]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine[0] == 0
+    assert sum(mine[1]) == 1
+
+
+def test_parts_of_a_checkpoint_can_be_put_back(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.ckpt"
+    first, learned = ours(max_epochs=2), Learner()
+    first.fit(learned, data(8))
+    first.save_checkpoint(saved)
+
+    def scenario(make: Any) -> list[Any]:
+        trainer, module = make(max_epochs=5), Learner()
+        trainer.strategy.connect(module)
+        trainer.state.fn = TrainerFn.FITTING
+        connector = trainer._checkpoint_connector
+        seen = [bool(connector._ckpt_path), bool(connector._loaded_checkpoint)]
+        connector.resume_start(saved)
+        seen += [trainer.ckpt_path == saved, connector._loaded_checkpoint["global_step"]]
+        connector.restore_model()
+        connector.restore_loops()
+        seen += [module.net[0].weight.equal(learned.net[0].weight), trainer.current_epoch, trainer.global_step]
+        connector.resume_end()
+        return [*seen, trainer.ckpt_path == saved, connector._loaded_checkpoint]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs == [False, False, True, 8, True, 2, 8, True, {}]
+
+
+def test_weights_alone_are_no_run_to_go_on_from(tmp_path: Path) -> None:
+    trainer = ours(max_epochs=1)
+    trainer.fit(Learner(), data(4))
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    with pytest.raises(IncompleteCheckpointError, match="contains only the model"):
+        trainer._checkpoint_connector.restore(tmp_path / "weights.ckpt")
+
+
+def test_the_connector_knows_what_a_path_means(tmp_path: Path) -> None:
+    def scenario(make: Any) -> list[Any]:
+        saver = OnExceptionCheckpoint(tmp_path)
+        Path(saver.ckpt_path).touch()
+        trainer = make(callbacks=saver, default_root_dir=tmp_path, enable_checkpointing=True)
+        trainer.state.fn = TrainerFn.FITTING
+        connector = trainer._checkpoint_connector
+        parse = connector._parse_ckpt_path
+        found = [parse(TrainerFn.FITTING, given, True, True) for given in ("last", "a.ckpt")]
+        for version in (3, 12):
+            shutil.copy(saver.ckpt_path, tmp_path / f"hpc_ckpt_{version}.ckpt")
+        return [*found, connector._hpc_resume_path, connector.hpc_save_path(str(tmp_path))]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert [Path(path).name for path in mine] == ["on_exception.ckpt", "a.ckpt", "hpc_ckpt_12.ckpt", "hpc_ckpt_13.ckpt"]

@@ -8,9 +8,12 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
+import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import RunningStage
 
-from tests.parity import Classifier, data, ours, run_both
+from tests.parity import Classifier, Learner, data, ours, plain, run_both
+from trainer.errors import ConfigurationError
 
 
 def moments(counts: Any) -> tuple[int, int, int]:
@@ -181,3 +184,56 @@ def test_passes_and_steps_of_an_evaluation_can_be_counted_and_replaced() -> None
     assert mine == theirs
     assert mine[0] == mine[1] == 5
     assert mine[2] >= 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_can_be_trained_by_hand(accumulate: int) -> None:
+    class SkipsOne(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 9 else super().training_step(batch, batch_idx)
+
+    def scenario(make: Any) -> list[Any]:
+        module, trainer = SkipsOne(), make(max_epochs=1, accumulate_grad_batches=accumulate)
+        trainer.fit(module, data(8))
+        trainer.state.stage = RunningStage.TRAINING
+        by_hand = trainer.fit_loop.epoch_loop.automatic_optimization
+        batch = next(iter(data(2)))
+        outputs = [by_hand.run(trainer.optimizers[0], i, {"batch": batch, "batch_idx": i}) for i in (0, 9, 1)]
+        loss = by_hand._make_closure({"batch": batch, "batch_idx": 0}, trainer.optimizers[0], 0)()
+        weights = [parameter.detach().clone() for parameter in module.parameters()]
+        return [plain(outputs), loss.item(), torch.cat([weight.flatten() for weight in weights]).tolist()]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert list(mine[0][0]) == ["loss"]
+    assert mine[0][1] == {}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_an_optimizer_that_is_stepped_where_the_loop_takes_the_steps(precision: str) -> None:
+    class StepsItself(Learner):
+        def on_train_epoch_end(self) -> None:
+            self.loss(batch).backward()
+            before = self.net[0].weight.detach().clone()
+            self.optimizers().step()
+            moved.append(not self.net[0].weight.equal(before))
+
+    batch, moved = next(iter(data(2))), []
+    trainer = ours(max_epochs=1, precision=precision)
+    if precision == "32-true":
+        trainer.fit(StepsItself(), data(4))
+        assert moved == [True]
+    else:
+        with pytest.raises(ConfigurationError, match="outside of manual optimization, while the loss is scaled"):
+            trainer.fit(StepsItself(), data(4))
+
+
+def test_the_counts_of_loops_are_those_of_checkpoints(tmp_path: Path) -> None:
+    def scenario(make: Any) -> dict[str, Any]:
+        trainer = make(max_epochs=2)
+        trainer.fit(Classifier(), data(6), data(4))
+        counts: dict[str, Any] = trainer._checkpoint_connector._get_loops_state_dict()
+        return counts
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs

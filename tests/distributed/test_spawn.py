@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.multiprocessing import ProcessExitedException
 
-from tests.parity import QUIET, Classifier, Learner, data
+from tests.parity import QUIET, Classifier, Learner, data, lightning, lightnings_noise_ignored, ours
 from trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -59,6 +59,32 @@ def test_spawned_and_forked_processes_do_what_one_does(tmp_path: Path) -> None:
         torch.testing.assert_close(weights, module.state_dict(), rtol=1e-6, atol=1e-7)
         assert val_loss == pytest.approx(alone.callback_metrics["val_loss"].item())
         assert has_checkpoint
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_the_process_that_has_started_them_saves_checkpoints(tmp_path: Path, strategy: str) -> None:
+    def scenario(make_trainer: Any) -> Any:
+        folder = tmp_path / make_trainer.__name__
+        arguments = {**QUIET, "enable_checkpointing": True, "devices": 2, "strategy": strategy}
+        trainer = make_trainer(max_epochs=1, default_root_dir=folder, **arguments)
+        module = Learner()
+        trainer.fit(module, data(6))
+        found = []
+        for weights_only in (False, True):
+            trainer.save_checkpoint(folder / "x.ckpt", weights_only=weights_only)
+            saved = torch.load(folder / "x.ckpt", weights_only=True)
+            assert all(map(torch.equal, saved.pop("state_dict").values(), module.state_dict().values()))
+            for key, value in saved.items():
+                found.append((key, sorted(value) if key == "callbacks" else None if key == "loops" else value))
+            found.append(sorted(set(saved["loops"]) - {"amp_trainer"}))
+        assert trainer.lightning_module is trainer.model is module
+        return sorted(map(str, found)), sorted(path.name for path in folder.rglob("*.ckpt"))
+
+    makers = [lightning, ours] if strategy == "ddp_fork" else [ours]
+    with lightnings_noise_ignored():
+        results = [scenario(make) for make in makers]
+    assert results[-1] == results[0]
+    assert results[0][1] == ["epoch=0-step=2.ckpt", "x.ckpt"]
 
 
 class Threads(Callback):

@@ -82,8 +82,10 @@ def run(blocks: Sequence[Block], folder: Path, tools: Path, server: Path, timeou
 
 def shell_environment(tools: Path, server: Path, packages: Path = ROOT) -> dict[str, str]:
     """The environment in which commands of a page run. ``tools`` has what `make_commands` makes."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COLUMNS"))}
+    dropped = ("PYTEST", "COLUMNS", "TRAINER_TRUST")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return environment | {
+        "XDG_CONFIG_HOME": str(tools / "config"),
         "PATH": f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(packages),
         "OMP_NUM_THREADS": "1",

@@ -13,7 +13,7 @@ import pytest
 from tests.recipes.samples import sample_for
 from trainer.cli import main
 from trainer.cli.arguments import read
-from trainer.cli.targets import locate
+from trainer.cli.targets import Allowlist
 from trainer.cli.validate import validate
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "recipe").glob("*.yaml"))
@@ -56,7 +56,7 @@ def defined(name: str) -> list[str]:
 
 def made_by(target: str) -> type:
     """The class that ``target`` is, or that the function of this name says it returns."""
-    found = locate(target)
+    found = Allowlist().locate(target)
     return found if isinstance(found, type) else get_type_hints(found)["return"]
 
 

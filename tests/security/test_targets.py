@@ -16,6 +16,7 @@ from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import build
+from trainer.cli.targets import Allowlist
 
 RECIPE = "# @package _global_\ndefaults: [line]\n"
 
@@ -124,7 +125,11 @@ def test_nothing_is_unpickled_not_even_from_packages_that_are_allowed(project, p
     file = project / "file.pkl"
     file.write_bytes(saved_bytes(proof))
     with pytest.raises(UsageError):
-        build({"_target_": target, argument: str(file), "weights_only": False, "allow_pickle": True}, "m", allowed)
+        build(
+            {"_target_": target, argument: str(file), "weights_only": False, "allow_pickle": True},
+            "m",
+            Allowlist(allowed),
+        )
     assert not proof.exists()
 
 
@@ -343,7 +348,7 @@ def test_a_run_brings_no_code_along(project, run_of_a_stranger, proof, capsys, l
 
 def test_options_of_a_compiler_are_the_users_to_allow(project):
     node = {"_target_": "torch.compile", "model": {"_target_": "torch.nn.ReLU"}, "options": {"max_autotune": False}}
-    assert build(node, "model", ["torch.compile"])._orig_mod.__class__ is torch.nn.ReLU
+    assert build(node, "model", Allowlist(["torch.compile"]))._orig_mod.__class__ is torch.nn.ReLU
     with pytest.raises(
         UsageError, match=r"model\.options is .* can name a compiler.*allowed_packages=\[torch\.compile\]"
     ):

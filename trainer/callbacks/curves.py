@@ -326,10 +326,19 @@ class Curves(Callback):
 
 
 def logging_folder(trainer: "pl.Trainer") -> str:
-    """Where a run's files go: to those of its first logger, or ``trainer.default_root_dir``. Asks no other process."""
-    folders = (getattr(logger, "log_dir", None) or logger.save_dir for logger in trainer.loggers)
-    named = (os.fspath(folder) for folder in folders if folder and isinstance(folder, str | os.PathLike))
-    return next(named, trainer.default_root_dir)
+    """Where a run's files go: to those of its first logger, or ``trainer.default_root_dir``. Asks no other process.
+
+    A logger counts that names a folder of this machine, in a str or a Path: not an address, and not what a mock says.
+    """
+    root = str(trainer.default_root_dir)
+    return next(iter(folders_of_loggers(trainer)), os.getcwd() if "://" in root else root)
+
+
+def folders_of_loggers(trainer: "pl.Trainer") -> list[str]:
+    """The folders of this machine that the loggers write into."""
+    named = [[getattr(logger, name, None) for name in ("log_dir", "save_dir")] for logger in trainer.loggers]
+    found = (next((folder for folder in folders if isinstance(folder, str | Path)), "") for folders in named)
+    return [str(folder) for folder in found if folder and "://" not in str(folder)]
 
 
 def training_loss(trainer: "pl.Trainer", outputs: Any) -> Tensor | None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.callbacks.curves import logging_folder
 from trainer.errors import ConfigurationError, LossScaleCollapse
 from trainer.optimization import StepOutcome
 from trainer.postmortem.examine import examine
@@ -48,7 +49,8 @@ class OverflowReport(Callback):
             from the default scale, 2**16, down to 1, three times over.
         at_floor: skipped steps in a row, all at the scaler's ``min_scale``, that stop the run: the scale
             cannot fall any further. None to go on.
-        dirpath: folder of the files. Default: ``trainer.log_dir``; on the command line the run's folder.
+        dirpath: folder of the files. Default: that of the first logger, or ``trainer.default_root_dir``; on the command
+            line the run's folder.
         console: where to print. Default: rich's global console, which writes to ``sys.stdout``.
 
     Attributes:
@@ -216,7 +218,7 @@ class OverflowReport(Callback):
         raise LossScaleCollapse("\n".join(lines))
 
     def _folder(self, trainer: Any) -> Path:
-        return Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        return Path(self.dirpath or logging_folder(trainer))
 
 
 class _BeforeSkips:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainer.callbacks.curves import Curves, logging_folder
+from trainer.callbacks.curves import Curves, folders_of_loggers, logging_folder
 from trainer.callbacks.pace import batch_size
 from trainer.environment import ENVIRONMENT, write_environment
 
@@ -252,9 +252,8 @@ def _paths(trainer: "pl.Trainer") -> dict[str, str | list[str]]:
         "curves": curves,
     }
     paths: dict[str, str | list[str]] = {name: os.path.abspath(path) for name, path in found.items() if path}
-    folders = [getattr(logger, "log_dir", None) or logger.save_dir for logger in trainer.loggers]
     # CSV and TensorBoard loggers share one folder.
-    if loggers := list(dict.fromkeys(os.path.abspath(folder) for folder in folders if folder)):
+    if loggers := list(dict.fromkeys(os.path.abspath(folder) for folder in folders_of_loggers(trainer))):
         paths["loggers"] = loggers
     return paths
 

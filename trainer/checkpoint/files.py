@@ -3,6 +3,8 @@
 A checkpoint is one file, a zip archive as ``torch.save`` writes it. The archive's comment is its manifest: a line of
 JSON with the archive's length, the time, and a SHA-256 of the archive and of the manifest itself. Readers of zip
 archives pass over a comment; it moves with the file, and is written last: a file that has one was written to its end.
+What somebody writes in another form (``torch.save`` replaced, by one that encrypts for example) gets no manifest, and
+is given to its reader unchecked.
 
 A file is written beside the place it is meant for, brought to the disk, and renamed. So whatever happens, at any
 instant, under a checkpoint's name is the old file or the new one, and never a part of one.
@@ -39,7 +41,7 @@ _PART = ".ckpt-part"  # the end of the names of files that are being written
 _CHUNK = 1 << 20
 _END = b"PK\x05\x06"  # opens the last record of a zip archive, 22 bytes with a comment's length at the end
 _END_SIZE = 22
-_LEGACY = b"\x80"  # opens files of torch before 1.6: a bare pickle, in which nothing can be checked
+_START = b"PK\x03\x04"  # opens a zip archive
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Manifest:
 class Sealing:
     """A stream to save an archive into, that ends it with a manifest. It hashes what passes by.
 
+    What is no zip archive without a comment goes to the file as it is.
+
     An error of the file below is kept for `seal`, and the rest is only counted: so writers that cannot bear an
     exception come to their end, and it is known how much room would have been needed.
 
@@ -81,43 +85,59 @@ class Sealing:
         self._file = file
         self._facts = dict(facts or {})
         self._hash = hashlib.sha256()
-        self._held = b""  # the last two bytes: the length of a comment that is not there yet
+        self._start = b""
+        self._held = b""  # the last record, which ends with the length of a comment that is not there yet
 
     def write(self, data: Any) -> int:
         """Take bytes."""
         view = memoryview(data).cast("B")
+        size = len(view)
         self._hash.update(view)
-        self.size += len(view)
-        if len(view) < 2:
-            ready, self._held = (self._held + view)[:-2], (self._held + view)[-2:]
-            self._put(ready)
+        self.size += size
+        if len(self._start) < len(_START):
+            self._start += bytes(view[: len(_START) - len(self._start)])
+        if len(view) < _END_SIZE:
+            view = memoryview(self._held + view)
         else:
             self._put(self._held)
-            self._put(view[:-2])
-            self._held = bytes(view[-2:])
-        return len(view)
+        self._put(view[:-_END_SIZE])
+        self._held = bytes(view[-_END_SIZE:])
+        return size
 
     def flush(self) -> None:
         """Do nothing: the file is flushed when it is whole."""
 
-    def seal(self) -> Manifest:
-        """Write the manifest.
+    def tell(self) -> int:
+        """The number of bytes taken."""
+        return self.size
+
+    def seal(self) -> Manifest | None:
+        """Write what was held back, and the manifest. None for what is no zip archive without a comment.
 
         Raises:
             OSError: the file below could not take everything.
-            ValueError: what was written is no zip archive.
         """
-        if self._held != b"\0\0":
-            raise ValueError("What was saved does not end as a zip archive without a comment does.")
+        manifest = None
+        if self._is_archive():
+            manifest = self._seal()
+        else:
+            self._put(self._held)
+        if self.error is not None:
+            raise self.error
+        return manifest
+
+    def _is_archive(self) -> bool:
+        is_end = len(self._held) == _END_SIZE and self._held.startswith(_END) and self._held.endswith(b"\0\0")
+        return is_end and self._start == _START
+
+    def _seal(self) -> Manifest:
         said = {"format": FORMAT, "bytes": self.size, "saved_at": time.time(), **self._facts}
         text = f'{json.dumps(said)[:-1]}, "sha256": "'.encode()
         self._hash.update(text)
         sha256 = self._hash.hexdigest()
         comment = text + f'{sha256}"}}'.encode()
-        self._put(struct.pack("<H", len(comment)) + comment)
+        self._put(self._held[:-2] + struct.pack("<H", len(comment)) + comment)
         self.size += len(comment)
-        if self.error is not None:
-            raise self.error
         return Manifest(said["saved_at"], said["bytes"], sha256, self._facts)
 
     def _put(self, data: Any) -> None:
@@ -128,11 +148,14 @@ class Sealing:
                 self.error = error
 
 
-def write(save: Callable[[BinaryIO], None], path: str | Path, facts: Mapping[str, Any] | None = None) -> Manifest:
-    """Write a checkpoint file, in the place of an older one or not at all.
+def write(
+    save: Callable[[BinaryIO], None], path: str | Path, facts: Mapping[str, Any] | None = None
+) -> Manifest | None:
+    """Write a checkpoint file, in the place of an older one or not at all. Returns its manifest, if it has one.
 
     Args:
-        save: writes a zip archive into the stream it is given, as ``torch.save`` does, from its start to its end.
+        save: writes into the stream it is given, from start to end: a zip archive, as ``torch.save`` does, which gets a
+            manifest, or anything else, which gets none.
         path: where the file is to be. Folders on the way are made.
         facts: more for the manifest; plain values.
 
@@ -194,21 +217,27 @@ def read_manifest(path: str | Path) -> Manifest | None:
             raise CheckpointError(f"{path} is damaged: it is empty.")
         file.seek(-min(size, _END_SIZE + 0xFFFF), os.SEEK_END)
         tail = file.read()
-        file.seek(0)
-        is_legacy = file.read(1) == _LEGACY
+    try:
+        return _parse(path, size, tail)
+    except CheckpointError:
+        if _is_archive(path):
+            raise
+        return None  # of another form, in which bytes may mean anything
+
+
+def _parse(path: Path, size: int, tail: bytes) -> Manifest | None:
+    """The manifest in the ``tail`` of an archive; None for an archive without a comment."""
     place = tail.rfind(_END)
     if place < 0 or len(tail) < place + _END_SIZE:
-        if is_legacy:
-            return None
         raise CheckpointError(f"{path} is damaged: it has no end. It was cut short after {size:,} bytes.")
     comment = tail[place + _END_SIZE :]
     length = int.from_bytes(tail[place + _END_SIZE - 2 : place + _END_SIZE], "little")
+    if length == 0:
+        return None  # though something may follow, such as a signature
     if len(comment) < length:
         raise CheckpointError(f"{path} is damaged: it was cut short, by {length - len(comment):,} bytes at its end.")
     if len(comment) > length:
         raise CheckpointError(f"{path} is damaged: {len(comment) - length:,} bytes follow its end.")
-    if not comment:
-        return None
     try:
         said = json.loads(comment)
         del said["format"]
@@ -222,11 +251,11 @@ def read_manifest(path: str | Path) -> Manifest | None:
     return manifest
 
 
-def verify(path: str | Path) -> None:
+def verify(path: str | Path) -> bool:
     """See whether a checkpoint file is what was written. Reads all of it.
 
-    The checksums of the archive's members are what there is to check in a file without a manifest, and nothing in one
-    of torch before 1.6.
+    The checksums of the archive's members are what there is to check in an archive without a manifest. In what is no
+    zip archive, such as a file of torch before 1.6 or an encrypted one, there is nothing: returns False.
 
     Raises:
         CheckpointError: it was cut short, or something was appended, or a bit is another one; or it cannot be read.
@@ -236,24 +265,32 @@ def verify(path: str | Path) -> None:
         manifest = read_manifest(path)
         if manifest is not None:
             _check_hash(path, manifest)
-        elif not _is_legacy(path):
+        elif _is_archive(path):
             _check_members(path)
+        else:
+            return False
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return True
 
 
-def newest_good(folders: Iterable[str | Path]) -> Path | None:
+def newest_good(folders: Iterable[str | Path], read: Callable[[Path], object] | None = None) -> Path | None:
     """The newest checkpoint in ``folders`` that a training can go on from; None for none.
 
     Newest by its manifest, or by the file's time where it has none. A damaged one is named in a warning and passed
     over.
+
+    Args:
+        folders: where to look.
+        read: reads a file in which there is nothing to check, or raises a CheckpointError. None trusts such files.
     """
     for path in in_order(folders):
         try:
             manifest = read_manifest(path)
             if manifest is not None and not manifest.resumable:
                 continue
-            verify(path)
+            if not verify(path) and read is not None:
+                read(path)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"{error} It is passed over for the next older checkpoint.", stacklevel=2)
             continue
@@ -309,9 +346,10 @@ def _check_members(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged: the bytes of {damaged} are not those that were written (CRC-32).")
 
 
-def _is_legacy(path: Path) -> bool:
+def _is_archive(path: Path) -> bool:
+    """Whether the file begins as a zip archive, or as a part of one."""
     with path.open("rb") as file:
-        return file.read(1) == _LEGACY
+        return _START.startswith(file.read(len(_START)))
 
 
 def _saved_at(path: Path) -> float:

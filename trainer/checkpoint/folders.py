@@ -1,8 +1,9 @@
 """A checkpoint folder belongs to one run at a time.
 
-Who holds it is said in a file in the folder, which the system locks: so it is free as soon as that process is gone,
+Who holds it is said in a file beside the folder, which the system locks: so it is free as soon as that process is gone,
 however it went. The lock is the process's own (``lockf``) and not the open file's (``flock``): what it forks, such as a
-dataloader's workers, does not hold on to it.
+dataloader's workers, does not hold on to it. It is a file's and not the folder's own, because over NFS only those of
+files are seen by other hosts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from trainer.checkpoint.files import make_folder, remove_leftovers
 from trainer.errors import CheckpointWriteError, FolderInUseError
@@ -25,6 +27,7 @@ if sys.platform != "win32":
     import fcntl
 
 LOCK = ".in-use.lock"
+"""The end of the lock's name, behind the folder's; the whole of it where it has to lie in the folder."""
 
 _holds: dict[tuple[int, Path], int] = {}  # by process, because a forked one inherits this, but no lock
 
@@ -50,36 +53,61 @@ def held(folder: str | Path) -> Iterator[None]:
             _holds[key] -= 1
         return
     made: list[Path] = []
-    try:
-        made = make_folder(folder)
-        handle = _lock(folder / LOCK)
-    except OSError as error:
-        _remove_empty(made)
-        raise CheckpointWriteError(
-            f"The checkpoint folder {folder} cannot be written to: {error.strerror or error}. Expected one that exists,"
-            " or that can be made: choose another, with ModelCheckpoint(dirpath=...), or see to its permissions.",
-            error.errno,
-        ) from error
-    _holds[key] = 1
-    try:
+    with ExitStack() as locks:
+        try:
+            made = make_folder(folder)
+            locks.callback(_remove_empty, made)
+            _lock(folder, locks)
+            with TemporaryFile(dir=folder):  # so that it is known now, and not at the first save
+                pass
+        except OSError as error:
+            raise CheckpointWriteError(
+                f"The checkpoint folder {folder} cannot be written to: {error.strerror or error}. Expected one that"
+                " exists, or that can be made: choose another, with ModelCheckpoint(dirpath=...), or see to its"
+                " permissions.",
+                error.errno,
+            ) from error
+        _holds[key] = 1
+        locks.callback(_holds.pop, key)
         remove_leftovers(folder)
         yield
+
+
+def _lock(folder: Path, locks: ExitStack) -> None:
+    """Lock ``folder`` until ``locks`` closes, by a file beside it; by one in it where there can be none."""
+    inside, beside = folder / LOCK, folder.parent / f".{folder.name}{LOCK}"
+    if os.path.ismount(folder):  # beside it is another place on every host, and in every container
+        locks.enter_context(_locked(inside, folder))
+        return
+    try:
+        locks.enter_context(_locked(beside, folder))
+    except OSError:  # one may write into the folder, and not beside it
+        locks.enter_context(_locked(inside, folder))
+        return
+    if inside.exists():
+        with _locked(inside, folder):  # of a process that was killed, or of one that may not write beside it
+            pass
+
+
+@contextmanager
+def _locked(path: Path, folder: Path) -> Iterator[None]:
+    handle = _open_locked(path, folder)
+    try:
+        yield
     finally:
-        del _holds[key]
         with suppress(OSError):
-            (folder / LOCK).unlink()  # while it is locked: who waits for it looks again
+            path.unlink()  # while it is locked: who waits for it looks again
         os.close(handle)
-        _remove_empty(made)
 
 
-def _lock(path: Path) -> int:
-    """Lock the file, and write into it who does. Returns its handle."""
+def _open_locked(path: Path, folder: Path) -> int:
+    """Make the file that locks ``folder``, lock it, and write into it who does. Returns its handle."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
         try:
             if not _try_lock(handle):
                 raise FolderInUseError(
-                    f"The checkpoint folder {path.parent} is in use by another run{_owner(handle)}. Two runs in one"
+                    f"The checkpoint folder {folder} is in use by another run{_owner(handle)}. Two runs in one"
                     " folder would remove each other's checkpoints: wait for it or stop it, or choose another folder."
                 )
             with suppress(FileNotFoundError):

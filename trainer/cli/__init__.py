@@ -18,6 +18,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
+from trainer.cli import trust
 from trainer.cli.arguments import COMMANDS, RUNS, TOOLS, Arguments, UsageError, read
 from trainer.cli.folders import search_here
 from trainer.cli.processes import DEBUG, QUIET
@@ -49,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return answer(words[1:])
     try:
         arguments = read(words)
+        with _said_to_all(arguments):
+            return _run(arguments, owns_process=argv is None)
     except ConfigurationError as error:
         return _refuse(error)
-    with _said_to_all(arguments):
-        return _run(arguments, owns_process=argv is None)
 
 
 def _run(arguments: Arguments, *, owns_process: bool) -> int:
@@ -77,10 +78,16 @@ def _refuse(error: ConfigurationError) -> int:
 
 @contextmanager
 def _said_to_all(arguments: Arguments) -> Iterator[None]:
-    """``--debug`` and ``--quiet`` in the environment, where other processes of the command find them."""
+    """What holds for a whole command, in the environment, where its other processes find it.
+
+    That is ``--debug``, ``--quiet``, and whom configs may name: whatever becomes of the user's list meanwhile.
+    """
     names = {"--debug": DEBUG, "--quiet": QUIET}
-    before = {name: os.environ.get(name) for name in names.values()}
-    os.environ.update({name: "1" for flag, name in names.items() if flag in arguments.flags})
+    said = {name: "1" for flag, name in names.items() if flag in arguments.flags}
+    if arguments.command != "trust":
+        said[trust.VARIABLE] = ",".join(trust.trusted())
+    before = {name: os.environ.get(name) for name in (*names.values(), trust.VARIABLE)}
+    os.environ.update(said)
     try:
         yield
     finally:

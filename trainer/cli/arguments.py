@@ -18,7 +18,7 @@ from trainer.precision.names import ALIASES
 RUNS = ("fit", "validate", "test", "predict", "compare")
 """Subcommands that run something. All but ``compare``, a sweep of ``fit``, are methods of the Trainer."""
 
-TOOLS = {"recipes": 3, "checks": 1, "tune": 1, "report": 2, "completion": 1}
+TOOLS = {"recipes": 3, "checks": 1, "tune": 1, "report": 2, "completion": 1, "trust": 99}
 """Subcommands that run nothing, and how many words may follow them. Each is a module of `trainer.cli` with a function
 ``command``, which gets the `Arguments` and returns the exit status."""
 

@@ -10,7 +10,7 @@ import copy
 import inspect
 import os
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import NoneType, UnionType
@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer.cli.arguments import UsageError
 from trainer.cli.schema import describe
-from trainer.cli.targets import PACKAGES, check_targets, locate
+from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.errors import did_you_mean
 
 _SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
@@ -37,45 +37,44 @@ _KINDS: dict[Any, str] = {
 }
 
 
-def build(node: Any, key: str = "", allowed_packages: Iterable[str] = ()) -> Any:
+def build(node: Any, key: str = "", allowlist: Allowlist | None = None) -> Any:
     """The object that ``node`` describes, with plain containers inside; ``_partial_: true`` gives a partial.
 
     Args:
         node: a plain, resolved dict, list or scalar of a config.
         key: where in the config it stands, for messages.
-        allowed_packages: packages, or modules, that targets may come from, besides `PACKAGES`.
+        allowlist: what the config may name.
 
     Raises:
         UsageError: a target that does not exist or is not allowed, or arguments that it does not take.
     """
-    allowed = tuple(allowed_packages)
-    check(node, key, allowed)
-    return _make(node, key, allowed)
+    allowlist = allowlist or Allowlist()
+    check(node, key, allowlist)
+    return _make(node, key, allowlist)
 
 
-def check(node: Any, key: str = "", allowed_packages: Iterable[str] = ()) -> None:
+def check(node: Any, key: str, allowlist: Allowlist) -> None:
     """Find every target in ``node`` and hold its arguments against its signature; builds nothing.
 
     Raises:
         UsageError: as `build`.
     """
-    allowed = tuple(allowed_packages)
-    check_targets(node, key, allowed)
-    _check_nodes(node, key, allowed)
+    allowlist.check(node, key)
+    _check_nodes(node, key, allowlist)
 
 
-def _check_nodes(node: Any, key: str, allowed: tuple[str, ...]) -> None:
+def _check_nodes(node: Any, key: str, allowlist: Allowlist) -> None:
     if isinstance(node, list):
         for index, child in enumerate(node):
-            _check_nodes(child, f"{key}[{index}]", allowed)
+            _check_nodes(child, f"{key}[{index}]", allowlist)
     elif isinstance(node, dict):
         if "_target_" in node:
-            found = locate(_text(node["_target_"], key), key, allowed)
+            found = allowlist.locate(_text(node["_target_"], key), key)
             _check_special(node, key)
-            _check_harmless(node, key, allowed)
+            _check_harmless(node, key, allowlist)
             _check_arguments(found, node, key)
         for name, child in node.items():
-            _check_nodes(child, f"{key}.{name}" if key else str(name), allowed)
+            _check_nodes(child, f"{key}.{name}" if key else str(name), allowlist)
 
 
 def _text(target: Any, key: str) -> str:
@@ -97,10 +96,10 @@ def _check_special(node: dict[str, Any], key: str) -> None:
         )
 
 
-def _check_harmless(node: dict[str, Any], key: str, allowed: tuple[str, ...]) -> None:
+def _check_harmless(node: dict[str, Any], key: str, allowlist: Allowlist) -> None:
     """Refuse settings that name programs, which are run then."""
     target, name = node["_target_"], "options"
-    if target == "torch.compile" and name in node and not {"torch", target}.intersection(allowed):
+    if target == "torch.compile" and name in node and not {"torch", target}.intersection(allowlist.packages):
         raise UsageError(
             f"{key}.{name} is {describe(node[name])}, which can name a compiler for {target} to run. A config may not."
             f" Write a function of your own that calls it, and name that; or write 'allowed_packages=[{target}]' on the"
@@ -174,21 +173,21 @@ def _either(words: list[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _make(node: Any, key: str, allowed: tuple[str, ...]) -> Any:
+def _make(node: Any, key: str, allowlist: Allowlist) -> Any:
     if isinstance(node, list):
-        return [_make(child, f"{key}[{index}]", allowed) for index, child in enumerate(node)]
+        return [_make(child, f"{key}[{index}]", allowlist) for index, child in enumerate(node)]
     if not isinstance(node, dict):
         return node
     children = {name: child for name, child in node.items() if "_target_" not in node or name not in _SPECIAL}
     positional = node.get("_args_", []) if "_target_" in node else []
     if node.get("_recursive_", True):
-        children = {name: _make(child, f"{key}.{name}", allowed) for name, child in children.items()}
-        positional = _make(positional, f"{key}._args_", allowed)
+        children = {name: _make(child, f"{key}.{name}", allowlist) for name, child in children.items()}
+        positional = _make(positional, f"{key}._args_", allowlist)
     else:
         children, positional = copy.deepcopy(children), copy.deepcopy(positional)
     if "_target_" not in node:
         return children
-    found = locate(node["_target_"], key, allowed)
+    found = allowlist.locate(node["_target_"], key)
     if node.get("_partial_", False):
         made = partial(found, *positional, **children)
         _try_optimizer(made, key, node["_target_"])

@@ -19,6 +19,7 @@ SUMMARY = {
     "tune": "find the largest batch that fits, or a learning rate",
     "checks": "say what this machine can do, how fast, and which precision to use",
     "report": "make one HTML page of a run or a sweep",
+    "trust": "let configs name the classes of a package, from now on",
     "completion": "print a script that has the shell complete commands and settings",
 }
 
@@ -68,6 +69,16 @@ Examples:
     python -m trainer recipes
     python -m trainer recipes resnet50 precision=16-mixed
     python -m trainer recipes copy resnet50 mine""",
+    "trust": """\
+Lets every config name the classes and functions of a package, such as timm, from now on: in a _target_, and so
+run its code as you. Packages that you have installed from a folder of your own, modules in the working directory
+and the parts of torch, Lightning and the like that experiments are made of need no trust. The list is kept in your
+configuration folder, ~/.config/amp-trainer/trusted; TRAINER_TRUST=NAME,NAME in the environment stands in its place.
+Without NAME it prints the list.
+
+Examples:
+    python -m trainer trust timm
+    python -m trainer trust""",
     "completion": """\
 Prints a script that has the shell complete commands, flags, config groups and their options, keys, and files of
 checkpoints, for the command `trainer`.
@@ -92,6 +103,7 @@ _WORDS = {
     "recipes": "[NAME [SETTING=VALUE ...] | copy NAME [NEWNAME]]",
     "tune": "batch_size|lr [SETTING=VALUE ...]",
     "checks": "[json]",
+    "trust": "[NAME ...]",
     "completion": "bash|zsh|fish",
     "report": "[RUN_DIR [OUT.html]]",
 }
@@ -143,7 +155,7 @@ _USE = """\
 _COMMAND_GROUPS = {
     "Train": ("fit", "compare", "tune"),
     "Use what was trained": ("validate", "test", "predict", "report"),
-    "Look around": ("recipes", "checks", "completion"),
+    "Look around": ("recipes", "checks", "trust", "completion"),
 }
 
 _BEGIN = """\

@@ -20,7 +20,7 @@ from trainer.cli.arguments import UsageError
 from trainer.cli.compose import Composer
 from trainer.cli.places import is_inside
 from trainer.cli.schema import describe
-from trainer.cli.targets import check_targets, locate, targets, within
+from trainer.cli.targets import Allowlist, targets
 
 _BASIC = "hydra._internal.core_plugins."
 _HANDLERS = (
@@ -110,13 +110,14 @@ def _check_callbacks(callbacks: Any) -> None:
     if not isinstance(callbacks, dict):
         raise UsageError(f"hydra.callbacks is {describe(callbacks)}, expected a node for each callback.")
     _check_plain(callbacks, "hydra.callbacks")
+    allowlist = Allowlist()
     for name, callback in callbacks.items():
         key = f"hydra.callbacks.{name}"
         if callback is not None and not isinstance(callback, dict):
             raise UsageError(f"{key} is {describe(callback)}, expected a node with a _target_.")
         for place, target in targets(callback, key):
             if target != "hydra.experimental.callbacks.LogJobReturnCallback":
-                locate(target, place)
+                allowlist.locate(target, place)
 
 
 def _check_logging(node: Any, key: str, given: list[str]) -> None:
@@ -255,27 +256,11 @@ def check_all_targets(config: dict[str, Any], overrides: Sequence[Override], *, 
         resolved: whether interpolations have been; where not, what they stand for is not known.
 
     Raises:
-        UsageError: see `trainer.cli.targets.check_targets` and `check_allowed_packages`.
+        UsageError: see `trainer.cli.targets.Allowlist` and `check_allowed_packages`.
     """
-    packages = config["allowed_packages"]
+    packages, checkpoint = config["allowed_packages"], config.get("ckpt")
     check_allowed_packages(packages, overrides)
-    theirs = _beside(config.get("ckpt"))
+    allowlist = Allowlist(packages, checkpoint if isinstance(checkpoint, str) else None)
     for key, target in targets(config):
-        root = target.partition(".")[0]
-        if root in theirs and not within(target, packages):
-            raise UsageError(
-                f"{key} asks for {target}, which is in the folder of the run that ckpt names. A run brings its settings"
-                f" along, and no code. If you trust what is in there, write 'allowed_packages=[{root}]' on the command"
-                " line."
-            )
         if resolved or "${" not in target:
-            check_targets({"_target_": target}, key, packages)
-
-
-def _beside(checkpoint: Any) -> set[str]:
-    """The folder here that a checkpoint is in: what else is in there may have come with it."""
-    if not isinstance(checkpoint, str):
-        return set()
-    found, here = Path(checkpoint).absolute(), Path.cwd()
-    places = [(found, here), (found.resolve(), here.resolve())]
-    return {file.relative_to(cwd).parts[0] for file, cwd in places if file.is_relative_to(cwd) and file != cwd}
+            allowlist.check({"_target_": target}, key)

@@ -29,7 +29,7 @@ _CONFIG = Path(".hydra", "config.yaml")
 _DEEPEST = 4
 """Folders that a checkpoint may lie below its run's."""
 
-_NOT_OF_A_RUN = ("defaults", "hydra", "ckpt", "ckpt_path", "resume")
+_NOT_OF_A_RUN = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "resume")
 """Keys of a saved config that are not taken over."""
 
 

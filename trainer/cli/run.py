@@ -26,7 +26,7 @@ from trainer.cli.objective import choose, monitored, reached, value_of
 from trainer.cli.processes import end_with_parent, is_first, is_quiet
 from trainer.cli.restore import recipe_of
 from trainer.cli.results import read_result, write_result
-from trainer.cli.targets import locate
+from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
 from trainer.environment import write_environment
 from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean
@@ -144,21 +144,21 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     # A run that goes on from a checkpoint in a folder of its own keeps its own best checkpoints: meant to be so.
     warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)
     merge_recipes()
-    allowed = settings["allowed_packages"]
+    allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
     if settings["seed"] is not None:
         L.seed_everything(settings["seed"], workers=True, verbose=False)
 
     for name in ("precision", "callbacks", "logger", "data", "model"):  # all of it, before anything is built
-        check(settings[name], name, allowed)
+        check(settings[name], name, allowlist)
     arguments = dict(settings["trainer"])
-    trainer_class = locate(arguments.pop("_target_"), "trainer", allowed)
-    arguments = build(arguments, "trainer", allowed)
+    trainer_class = allowlist.locate(arguments.pop("_target_"), "trainer")
+    arguments = build(arguments, "trainer", allowlist)
     if arguments.get("resume") is None and arguments.get("exact_resume") is True:
         del arguments["resume"], arguments["exact_resume"]  # a Trainer of somebody else's need not know them
     arguments["default_root_dir"] = arguments["default_root_dir"] or str(folder)
-    arguments["precision"] = build(settings["precision"], "precision", allowed)
-    arguments["callbacks"] = _build_all(settings["callbacks"], "callbacks", allowed)
-    arguments["logger"] = _build_all(settings["logger"], "logger", allowed) or False
+    arguments["precision"] = build(settings["precision"], "precision", allowlist)
+    arguments["callbacks"] = _build_all(settings["callbacks"], "callbacks", allowlist)
+    arguments["logger"] = _build_all(settings["logger"], "logger", allowlist) or False
     unwanted: tuple[type, ...] = ()  # what the default config, or a recipe, has put there
     if arguments["barebones"]:
         unwanted = (Checkpoint, LearningRateMonitor, ScaleMonitor)
@@ -172,8 +172,8 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
     arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unwanted)]
     _report_into(folder, arguments)
 
-    data = build(settings["data"], "data", allowed)
-    module = build(settings["model"], "model", allowed)
+    data = build(settings["data"], "data", allowlist)
+    module = build(settings["model"], "model", allowlist)
     _check_kinds(module, data, settings)
     try:
         trainer = trainer_class(**arguments)
@@ -196,7 +196,10 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
 def _check_kinds(module: Any, data: Any, settings: dict[str, Any]) -> None:
     import lightning as L
 
+    from trainer.arguments import refuse_other_package
+
     for name, made, kind in (("model", module, L.LightningModule), ("data", data, L.LightningDataModule)):
+        refuse_other_package(name, getattr(made, "_orig_mod", made))
         if made is not None and not isinstance(getattr(made, "_orig_mod", made), kind):
             raise UsageError(
                 f"{name} is {settings[name]['_target_']}, which makes a {type(made).__name__}, expected a"
@@ -229,10 +232,10 @@ def _report_into(folder: Path, arguments: dict[str, Any]) -> None:
         arguments["callbacks"].append(RunSummary(folder, console, writes=writes))
 
 
-def _build_all(nodes: dict[str, Any] | None, key: str, allowed: list[str]) -> list[Any]:
+def _build_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> list[Any]:
     """The objects of a group of named nodes; without a target are those a recipe sets but nobody chose."""
     return [
-        build(node, f"{key}.{name}", allowed) for name, node in (nodes or {}).items() if node and "_target_" in node
+        build(node, f"{key}.{name}", allowlist) for name, node in (nodes or {}).items() if node and "_target_" in node
     ]
 
 

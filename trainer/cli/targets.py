@@ -1,9 +1,14 @@
-"""What a config may name as code to call: the allowlist of ``_target_``.
+"""What a config may name as code to call: the rule for ``_target_``.
 
-A config is data and may come from somewhere else; a ``_target_`` in it names code to call. So it may name the parts of
-known packages that experiments are put together from, the modules in the working directory, and packages that the user
-names on the command line; and in none of them what runs, unpickles or writes what it is given. A name is judged as it
-is written, before anything is imported, and once more by where the thing it leads to really lives.
+A config is data and may come from somebody else; a ``_target_`` in it names code to call. It may name:
+
+1. the parts of known packages that experiments are put together from (`_PARTS`, `_NAMES`);
+2. modules in the working directory, but not in the folder of a run that ``ckpt`` names;
+3. packages that the user has installed from a folder of their own (`trainer.cli.trust.is_installed_from_folder`);
+4. packages that the user trusts: by ``trainer trust NAME``, by an environment variable, or on the command line.
+
+In all but the user's own folder, what runs, unpickles or writes what it is given is refused by name. A name is judged
+as it is written, before anything is imported, and once more by where the thing that it leads to lives.
 
 This keeps honest mistakes and configs of strangers out. It is no sandbox: what a permitted class does is its own.
 """
@@ -19,11 +24,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainer.cli import trust
 from trainer.cli.arguments import UsageError
 from trainer.errors import did_you_mean
 
 PACKAGES = ("lightning", "recipes", "torch", "torchmetrics", "torchvision", "trainer")
-"""Packages a ``_target_`` may name, besides the modules in the working directory and ``allowed_packages``."""
+"""Packages of which a ``_target_`` may name parts."""
 
 # What of them: modules with everything in them, and single names.
 _PARTS = (
@@ -177,96 +183,167 @@ def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from targets(child, f"{key}[{index}]")
 
 
-def check_targets(node: Any, key: str = "", allowed_packages: Iterable[str] = ()) -> None:
-    """Refuse targets by name alone: imports nothing.
+class Allowlist:
+    """Whom the config of one command may name. Each name is judged once.
 
     Args:
-        node: plain containers; nodes are found at any depth in them.
-        key: where in the config it stands, for messages.
-        allowed_packages: packages, or modules, that targets may come from, besides `PACKAGES`.
-
-    Raises:
-        UsageError: a target outside the allowed packages, or one that is refused.
+        packages: packages, or modules, that the command line allows; those that the user trusts come on top.
+        checkpoint: the file that ``ckpt`` names. A folder here that it lies in is a run's: what else is in there may
+            have come with it.
     """
-    for place, target in targets(node, key):
-        _check_name(target, target, place, tuple(allowed_packages))
 
+    def __init__(self, packages: Iterable[str] = (), checkpoint: str | None = None) -> None:
+        self.packages = (*packages, *trust.trusted())
+        self._of_runs = _folders_here(checkpoint)
+        self._refusals: dict[tuple[str, str], str | None] = {}  # by name and target
+        self._located: dict[str, Any] = {}
 
-def locate(target: str, key: str = "", allowed_packages: Iterable[str] = ()) -> Any:
-    """The class or function called ``target``; imports the modules it is in.
+    def check(self, node: Any, key: str = "") -> None:
+        """Judge every target in ``node`` by its name. Imports nothing.
 
-    Raises:
-        UsageError: there is none, it cannot be called, or it lives outside the allowed packages.
-    """
-    allowed = tuple(allowed_packages)
-    _check_name(target, target, key, allowed)
-    first, *names = target.split(".")
-    found: Any = _import(first)
-    if found is None:
-        raise UsageError(f"{key}: there is no {target}: no module {first!r}.")
-    path = module = first  # `module`: the last one on the way, by its own name
-    for name in names:
-        if not hasattr(found, name) and hasattr(found, "__path__"):
-            _import(f"{path}.{name}")
-        if not hasattr(found, name):
-            raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{did_you_mean(name, dir(found))}")
-        found, path = getattr(found, name), f"{path}.{name}"
-        if isinstance(found, ModuleType):
-            module = found.__name__
-            _check_module(module, target, key, allowed)
-    if not callable(found):
-        raise UsageError(f"{key}: {target} is a {type(found).__name__}, expected a class or a function.")
-    if target not in _NAMES:
-        _check_home(found, module, target, key, allowed)
-    return found
+        Args:
+            node: plain containers; nodes are found at any depth in them.
+            key: where in the config it stands, for messages.
 
+        Raises:
+            UsageError: a target that a config may not name.
+        """
+        for place, target in targets(node, key):
+            self._judge(target, target, place)
 
-def _check_name(name: str, target: str, key: str, allowed: tuple[str, ...]) -> None:
-    """Judge ``name``, which is the ``target`` of the config or what that turns out to be."""
-    root, parts = name.partition(".")[0], name.split(".")
-    where = key or "The config"
-    if not all(part.isidentifier() for part in parts):
-        raise UsageError(f"{where} asks for {target!r}, expected the dotted name of a class or a function.")
-    named = within(name, allowed)
-    own = not named and root not in PACKAGES and _in_working_directory(root)
-    is_written = name == target
-    private = any(part.startswith("_") if root in PACKAGES and not named else part.startswith("__") for part in parts)
-    refused = [prefix for prefix in _REFUSED if prefix != "torch._" or is_written]
-    if (
-        parts[-1] == "load_from_checkpoint"
-        or (not own and parts[-1] in _REFUSED_NAMES)
-        or (not own and any(name.startswith(r) if r.endswith("_") else within(name, (r,)) for r in refused))
-        or (is_written and private)
-    ):
-        raise UsageError(
-            f"{where} asks for {target}, which runs or unpickles what it reads, or is none of a config's business."
-            " A config may not. Write a function or a class of your own that does what you need, and name that."
-        )
-    if own or named:
-        return
-    if root not in PACKAGES:
-        if is_written and _spec(root) is None:
-            own_names = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
-            raise UsageError(
-                f"{where} asks for {target}, and there is no module {root!r}: no {root}.py in this folder,"
-                f" {Path.cwd()}, and no installed package of that name.{did_you_mean(root, (*PACKAGES, *own_names))}"
+    def locate(self, target: str, key: str = "") -> Any:
+        """The class or function called ``target``; imports the modules it is in.
+
+        Raises:
+            UsageError: there is none, it cannot be called, or a config may not name it.
+        """
+        if target not in self._located:
+            self._located[target] = self._look_up(target, key)
+        return self._located[target]
+
+    def _look_up(self, target: str, key: str) -> Any:
+        self._judge(target, target, key)
+        first, *names = target.split(".")
+        found: Any = _import(first)
+        if found is None:
+            raise UsageError(f"{key}: there is no {target}: no module {first!r}.")
+        path = module = first  # `module`: the last one on the way, by its own name
+        for name in names:
+            if not hasattr(found, name) and hasattr(found, "__path__"):
+                _import(f"{path}.{name}")
+            if not hasattr(found, name):
+                near = did_you_mean(name, dir(found))
+                raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{near}")
+            found, path = getattr(found, name), f"{path}.{name}"
+            if isinstance(found, ModuleType):
+                module = found.__name__
+                self._judge_module(module, target, key)
+        if not callable(found):
+            raise UsageError(f"{key}: {target} is a {type(found).__name__}, expected a class or a function.")
+        if target not in _NAMES:
+            self._judge_home(found, module, target, key)
+        return found
+
+    def _judge(self, name: str, target: str, key: str) -> None:
+        """Refuse ``name``, which is the ``target`` of the config or what that turns out to be."""
+        if (name, target) not in self._refusals:
+            self._refusals[name, target] = self._refusal(name, target)
+        if (refusal := self._refusals[name, target]) is not None:
+            raise UsageError(f"{key or 'The config'}{refusal}")
+
+    def _refusal(self, name: str, target: str) -> str | None:
+        """Why a config may not name it, behind the key that does; None where it may."""
+        root, parts = name.partition(".")[0], name.split(".")
+        asks = f" asks for {target}"
+        if not all(part.isidentifier() for part in parts):
+            return f" asks for {target!r}, expected the dotted name of a class or a function."
+        is_trusted, is_known, is_written = within(name, self.packages), root in PACKAGES, name == target
+        if root in self._of_runs and not is_trusted:
+            return (
+                f"{asks}, which is in the folder of the run that ckpt names. A run brings its settings along, and no"
+                f" code. If you trust what is in there, write 'allowed_packages=[{root}]' on the command line."
             )
-        what = (
-            f"{where} asks for {target}, which is" if is_written else f"{where}: {target} comes from {root}, which is"
+        is_own = not is_trusted and not is_known and _in_working_directory(root)
+        if (
+            parts[-1] == "load_from_checkpoint"  # of a user's own module, too
+            or _is_private(parts, is_known and not is_trusted, is_written)
+            or (not is_own and _runs_code(name, is_written))
+        ):
+            return (
+                f"{asks}, which runs or unpickles what it reads, or is none of a config's business. A config may not."
+                " Write a function or a class of your own that does what you need, and name that."
+            )
+        if is_own or is_trusted or (not is_known and trust.is_installed_from_folder(root)):
+            return None
+        if not is_known:
+            return self._unknown(root, target, is_written)
+        if within(name, _PARTS) or (is_written and (within(name, _NAMES) or _leads_to_part(name))):
+            return None
+        known = [part for part in sorted({*_PARTS, *_NAMES}) if part.startswith(f"{root}.")]
+        return (
+            f"{asks}, which is not among what a config may use of {root}.{did_you_mean(name, known)} A class or a"
+            f" function of your own may; or, to allow it, write 'allowed_packages=[{name.rpartition('.')[0]}]' on the"
+            " command line."
         )
-        raise UsageError(
-            f"{what} neither in {', '.join((*PACKAGES, *allowed))} nor in a module of your"
-            f" folder.{did_you_mean(root, (*PACKAGES, *allowed)) if is_written else ''} To allow a package, write"
-            f" 'allowed_packages=[{root}]' on the command line."
+
+    def _unknown(self, root: str, target: str, is_written: bool) -> str:
+        if is_written and _spec(root) is None:
+            own = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
+            return (
+                f" asks for {target}, and there is no module {root!r}: no {root}.py in this folder, {Path.cwd()}, and"
+                f" no installed package of that name.{did_you_mean(root, (*PACKAGES, *own))}"
+            )
+        near = did_you_mean(root, (*PACKAGES, *self.packages)) if is_written else ""
+        what = f" asks for {target}, which is of" if is_written else f": {target} comes from"
+        return (
+            f"{what} the package {root}: neither a module of your folder nor a package that you trust.{near} To trust"
+            f" it, from now on, in every config: python -m trainer trust {root}"
         )
-    if not within(name, _PARTS) and not (is_written and (within(name, _NAMES) or _leads_to_part(name))):
-        parent = name.rpartition(".")[0]
-        known = sorted({*(part for part in _PARTS if part.startswith(f"{root}.")), *_NAMES})
-        raise UsageError(
-            f"{where} asks for {target}, which is not among what a config may use of {root}."
-            f"{did_you_mean(name, [part for part in known if part.startswith(f'{root}.')])} A class or a function of"
-            f" your own may; or, to allow it, write 'allowed_packages=[{parent}]' on the command line."
-        )
+
+    def _judge_module(self, module: str, target: str, key: str) -> None:
+        """A name can be a detour: ``torch.nn.modules.linear.torch`` is torch, ``torch.os`` is os."""
+        root = module.partition(".")[0]
+        is_judged_by_home = root in PACKAGES and not within(module, self.packages)
+        if not is_judged_by_home and not within(module, self.packages) and not _in_working_directory(root):
+            self._judge(module, target, key)
+
+    def _judge_home(self, found: Any, module: str, target: str, key: str) -> None:
+        while isinstance(found, partial):
+            found = found.func
+        home = getattr(found, "__module__", None) or module
+        inner = getattr(found, "__qualname__", type(found).__qualname__)
+        name = f"{home}.{inner}".replace(".<locals>", "").replace("<lambda>", "function")
+        is_torch_builtin = home == "torch" or home.startswith("torch._C") or home == "torch._jit_internal"
+        if is_torch_builtin and module == "torch.nn.functional":
+            return  # its functions live in all sorts of places
+        self._judge(name, target, key)
+        if home.partition(".")[0] not in PACKAGES or within(name, self.packages) or within(home, ("recipes",)):
+            return
+        of_class = "." in inner and "<locals>" not in inner
+        makes_one = isinstance(found, type) or (of_class and inner.rpartition(".")[2].startswith("from_"))
+        if not makes_one and (of_class or within(home, _CLASSES_ONLY)):
+            raise UsageError(
+                f"{key}: {target} is a {'method' if of_class else type(found).__name__}, expected a class. Write a"
+                " function of your own that calls it, and name that."
+            )
+
+
+def _is_private(parts: list[str], is_known: bool, is_written: bool) -> bool:
+    """Whether a name as it is written has a part that is nobody's business, such as ``__globals__``."""
+    return is_written and any(part.startswith("_" if is_known else "__") for part in parts)
+
+
+def _runs_code(name: str, is_written: bool) -> bool:
+    """Whether ``name`` is among what runs, unpickles or writes what it is given, in whatever package."""
+    refused = [prefix for prefix in _REFUSED if prefix != "torch._" or is_written]
+    return name.rpartition(".")[2] in _REFUSED_NAMES or any(
+        name.startswith(prefix) if prefix.endswith("_") else within(name, (prefix,)) for prefix in refused
+    )
+
+
+def is_refused(name: str) -> bool:
+    """Whether no config may name ``name``, whoever trusts it."""
+    return _runs_code(name, is_written=True)
 
 
 def _leads_to_part(name: str) -> bool:
@@ -274,33 +351,13 @@ def _leads_to_part(name: str) -> bool:
     return name.count(".") == 1 and name.startswith(("lightning.", "trainer.")) and name.rpartition(".")[2][0].isupper()
 
 
-def _check_module(module: str, target: str, key: str, allowed: tuple[str, ...]) -> None:
-    """A name can be a detour: ``torch.nn.modules.linear.torch`` is torch, ``torch.os`` is os."""
-    if module.partition(".")[0] in PACKAGES and not within(module, allowed):
-        return  # what is found there is judged by where it lives
-    if not within(module, allowed) and not _in_working_directory(module.partition(".")[0]):
-        _check_name(module, target, key, allowed)
-
-
-def _check_home(found: Any, module: str, target: str, key: str, allowed: tuple[str, ...]) -> None:
-    while isinstance(found, partial):
-        found = found.func
-    home = getattr(found, "__module__", None) or module
-    inner = getattr(found, "__qualname__", type(found).__qualname__)
-    name = f"{home}.{inner}".replace(".<locals>", "").replace("<lambda>", "function")
-    is_torch_builtin = home == "torch" or home.startswith("torch._C") or home == "torch._jit_internal"
-    if is_torch_builtin and module == "torch.nn.functional":
-        return  # its functions live in all sorts of places
-    _check_name(name, target, key, allowed)
-    if home.partition(".")[0] not in PACKAGES or within(name, allowed) or within(home, ("recipes",)):
-        return
-    of_class = "." in inner and "<locals>" not in inner
-    makes_one = isinstance(found, type) or (of_class and inner.rpartition(".")[2].startswith("from_"))
-    if not makes_one and (of_class or within(home, _CLASSES_ONLY)):
-        raise UsageError(
-            f"{key}: {target} is a {'method' if of_class else type(found).__name__}, expected a class. Write a"
-            " function of your own that calls it, and name that."
-        )
+def _folders_here(checkpoint: str | None) -> set[str]:
+    """The top-level folders of the working directory that a checkpoint is in, as it is written and by where it lies."""
+    if checkpoint is None:
+        return set()
+    found, here = Path(checkpoint).absolute(), Path.cwd()
+    places = [(found, here), (found.resolve(), here.resolve())]
+    return {file.relative_to(cwd).parts[0] for file, cwd in places if file.is_relative_to(cwd) and file != cwd}
 
 
 def within(name: str, prefixes: Iterable[str]) -> bool:

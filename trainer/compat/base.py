@@ -83,6 +83,7 @@ class TrainerBase(LightningTrainer):
     _model_registry: str | None
     scaler: LossScaler | None = None  # a class attribute, or Lightning's property of that name stood in its way
     _signal_connector: Signals
+    _checkpoint_connector: CheckpointConnectorView
 
     # --- devices and processes --------------------------------------------------------------------------------
 
@@ -159,10 +160,6 @@ class TrainerBase(LightningTrainer):
     @property
     def _accelerator_connector(self) -> Any:
         return self.engine.connector
-
-    @property
-    def _checkpoint_connector(self) -> CheckpointConnectorView:
-        return CheckpointConnectorView(self)
 
     @property
     def _data_connector(self) -> Any:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, EarlyStoppi
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from trainer.arguments import refuse_other_package
 from trainer.compat.averaging import follows_outcomes
 from trainer.compat.logging import ModuleScope
 from trainer.hooks import Hook
@@ -61,6 +62,7 @@ def with_model_callbacks(callbacks: list[Any], module: LightningModule) -> list[
     if not returned:
         return callbacks
     own = list(returned) if isinstance(returned, Sequence) else [returned]
+    refuse_other_package("configure_callbacks", *own)
     types = {type(callback) for callback in callbacks} - {Callback}
     replaced = {kind for kind in types if any(issubclass(type(callback), kind) for callback in own)}
     if replaced:

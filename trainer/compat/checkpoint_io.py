@@ -133,7 +133,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self._pending.append(self._writer.submit(work, *arguments))
 
     def _save(self, checkpoint: dict[str, Any], path: str | Path) -> list[str]:
-        save, facts = partial(torch.save, checkpoint), _facts(checkpoint)
+        save, facts = _saving(checkpoint), _facts(checkpoint)
         local = local_path(path)
         try:
             if local is None:
@@ -266,6 +266,19 @@ def _name(path: str | Path) -> str:
 def _identity(path: Path) -> Identity:
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _saving(checkpoint: Any) -> Callable[[Any], None]:
+    """Writes ``checkpoint`` into a stream, with the ``torch.save`` of now."""
+    if torch.save is torch.serialization.save:
+        return partial(torch.save, checkpoint)
+
+    def save(stream: Any) -> None:
+        buffer = BytesIO()  # what somebody has put in its place gets what Lightning gives it
+        torch.save(checkpoint, buffer)
+        stream.write(buffer.getbuffer())
+
+    return save
 
 
 def _facts(checkpoint: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.agreement import Agreement
+from trainer.arguments import refuse_other_package
 from trainer.compat.checkpoint_io import adopt
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.optimizers import set_up_optimizers
@@ -62,6 +63,9 @@ class LightningEngine:
     def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
         if plugins is not None and not isinstance(plugins, (list, tuple)):
             plugins = [plugins]
+        refuse_other_package("plugins", *plugins or ())
+        for argument in ("strategy", "accelerator"):
+            refuse_other_package(argument, options.get(argument))
         for plugin in plugins or ():
             _refuse_lightning_precision(plugin, "plugins", precision)
         strategy = options.get("strategy")
@@ -143,6 +147,7 @@ class LightningEngine:
 
     def _spawn(self, launcher: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
         """Have processes call ``function(*args)`` that are started for it; signals are passed on to them."""
+        self.strategy._lightning_module = self._trainer.module  # which gets the weights, and can be saved here
         with signals_passed_on(launcher):
             return launcher.launch(function, *args, trainer=self._trainer)
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from trainer.arguments import refuse_other_package
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.data import Loaders
 from trainer.precision.base import Precision
@@ -24,8 +25,10 @@ def as_module(model: Any) -> LightningModule:
     """``model``, or the LightningModule inside what ``torch.compile`` returned.
 
     Raises:
+        ConfigurationError: it is a module of another package.
         TypeError: it is neither.
     """
+    refuse_other_package("model", getattr(model, "_orig_mod", model))
     return _maybe_unwrap_optimized(model)
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.errors import ConfigurationError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 
@@ -74,8 +75,19 @@ class PrecisionAdapter(LightningPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """``LightningOptimizer.step`` ends up here."""
-        return self.side_door.step(optimizer, closure, **kwargs)
+        """``LightningOptimizer.step`` ends up here.
+
+        Raises:
+            ConfigurationError: it is called where the loop takes the steps, on gradients that are scaled.
+        """
+        if self.side_door is not None:
+            return self.side_door.step(optimizer, closure, **kwargs)
+        if self.scaler is not None:
+            raise ConfigurationError(
+                "`optimizer.step()` was called outside of manual optimization, while the loss is scaled: the gradients"
+                " may be scaled ones. Set `self.automatic_optimization = False` to take the steps yourself."
+            )
+        return super().optimizer_step(optimizer, model, closure, **kwargs)
 
     def clip_gradients(
         self,

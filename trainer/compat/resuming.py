@@ -6,13 +6,13 @@ import os
 from contextlib import ExitStack, suppress
 from itertools import zip_longest
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from trainer.checkpoint import files
+from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.folders import held
 from trainer.checkpoint.state import OUR_KEY
 from trainer.compat import log_files, savers
@@ -67,7 +67,7 @@ def _choose(trainer: Any, session: ExitStack) -> tuple[str | None, dict[int, Any
     for folder in folders:
         if os.path.isdir(folder):  # one that is not there has nothing to offer, and may not be the one to be made
             session.enter_context(held(folder))
-    path = files.newest_good(folders)
+    path = files.newest_good(folders, lambda file: checkpoints.read(trainer.engine, file, None))
     if path is None:
         if folders:
             rank_zero_info(f"resume='auto': no checkpoint to go on from in {', '.join(folders)}: starting anew")
@@ -86,7 +86,7 @@ def note_rows(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | None]]:
     """The step of the next row after the checkpoint ``path``, and the rows that each logger had written."""
-    with suppress(UnpicklingError, KeyError, RuntimeError, TypeError):  # told when it is loaded
+    with suppress(Exception):  # told when it is loaded; a file of another form breaks its readers in any way
         loops = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["loops"]
         if OUR_KEY not in loops:
             return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]), []

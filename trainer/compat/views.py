@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -214,6 +215,37 @@ class EvalLoopView:
         return any(isinstance(one, BasePredictionWriter) and one.interval.on_epoch for one in callbacks)
 
 
+class AutomaticOptimizationView(_AutomaticOptimization):
+    """``epoch_loop.automatic_optimization``: Lightning's, which runs a batch for who asks it to; with our counts."""
+
+    trainer: Any
+
+    @property
+    def optim_progress(self) -> Any:
+        """Counts of steps of optimizers."""
+        loop = self.trainer.loop
+        return loop_state.optimization_of(loop.progress, loop.window, is_automatic(self.trainer))
+
+    @optim_progress.setter
+    def optim_progress(self, progress: Any) -> None:
+        pass  # Lightning's constructor
+
+
+class ManualOptimizationView(_ManualOptimization):
+    """``epoch_loop.manual_optimization``, likewise."""
+
+    trainer: Any
+
+    @property
+    def optim_step_progress(self) -> Any:
+        """Counts of steps of optimizers."""
+        return loop_state.manual_steps_of(self.trainer.loop.progress, not is_automatic(self.trainer))
+
+    @optim_step_progress.setter
+    def optim_step_progress(self, progress: Any) -> None:
+        pass  # Lightning's constructor
+
+
 class EpochLoopView:
     """``fit_loop.epoch_loop``."""
 
@@ -233,16 +265,14 @@ class EpochLoopView:
         return loop_state.schedules_of(self._loop.progress)
 
     @property
-    def automatic_optimization(self) -> SimpleNamespace:
+    def automatic_optimization(self) -> AutomaticOptimizationView:
         """Counts of steps of optimizers."""
-        progress, window, automatic = self._loop.progress, self._loop.window, is_automatic(self._trainer)
-        return SimpleNamespace(optim_progress=loop_state.optimization_of(progress, window, automatic))
+        return AutomaticOptimizationView(self._trainer)
 
     @property
-    def manual_optimization(self) -> SimpleNamespace:
+    def manual_optimization(self) -> ManualOptimizationView:
         """The same, in manual optimization."""
-        by_hand = not is_automatic(self._trainer)
-        return SimpleNamespace(optim_step_progress=loop_state.manual_steps_of(self._loop.progress, by_hand))
+        return ManualOptimizationView(self._trainer)
 
     @property
     def _results(self) -> Any:

@@ -12,13 +12,17 @@ from hydra.core.plugins import Plugins
 from trainer.cli.arguments import UsageError
 from trainer.cli.folders import packaged_conf
 
-_OURS = "hydra_plugins.amp_trainer"
-"""The module that has our classes by names that Hydra accepts."""
+_OURS = {
+    "hydra_plugins.amp_trainer.JoblibLauncher": "trainer.cli.sweep.joblib_launcher",
+    "hydra_plugins.amp_trainer.OptunaSweeper": "trainer.cli.sweep.optuna_sweeper",
+}
+"""Our classes by the names that configs have for them, and the modules they are in. Hydra takes plugins of the package
+``hydra_plugins`` only, and asks for no more than the name: there is no such module."""
 
 # By how a target begins: the module it needs, and the extra that installs that.
 _NEEDS = {
-    f"{_OURS}.JoblibLauncher": ("joblib", "joblib"),
-    f"{_OURS}.OptunaSweeper": ("optuna", "optuna"),
+    "hydra_plugins.amp_trainer.JoblibLauncher": ("joblib", "joblib"),
+    "hydra_plugins.amp_trainer.OptunaSweeper": ("optuna", "optuna"),
     "hydra_plugins.hydra_submitit_launcher.": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
 }
 
@@ -44,7 +48,7 @@ def prepare(hydra: Any) -> None:
                 raise UsageError(
                     f"hydra/{kind}={chosen} needs {module}, which is not installed: pip install 'amp-trainer[{extra}]'"
                 )
-        if target.startswith(f"{_OURS}."):
+        if target in _OURS:
             _register(target)
 
 
@@ -56,8 +60,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _register(target: str) -> None:
-    """Hydra finds a plugin by scanning what is loaded, and ours are not until now."""
-    module, _, name = target.rpartition(".")
+    """Have Hydra find one of our classes by its name in the config. Nothing of it is loaded before it is asked for."""
     plugins = Plugins.instance()
-    plugins.register(plugin := getattr(import_module(module), name))
-    plugins.class_name_to_class[target] = plugin  # not only by where it lives
+    plugins.register(plugin := getattr(import_module(_OURS[target]), target.rpartition(".")[2]))
+    plugins.class_name_to_class[target] = plugin

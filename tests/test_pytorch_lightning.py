@@ -1,0 +1,278 @@
+"""``pytorch_lightning`` and ``lightning.pytorch`` as one package, and what is said where they are two.
+
+What is loaded first decides, so everything here runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = Path(__file__).parent / "pytorch_lightning_program.py"
+LINE = "write `import trainer.pytorch_lightning` as the first import of the program"
+
+
+def run(*command: str, folder: Path) -> tuple[int, str, str]:
+    """The status of a Python of its own, and what it prints."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def check(code: str, folder: Path) -> None:
+    """Run ``code``, which has no file."""
+    status, _, said = run("-c", textwrap.dedent(code), folder=folder)
+    assert status == 0, said
+
+
+def result_of(how: str, folder: Path) -> dict[str, Any]:
+    (folder / how).mkdir()
+    status, _, said = run(str(PROGRAM), how, str(folder / how), folder=folder)
+    assert status == 0, said
+    result: dict[str, Any] = torch.load(folder / how / "result.pt", weights_only=True)
+    return result
+
+
+def assert_equal(theirs: Any, mine: Any, where: str) -> None:
+    """To the bit."""
+    if isinstance(theirs, dict):
+        assert theirs.keys() == mine.keys(), where
+        for key, value in theirs.items():
+            assert_equal(value, mine[key], f"{where}.{key}")
+    elif isinstance(theirs, list):
+        assert len(theirs) == len(mine), where
+        for index, (one, other) in enumerate(zip(theirs, mine, strict=True)):
+            assert_equal(one, other, f"{where}[{index}]")
+    elif isinstance(theirs, Tensor):
+        assert torch.equal(theirs, mine), where
+    else:
+        assert theirs == mine, where
+
+
+@pytest.mark.slow
+def test_a_program_comes_to_the_same_end_wherever_the_line_stands(tmp_path: Path) -> None:
+    theirs = result_of("theirs", tmp_path)
+    for how in ("first", "sorted"):
+        assert_equal(theirs, result_of(how, tmp_path), how)
+    assert theirs["stopped"] == 5
+    assert theirs["resumed"][2] == [8, 48]
+    assert len(theirs["files"]) == 3
+    assert theirs["pickled"]
+    assert theirs["cli"][1] == ["EarlyStopping"]
+
+
+NAMES = """
+    import importlib, importlib.util, inspect, logging, multiprocessing, pickle, pkgutil, sys
+
+    first, second, line_first = {first!r}, {second!r}, {line_first}
+    if line_first:
+        import trainer.pytorch_lightning
+        assert "torch" not in sys.modules
+        spec = importlib.util.find_spec(second)  # as those do who ask whether it is installed
+        assert spec.origin.endswith("__init__.py")
+        assert spec.submodule_search_locations
+        assert not {{"lightning", "pytorch_lightning"}} & sys.modules.keys()
+    else:
+        import pytorch_lightning
+        import trainer.pytorch_lightning
+    logging.getLogger(second).setLevel(logging.ERROR)
+    assert logging.getLogger(first).level == logging.ERROR
+
+    import lightning.pytorch as new
+    import pytorch_lightning as old
+    assert old is new
+    assert old.__name__ == old.__spec__.name == first
+    assert old.__version__ == "2.6.6"
+
+    import lightning.fabric.plugins
+    import lightning_fabric
+    assert lightning_fabric is lightning.fabric
+    import pytorch_lightning.loggers as loggers
+    assert loggers is new.loggers
+    from lightning.pytorch.callbacks.early_stopping import EarlyStopping
+    from pytorch_lightning.callbacks.early_stopping import EarlyStopping as TheSame
+    assert EarlyStopping is TheSame
+    assert "class EarlyStopping" in inspect.getsource(EarlyStopping)
+    from pytorch_lightning.utilities.types import STEP_OUTPUT
+    assert pickle.loads(pickle.dumps(EarlyStopping)) is EarlyStopping
+    named = f"c{{second}}.callbacks.timer\\nTimer\\n.".encode()
+    assert pickle.loads(named) is old.callbacks.Timer
+
+    modules = [found.name for found in pkgutil.walk_packages(old.__path__, second + ".")]
+    assert len(modules) > 150
+    for name in modules:
+        module = importlib.import_module(name)
+        known_as = first + name[len(second):]
+        assert module is sys.modules[known_as], name
+        assert module.__name__ == module.__spec__.name == known_as, name
+    assert importlib.reload(old) is new
+    for missing in (second + ".nothing", first + ".nothing"):
+        try:
+            importlib.import_module(missing)
+        except ModuleNotFoundError as error:
+            assert error.name == missing, error.name
+        else:
+            raise AssertionError(missing)
+
+    from trainer import Trainer
+    assert issubclass(Trainer, old.Trainer)
+    importlib.reload(trainer.pytorch_lightning)
+    assert importlib.import_module(second) is new
+
+    # a process started anew, which has nothing of this program, for that has no file
+    question = "__import__('pytorch_lightning') is __import__('lightning.pytorch').pytorch"
+    processes = multiprocessing.get_context("spawn")
+    with processes.Pool(1) as pool:
+        assert pool.apply(eval, (question,))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second", "line_first"),
+    [("lightning.pytorch", "pytorch_lightning", True), ("pytorch_lightning", "lightning.pytorch", False)],
+)
+def test_both_names_lead_to_one_package(first: str, second: str, line_first: bool, tmp_path: Path) -> None:
+    check(NAMES.format(first=first, second=second, line_first=line_first), tmp_path)
+
+
+MODULE = """
+    import trainer.pytorch_lightning  # isort: skip
+
+    import pytorch_lightning as pl
+    from pytorch_lightning.demos.boring_classes import BoringModel
+
+
+    class Net(BoringModel):
+        pass
+
+
+    class Watch(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            print("trained", type(pl_module).__name__, isinstance(trainer, pl.Trainer))
+"""
+
+
+@pytest.mark.slow
+def test_spawned_processes_train(tmp_path: Path) -> None:
+    # the module's file does not have the line, only the program has, and that has no file
+    (tmp_path / "net.py").write_text(textwrap.dedent(MODULE.split("\n\n", 1)[1]))
+    program = """
+        import trainer.pytorch_lightning
+        import net
+        from trainer import Trainer
+
+        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        fit = Trainer(accelerator="cpu", devices=1, strategy="ddp_spawn", max_steps=2, callbacks=net.Watch(), **quiet)
+        model = net.Net()
+        before = model.layer.weight.sum().item()
+        fit.fit(model)
+        assert model.layer.weight.sum().item() != before
+    """
+    check(program, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_command_line_runs_what_a_config_names(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(textwrap.dedent(MODULE))
+    data = "+data._target_=lightning.pytorch.demos.boring_classes.BoringDataModule"
+    settings = ["+model._target_=net.Net", "+callbacks.watch._target_=net.Watch", data, "logger=none", "trainer=cpu"]
+    status, printed, said = run("-m", "trainer", "fit", *settings, "+debug=limit", folder=tmp_path)
+    assert status == 0, said
+    assert "trained Net True" in printed
+
+
+@pytest.mark.slow
+def test_without_the_line_what_is_built_on_it_is_refused(tmp_path: Path) -> None:
+    program = f"""
+        import sys
+        from trainer import Trainer
+        assert not [name for name in sys.modules if "pytorch_lightning" in name or "lightning_fabric" in name]
+
+        import torch
+        from lightning.pytorch.demos.boring_classes import BoringModel as Accepted
+        from pytorch_lightning.accelerators import CPUAccelerator
+        from pytorch_lightning.callbacks import EarlyStopping
+        from pytorch_lightning.demos.boring_classes import BoringDataModule, BoringModel
+        from pytorch_lightning.loggers import CSVLogger
+        from pytorch_lightning.plugins.environments import LightningEnvironment
+        from pytorch_lightning.profilers import SimpleProfiler
+        from pytorch_lightning.strategies import DDPStrategy
+        from pytorch_lightning.utilities import CombinedLoader
+        from trainer.errors import ConfigurationError
+
+        quiet = dict(
+            accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        class Brings(Accepted):
+            def configure_callbacks(self):
+                return EarlyStopping("loss")
+
+        class Own(BoringModel):
+            pass
+
+        def refuses(what, call, **arguments):
+            try:
+                call(**arguments)
+            except ConfigurationError as error:
+                assert f"Got {{what}}(...), which is built on " in str(error), str(error)
+                assert {LINE!r} in str(error), str(error)
+            else:
+                raise AssertionError(what)
+
+        for name, given in {{
+            "strategy": DDPStrategy(), "plugins": LightningEnvironment(), "accelerator": CPUAccelerator(),
+            "logger": CSVLogger("."), "profiler": SimpleProfiler(), "callbacks": EarlyStopping("loss"),
+        }}.items():
+            refuses(f"{{name}}={{type(given).__name__}}", Trainer, **(quiet | {{name: given}}))
+            if name in ("plugins", "logger", "callbacks"):
+                refuses(f"{{name}}={{type(given).__name__}}", Trainer, **(quiet | {{name: [given]}}))
+        trainer = Trainer(**quiet)
+        refuses("model=Own", trainer.fit, model=Own())
+        refuses("model=Own", trainer.test, model=torch.compile(Own()))
+        refuses("datamodule=BoringDataModule", trainer.validate, model=Accepted(), datamodule=BoringDataModule())
+        refuses("dataloaders=BoringDataModule", trainer.predict, model=Accepted(), dataloaders=BoringDataModule())
+        refuses("dataloaders=CombinedLoader", trainer.fit, model=Accepted(), train_dataloaders=CombinedLoader([]))
+        refuses("configure_callbacks=EarlyStopping", trainer.fit, model=Brings())
+        trainer.fit(Accepted())
+        assert trainer.global_step == 1
+
+        try:
+            import trainer.pytorch_lightning
+        except ImportError as error:
+            assert "pytorch_lightning and lightning.pytorch are both loaded already" in str(error)
+            assert {LINE!r} in str(error)
+        else:
+            raise AssertionError("two packages cannot be made one")
+    """
+    check(program, tmp_path)
+
+
+def test_another_version_that_is_loaded_already_is_refused(tmp_path: Path) -> None:
+    program = f"""
+        import sys, types
+        sys.modules["pytorch_lightning"] = loaded = types.ModuleType("pytorch_lightning")
+        loaded.__version__ = "2.5.0"
+        finders = list(sys.meta_path)
+        try:
+            import trainer.pytorch_lightning
+        except ImportError as error:
+            assert str(error).startswith("pytorch_lightning 2.5.0 is loaded already, and lightning has version ")
+            assert {LINE!r} in str(error)
+        else:
+            raise AssertionError
+        assert sys.meta_path == finders
+    """
+    check(program, tmp_path)

@@ -1,0 +1,120 @@
+"""Makes ``pytorch_lightning`` and ``lightning.pytorch`` one package, for programs that import the former.
+
+::
+
+    import trainer.pytorch_lightning  # before pytorch_lightning is imported, or at least before Trainer is
+
+    import pytorch_lightning as pl
+    from trainer import Trainer
+
+The same code is published under two names: ``pytorch_lightning`` with ``lightning_fabric``, and ``lightning.pytorch``
+with ``lightning.fabric``. To Python these are different packages: a ``LightningModule`` of the one is none of the
+other. Importing this module has both names mean one package, in this process and in those that it starts with
+``multiprocessing``. That is the one that is loaded already; where neither is, it is ``lightning.pytorch``, which is
+loaded when somebody imports either.
+
+Nothing else in this package imports it.
+
+Raises:
+    ImportError: both are loaded already, or the one that is loaded has another version than ``lightning``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import version
+from types import ModuleType
+
+from trainer.errors import ONE_PACKAGE
+
+_TWINS = (("pytorch_lightning", "lightning.pytorch"), ("lightning_fabric", "lightning.fabric"))
+
+
+class _SecondName(Loader):
+    """Has a module's second name mean the module of its first, which keeps its own name and spec."""
+
+    def __init__(self, first: str) -> None:
+        self._first = first
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(self._first)
+
+
+class _SecondNames(MetaPathFinder):
+    """Finds the modules of packages by second names.
+
+    Args:
+        first: by a package's second name, its first.
+    """
+
+    def __init__(self, first: dict[str, str]) -> None:
+        self._first = first
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        for second, first in self._first.items():
+            if fullname == second or fullname.startswith(f"{second}."):
+                name = first + fullname[len(second) :]
+                if (found := _locate(name)) is None:
+                    return None
+                spec = ModuleSpec(fullname, _SecondName(name), origin=found.origin)
+                spec.submodule_search_locations = found.submodule_search_locations
+                return spec
+        return None
+
+
+class _Here:
+    """Is sent to processes that ``multiprocessing`` starts, before anything of the user's: reading it imports this."""
+
+
+def _locate(name: str) -> ModuleSpec | None:
+    """Where a module is. Imports nothing; ``importlib.util.find_spec`` imports the packages around it."""
+    path, *parts = name.split(".")
+    spec = importlib.util.find_spec(path)
+    for part in parts:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        path = f"{path}.{part}"
+        spec = PathFinder.find_spec(path, spec.submodule_search_locations)
+    return spec
+
+
+def _second_and_first(old: str, new: str) -> tuple[str, str]:
+    """Of the two names of a package the one that is to mean the other, and the other.
+
+    Raises:
+        ImportError: it is too late.
+    """
+    loaded = sys.modules.get(old)
+    if loaded is None or loaded is sys.modules.get(new):
+        return (old, new) if loaded is None or loaded.__name__ == new else (new, old)
+    if new in sys.modules:
+        raise ImportError(
+            f"{old} and {new} are both loaded already, as two packages; `from trainer import Trainer` loads the latter."
+            f" To make them one, {ONE_PACKAGE}"
+        )
+    if loaded.__version__ != (expected := version("lightning")):
+        raise ImportError(
+            f"{old} {loaded.__version__} is loaded already, and lightning has version {expected}. Install the same"
+            f" version of both. Or, to use lightning {expected} under both names, {ONE_PACKAGE}"
+        )
+    return new, old
+
+
+def _install() -> None:
+    names = dict(_second_and_first(*twins) for twins in _TWINS)
+    sys.meta_path.insert(0, _SecondNames(names))
+    for second, first in names.items():
+        logging.root.manager.loggerDict[second] = logging.getLogger(first)  # to mute one is to mute the other
+    multiprocessing.current_process()._config[__name__] = _Here()  # type: ignore[attr-defined]
+
+
+_install()
