@@ -19,12 +19,8 @@ REQUIRES = ("rl4co==0.7.0", "torch==2.15.0", "lightning==2.6.6")
 
 def case_reinforce(run: Any) -> None:
     """REINFORCE with a rollout baseline: a copy of the policy, evaluated and exchanged between epochs"""
-    train(
-        run,
-        REINFORCE,
-        {"baseline": "rollout", "lr_scheduler": "MultiStepLR", "lr_scheduler_kwargs": {"milestones": [1]}},
-        resumed=True,
-    )
+    schedule = {"lr_scheduler": "MultiStepLR", "lr_scheduler_kwargs": {"milestones": [1]}}
+    train(run, REINFORCE, {"baseline": "rollout", **schedule})
 
 
 def case_ppo(run: Any) -> None:

@@ -18,8 +18,8 @@ from torch_uncertainty.routines import ClassificationRoutine
 REQUIRES = (
     "torch-uncertainty==0.13.0",
     "torchvision==0.29.2",
-    "scikit-learn<1.7",
-    "timm",
+    "scikit-learn==1.6.1",
+    "timm==1.0.31",
     "torch==2.15.0",
     "lightning==2.6.6",
 )
