@@ -624,6 +624,8 @@ class Trainer(TrainerBase):
             hooks.on_fit_start()
         if self.enable_autolog_hparams:
             hparams.log_hyper_parameters(self)
+        if fitting and self.checkpoint_callbacks and self.is_global_zero:
+            hparams.announce(self.module, self.datamodule)
         if self.engine.restores_after_setup:
             self._restore_module_and_callbacks(weights_only)
         if self._checkpoint and fitting:
@@ -983,6 +985,7 @@ class Trainer(TrainerBase):
         outer = scope.enter("on_save_checkpoint")
         checkpoint = checkpoints.dump(self, as_lightning, weights_only=weights_only)
         scope.enter(outer)
+        hparams.settle(checkpoint, self.module, self.datamodule)  # after the hooks, which may have changed them
         return checkpoint
 
     def _refuse_past_the_end(self) -> None:

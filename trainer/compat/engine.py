@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.agreement import Agreement
-from trainer.compat.checkpoint_io import adopt
+from trainer.compat.checkpoint_io import adopt, without_objects
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
@@ -289,7 +289,7 @@ class LightningEngine:
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint."""
-        with pl_legacy_patch():
+        with pl_legacy_patch(), without_objects(self.strategy, path) if weights_only else nullcontext():
             return up_to_date(self.strategy.load_checkpoint(path, weights_only=weights_only), path)
 
     def on_exception(self, error: BaseException) -> None:
