@@ -20,6 +20,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from io import BytesIO
 from threading import Lock
 from types import SimpleNamespace
@@ -231,17 +232,25 @@ def refusal(hyper_parameters: Any) -> str:
         write_without_data({"hyper_parameters": hyper_parameters}, buffer)
     except Exception as error:  # whatever a class of the user's does when it is pickled
         return f"it cannot be pickled ({type(error).__name__}: {error})"
-    try:
-        outline = _Outline(buffer)
-        buffer.seek(0)
-        with warnings.catch_warnings(), _lock, safe_globals(outline.stand_ins()):
-            warnings.simplefilter("ignore")
-            load(buffer, weights_only=True)
-    except Exception:  # of torch's, or of our own
+    texts = _texts_of(buffer.getvalue())
+    if texts is None:
         return "it could not be read again without running code"
-    if any(redaction.text(text) != text for text in outline.texts):
+    if any(redaction.text(text) != text for text in texts):
         return "it holds a value of the environment, or a password"
     return ""
+
+
+@lru_cache(maxsize=4)  # from save to save most are the same
+def _texts_of(file: bytes) -> frozenset[str] | None:
+    """The texts among the hyper-parameters in a checkpoint; None where it cannot be read without running code."""
+    try:
+        outline = _Outline(BytesIO(file))
+        with warnings.catch_warnings(), _lock, safe_globals(outline.stand_ins()):
+            warnings.simplefilter("ignore")
+            load(BytesIO(file), weights_only=True)
+    except Exception:  # of torch's, or of our own
+        return None
+    return frozenset(outline.texts)
 
 
 def write_without_data(value: Any, file: IO[bytes]) -> None:

@@ -78,6 +78,8 @@ def settle(checkpoint: dict[str, Any], *owners: Any) -> None:
             checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = made
         elif isinstance(given, dict):
             checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = _settled(owner, given)
+        elif given is not None:  # a hook has put it there
+            checkpoint.update(_settled(owner, {owner.CHECKPOINT_HYPER_PARAMS_KEY: given}))
 
 
 def announce(*owners: Any) -> None:
@@ -87,7 +89,7 @@ def announce(*owners: Any) -> None:
 
 def _settled(owner: Any, given: dict[Any, Any]) -> dict[Any, Any]:
     made, objects, offences = {}, {}, {}
-    for name, value in redaction.containers(given).items():
+    for name, value in redaction.containers(dict(given)).items():
         found: list[tuple[str, Any]] = []
         made[name] = plain_numbers(value, str(name), found)
         if found:
