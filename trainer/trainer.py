@@ -325,7 +325,8 @@ class Trainer(TrainerBase):
             datamodule: in the place of dataloaders.
             ckpt_path: resume from this checkpoint: a path or URL, ``"best"``, ``"last"`` or ``"hpc"``.
             weights_only: False to load a checkpoint that holds more than tensors and plain containers, which may
-                run any code: for files of your own.
+                run any code: for files of your own. Objects among the hyper-parameters need it only where the
+                module's ``on_load_checkpoint`` uses them; otherwise they are passed over.
         """
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
         self.should_stop = False

@@ -330,10 +330,12 @@ def test_hooks_see_them_as_under_lightning_and_may_change_them(tmp_path):
 
 
 def test_the_error_without_weights_only_says_what_to_pass(tmp_path):
-    """Ours is Lightning's, for files of either."""
+    """Ours is Lightning's, for files of either. A resume, which is one under Lightning, is none here."""
     said = []
     for make in (lightnings, make_trainer):
         file = saved(tmp_path, Many(loss=torch.nn.HuberLoss()), make)
+        with pytest.raises(pickle.UnpicklingError, match="`weights_only` set to `False`"), lightnings_noise_ignored():
+            lightnings(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=file)
         with pytest.raises(pickle.UnpicklingError, match="`weights_only` set to `False`") as error:
             Many.load_from_checkpoint(file)
         said.append(str(error.value))
