@@ -329,6 +329,16 @@ def test_hooks_see_them_as_under_lightning_and_may_change_them(tmp_path):
     make_trainer(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=file)
 
 
+def test_hooks_may_put_anything_in_their_place(tmp_path):
+    class Replaces(Many):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["hyper_parameters"] = Namespace(lr=2, make=lambda: 1)
+
+    with pytest.warns(UserWarning, match=r"of Replaces.*hyper_parameters.make \(function\)"):
+        file = saved(tmp_path, Replaces())
+    assert torch.load(file, weights_only=True)["hyper_parameters"] == {"lr": 2}
+
+
 def test_the_error_without_weights_only_says_what_to_pass(tmp_path):
     """Ours is Lightning's, for files of either. A resume, which is one under Lightning, is none here."""
     said = []
@@ -345,7 +355,9 @@ def test_the_error_without_weights_only_says_what_to_pass(tmp_path):
 def test_those_of_a_datamodule_too(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(Many(), datamodule=Batches(Path("x/y")))
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.datamodule.hparams["make"] = lambda: 1
+    with pytest.warns(UserWarning, match=r"of Batches.*make \(function\)"):  # with Lightning's Trainer the save fails
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert Batches.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=False).hparams["root"] == Path("x/y")
     make_trainer(tmp_path, max_epochs=2).fit(Many(), datamodule=Batches("z"), ckpt_path=tmp_path / "a.ckpt")
 

@@ -231,7 +231,7 @@ def refusal(hyper_parameters: Any) -> str:
     try:
         write_without_data({"hyper_parameters": hyper_parameters}, buffer)
     except Exception as error:  # whatever a class of the user's does when it is pickled
-        return f"it cannot be pickled ({type(error).__name__}: {error})"
+        return f"it cannot be pickled ({type(error).__name__}: {redaction.text(str(error))})"
     texts = _texts_of(buffer.getvalue())
     if texts is None:
         return "it could not be read again without running code"

@@ -289,8 +289,10 @@ class LightningEngine:
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint."""
-        with pl_legacy_patch(), without_objects(self.strategy, path) if weights_only else nullcontext():
-            return up_to_date(self.strategy.load_checkpoint(path, weights_only=weights_only), path)
+        with pl_legacy_patch():
+            with without_objects(self.strategy, path) if weights_only else nullcontext():
+                checkpoint = self.strategy.load_checkpoint(path, weights_only=weights_only)
+            return up_to_date(checkpoint, path)
 
     def on_exception(self, error: BaseException) -> None:
         """Let the strategy add what it knows to the message; end the processes that it started."""

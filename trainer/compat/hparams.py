@@ -54,7 +54,7 @@ def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
 
 
 def settle(checkpoint: dict[str, Any], *owners: Any) -> None:
-    """See to it that the hyper-parameters in ``checkpoint`` can be written, read without being made, and tell nothing.
+    """See to it that the hyper-parameters in ``checkpoint`` can be written and read again, and hold no secret.
 
     Numbers of numpy become plain ones, and secrets the text that names them. What cannot be pickled, or not be passed
     over by our reader (:mod:`trainer.checkpoint.inert`), or is an object that holds a secret, gets its plain form:
