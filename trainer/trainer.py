@@ -327,7 +327,8 @@ class Trainer(TrainerBase):
             datamodule: in the place of dataloaders.
             ckpt_path: resume from this checkpoint: a path or URL, ``"best"``, ``"last"`` or ``"hpc"``.
             weights_only: False to load a checkpoint that holds more than tensors and plain containers, which may
-                run any code: for files of your own.
+                run any code: for files of your own. Objects among the hyper-parameters need it only where the
+                module's ``on_load_checkpoint`` uses them; otherwise they are passed over.
         """
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
         self.should_stop = False
@@ -628,6 +629,8 @@ class Trainer(TrainerBase):
             hooks.on_fit_start()
         if self.enable_autolog_hparams:
             hparams.log_hyper_parameters(self)
+        if fitting and self.checkpoint_callbacks and self.is_global_zero:
+            hparams.announce(self.module, self.datamodule)
         if self.engine.restores_after_setup:
             self._restore_module_and_callbacks(weights_only)
         if self._checkpoint and fitting:
@@ -987,6 +990,7 @@ class Trainer(TrainerBase):
         outer = scope.enter("on_save_checkpoint")
         checkpoint = checkpoints.dump(self, as_lightning, weights_only=weights_only)
         scope.enter(outer)
+        hparams.settle(checkpoint, self.module, self.datamodule)  # after the hooks, which may have changed them
         return checkpoint
 
     def _refuse_past_the_end(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.checkpoint import files
+from trainer.checkpoint.inert import inert
 from trainer.checkpoint.snapshot import on_host
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 
@@ -89,7 +91,13 @@ class CheckpointFiles(TorchCheckpointIO):
                 " `storage_options`."
             )
         self.wait()
-        self._do(self._save, on_host(checkpoint) if self.asynchronous else checkpoint, path)
+        copied = checkpoint
+        if self.asynchronous:
+            with suppress(Exception):  # an object among the hyper-parameters may be such as can be pickled, not copied
+                copied = on_host(checkpoint)
+        self._do(self._save, copied, path)
+        if copied is checkpoint:
+            self.wait()  # nobody may change it before it is written
 
     def wait(self) -> None:
         """Wait for what is written in the background.
@@ -249,6 +257,22 @@ def files_of(strategy: Strategy) -> CheckpointFiles | None:
     while isinstance(found, _WrappingCheckpointIO):
         found = found.checkpoint_io
     return found if isinstance(found, CheckpointFiles) else None
+
+
+@contextmanager
+def without_objects(strategy: Strategy, path: str | Path) -> Iterator[None]:
+    """Have ``strategy`` read the checkpoint ``path`` with stand-ins for the objects among its hyper-parameters.
+
+    Not one that is downloaded (``http://...``), which is read once.
+    """
+    if (own := files_of(strategy)) is not None:
+        own.wait()
+    with ExitStack() as opened:
+        if not str(path).startswith("http"):
+            with suppress(Exception):  # of any file system; told when it is read
+                file = opened.enter_context(get_filesystem(path).open(str(path), "rb"))
+                opened.enter_context(inert(file))
+        yield
 
 
 def local_path(path: str | Path) -> Path | None:
