@@ -704,7 +704,11 @@ class Trainer(TrainerBase):
         loop.prepare(
             hooks=hooks,
             batches=TrainingBatches(
-                loaders, self._renewed_loaders, None if profiling is None else profiling.training_epoch
+                loaders,
+                self._renewed_loaders,
+                None if profiling is None else profiling.training_epoch,
+                # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
+                self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
             ),
             transfer=self._transfer(move_training_batch),
             schedules=self._schedules(hooks),
@@ -958,6 +962,11 @@ class Trainer(TrainerBase):
     def _resumes_inside_epoch(self) -> bool:
         """Whether the run goes on where a checkpoint was written; as in Lightning, always if it counts steps."""
         return self.ckpt_path is not None and (self.progress.batches_this_epoch > 0 or self.max_steps != -1)
+
+    @property
+    def takes_up_data(self) -> bool:
+        """Whether a checkpoint is going to say where the training data stands."""
+        return self._process_state is not None
 
     @property
     def _function(self) -> str:
