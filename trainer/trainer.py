@@ -64,7 +64,7 @@ from trainer.fit_loop import Clip, FitLoop
 from trainer.hooks import Hook, Hooks
 from trainer.limits import FitLimits
 from trainer.metrics import PublishedMetrics, Recorder, to_scalars
-from trainer.optimization import Schedules, StepOutcome, clip_gradients, needs_closure
+from trainer.optimization import Schedules, StepOutcome, clip_gradients, needs_closure, takes_closure
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
@@ -719,7 +719,7 @@ class Trainer(TrainerBase):
         side_door: ManualOptimization | ClosureOptimization | None = None
         if not module.automatic_optimization:
             side_door = ManualOptimization(loop)
-        elif hooks.override_of("optimizer_step") or any(needs_closure(o) for o in self.engine.optimizers):
+        elif hooks.override_of("optimizer_step") or self._optimizer_takes_closure:
             optimizer_step = with_closure(hooks.of_module("optimizer_step"))
             side_door = ClosureOptimization(loop, optimizer_step, lambda: self.engine.wrapped_optimizers)
         self.engine.adapter.side_door = side_door
@@ -962,6 +962,17 @@ class Trainer(TrainerBase):
     def _resumes_inside_epoch(self) -> bool:
         """Whether the run goes on where a checkpoint was written; as in Lightning, always if it counts steps."""
         return self.ckpt_path is not None and (self.progress.batches_this_epoch > 0 or self.max_steps != -1)
+
+    @property
+    def _optimizer_takes_closure(self) -> bool:
+        """Whether the loss is evaluated by the optimizer, where it is one that does so or may.
+
+        Not where it only may and cannot have a closure: beside other optimizers, or where the scaler or the halving of
+        batches has to come between backward pass and step.
+        """
+        optimizers = self.engine.optimizers
+        may = len(optimizers) == 1 and not self.scaler.skips_steps and not self._first_callback(HalveOnOutOfMemory)
+        return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
 
     @property
     def takes_up_data(self) -> bool:
