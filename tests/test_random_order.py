@@ -8,20 +8,33 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.parity import CALLBACK_HOOKS, CLASSES, FEATURES, MODULE_HOOKS, Classifier, run_both, weights
+from tests.parity import (
+    CALLBACK_HOOKS,
+    CLASSES,
+    FEATURES,
+    MODULE_HOOKS,
+    Classifier,
+    lightning,
+    lightnings_noise_ignored,
+    ours,
+    run_both,
+    weights,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's CombinedLoader on torch 2.15
-    pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:Your `[a-z]*_dataloader`'s sampler has shuffling enabled"),
     pytest.mark.filterwarnings("ignore:You requested to overfit"),
 ]
 
@@ -97,15 +110,23 @@ class Model(drawing(Classifier, MODULE_HOOKS, "module")):  # type: ignore[misc]
         self.trace, self.estimates = trace, estimates
 
     def loss(self, batch: Any) -> Any:
-        batches = batch.values() if isinstance(batch, dict) else [batch]
-        return sum(super(Model, self).loss(one) for one in batches)
+        side_by_side = (
+            [*batch.values()] if isinstance(batch, dict) else batch if isinstance(batch[0], list) else [batch]
+        )
+        return sum(super(Model, self).loss(one) for one in side_by_side if one is not None)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return super().validation_step(batch, batch_idx)
 
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().predict_step(batch, batch_idx)
+
     def configure_optimizers(self) -> Any:
         if self.estimates:
-            assert self.trainer.estimated_stepping_batches > 0
+            assert self.trainer.estimated_stepping_batches
         return super().configure_optimizers()
 
 
@@ -121,8 +142,21 @@ class Drawer(Model):
         return super().validation_step(batch, batch_idx)
 
 
-def check(run: Callable[[Any, Any, Any], Any], kind: type = Model, **module: Any) -> None:
-    """``run(trainer, model, draws)`` draws the same numbers at the same places under both Trainers."""
+class Noting(Classifier):
+    """Draws nothing, and notes its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch["a"] if isinstance(batch, dict) else batch)
+        self.seen.append(loss.item())
+        return loss
+
+
+def check(run: Callable[[Any, Any], Any], kind: type = Model, **module: Any) -> None:
+    """``run(make_trainer, model)`` draws the same numbers at the same places under both Trainers."""
 
     def scenario(make: Callable[..., Any]) -> Any:
         random.seed(1)
@@ -187,9 +221,99 @@ class Data(LightningDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-@pytest.mark.parametrize("how", FIT)
+def fit_of(data: str, **arguments: Any) -> Callable[[Any, Any], None]:
+    return lambda make, model: make(**{"max_epochs": 2, **arguments}).fit(model, datamodule=Data(TRAIN[data]))
+
+
 @pytest.mark.parametrize("data", TRAIN)
-def test_fit(data: str, how: str) -> None:
-    if "stream" in data and how in ("limited", "overfitting") and "worker" not in data:
-        pytest.skip("one without a length, and with a limit, is read one batch ahead: docs/migrating-from-lightning.md")
-    check(lambda make, model: make(**{"max_epochs": 2, **FIT[how]}).fit(model, datamodule=Data(TRAIN[data])))
+def test_a_fit_of_any_data(data: str) -> None:
+    check(fit_of(data, reload_dataloaders_every_n_epochs=int("worker" not in data)))
+
+
+@pytest.mark.parametrize("how", FIT)
+def test_any_fit(how: str) -> None:
+    check(fit_of("two", **FIT[how]))
+
+
+@pytest.mark.parametrize("data", ["stream", "workers that stay"])
+@pytest.mark.parametrize("how", ["reloading", "validating after each", "stopping", "no sanity check"])
+def test_other_pairs(data: str, how: str) -> None:
+    check(fit_of(data, **FIT[how]))
+
+
+VAL: dict[str, Callable[[], Any]] = {
+    "workers": lambda: loader(4, shuffle=True, num_workers=1),
+    "stream": lambda: stream(4),
+    "several": lambda: [loader(4, shuffle=True), loader(2), loader(6, shuffle=True)],
+    "several, one a stream": lambda: [loader(4), stream(4)],
+    "side by side": lambda: CombinedLoader([loader(4, shuffle=True), loader(2)], "max_size"),
+}
+
+
+@pytest.mark.parametrize("what", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("data", VAL)
+def test_evaluation(data: str, what: str) -> None:
+    if (data, what) == ("side by side", "predict"):
+        pytest.skip("refused")
+
+    def run(make: Any, model: Any) -> None:
+        trainer = make(max_epochs=2, val_check_interval=2 if what == "fit" else None)
+        getattr(trainer, what)(model, datamodule=Data(TRAIN["shuffled"], VAL[data]))
+
+    check(run)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+@pytest.mark.parametrize("data", ["shuffled", "stream", "two", "workers"])
+def test_steps_that_draw_their_own_batches(data: str) -> None:
+    check(fit_of(data), kind=Drawer)
+
+
+def test_a_second_fit_opens_another_pass() -> None:
+    def run(make: Any, model: Any) -> None:
+        trainer, source = make(max_epochs=1), Data(TRAIN["shuffled"])
+        trainer.fit(model, datamodule=source)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(model, datamodule=source)
+
+    check(run)
+
+
+@pytest.mark.parametrize("data", ["shuffled", "workers", "stream"])
+def test_an_estimate_of_the_fits_length_opens_the_first_pass(data: str) -> None:
+    check(fit_of(data), estimates=True)
+
+
+@pytest.mark.parametrize("data", ["shuffled", "stream", "workers"])
+def test_going_on_from_a_checkpoint_of_lightnings(data: str, tmp_path: Path) -> None:
+    first = lightning(max_epochs=1)
+    with lightnings_noise_ignored():
+        first.fit(Model([]), datamodule=Data(TRAIN[data]))
+    first.save_checkpoint(tmp_path / "first.ckpt")
+
+    def run(make: Any, model: Any) -> None:
+        make(max_epochs=3).fit(model, datamodule=Data(TRAIN[data]), ckpt_path=tmp_path / "first.ckpt")
+
+    check(run)
+
+
+class Saving(Checkpoint):
+    """Saves at the end of one hook."""
+
+    def __init__(self, hook: str, path: Path) -> None:
+        setattr(self, hook, lambda trainer, *_: trainer.save_checkpoint(path) if not trainer.current_epoch else None)
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("data", ["shuffled", "its own generator", "stream", "two", "workers", "workers that stay"])
+def test_a_resume_from_before_the_first_batch_is_exact(data: str, hook: str, tmp_path: Path) -> None:
+    whole, options = Noting(), {"max_epochs": 2, "num_sanity_val_steps": 0}  # whose losses would be noted
+    torch.manual_seed(1)
+    train = {"enable_checkpointing": True, "callbacks": [Saving(hook, tmp_path / "start.ckpt")]}
+    ours(**options, **train).fit(whole, TRAIN[data](), loader(4, shuffle=True))
+    resumed = Noting()
+    torch.manual_seed(2)
+    ours(**options).fit(resumed, TRAIN[data](), loader(4, shuffle=True), ckpt_path=tmp_path / "start.ckpt")
+    assert resumed.seen == whole.seen
+    assert all(map(torch.equal, weights(resumed), weights(whole)))
