@@ -65,7 +65,7 @@ from trainer.fit_loop import Clip, FitLoop
 from trainer.hooks import Hook, Hooks
 from trainer.limits import FitLimits
 from trainer.metrics import PublishedMetrics, Recorder, to_scalars
-from trainer.optimization import Schedules, StepOutcome, clip_gradients, needs_closure
+from trainer.optimization import Schedules, StepOutcome, clip_gradients, needs_closure, takes_closure
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
@@ -711,7 +711,11 @@ class Trainer(TrainerBase):
         loop.prepare(
             hooks=hooks,
             batches=TrainingBatches(
-                loaders, self._renewed_loaders, None if profiling is None else profiling.training_epoch
+                loaders,
+                self._renewed_loaders,
+                None if profiling is None else profiling.training_epoch,
+                # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
+                self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
             ),
             transfer=self._transfer(move_training_batch),
             schedules=self._schedules(hooks),
@@ -722,7 +726,7 @@ class Trainer(TrainerBase):
         side_door: ManualOptimization | ClosureOptimization | None = None
         if not module.automatic_optimization:
             side_door = ManualOptimization(loop)
-        elif hooks.override_of("optimizer_step") or any(needs_closure(o) for o in self.engine.optimizers):
+        elif hooks.override_of("optimizer_step") or self._optimizer_takes_closure:
             optimizer_step = with_closure(hooks.of_module("optimizer_step"))
             side_door = ClosureOptimization(loop, optimizer_step, lambda: self.engine.wrapped_optimizers)
         self.engine.adapter.side_door = side_door
@@ -965,6 +969,22 @@ class Trainer(TrainerBase):
     def _resumes_inside_epoch(self) -> bool:
         """Whether the run goes on where a checkpoint was written; as in Lightning, always if it counts steps."""
         return self.ckpt_path is not None and (self.progress.batches_this_epoch > 0 or self.max_steps != -1)
+
+    @property
+    def _optimizer_takes_closure(self) -> bool:
+        """Whether the loss is evaluated by the optimizer, where it is one that does so or may.
+
+        Not where it only may and cannot have a closure: beside other optimizers, or where the scaler or the halving of
+        batches has to come between backward pass and step.
+        """
+        optimizers = self.engine.optimizers
+        may = len(optimizers) == 1 and not self.scaler.skips_steps and not self._first_callback(HalveOnOutOfMemory)
+        return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
+
+    @property
+    def takes_up_data(self) -> bool:
+        """Whether a checkpoint is going to say where the training data stands."""
+        return self._process_state is not None
 
     @property
     def _function(self) -> str:

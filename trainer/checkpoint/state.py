@@ -207,7 +207,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
     elif loops:
         progress_from(loops["fit_loop"], run.progress, finish_epoch=run.max_steps != -1)
         run.progress.give_up_batch()
-    run.progress.resumed_epoch = run.progress.epoch
+    run.progress.resumed_epoch = run.progress.epoch if run.progress.batches_this_epoch else -1
     for key, what in (("optimizer_states", engine.optimizers), ("lr_schedulers", engine.schedules)):
         if key not in checkpoint:
             raise IncompleteCheckpointError(
