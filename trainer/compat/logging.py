@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainer.metrics import LoggedValue, LogOptions, MetricStore, to_scalars
+from trainer.metrics import LoggedValue, LogOptions, MetricStore, accumulation_dtype, to_scalars
 
 _REDUCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max",
                "avg": "mean", sum: "sum", min: "min", max: "max"}  # fmt: skip
@@ -130,7 +130,7 @@ class ModuleLog:
         assert store is not None
         if isinstance(value, Tensor):
             # a copy: whoever logs it may go on writing to it
-            value = value.detach().clone() if value.dtype in _KEPT else value.detach().to(_default_dtype())
+            value = value.detach().clone() if value.dtype in _KEPT else value.detach().to(accumulation_dtype())
             if value.dim():
                 if value.numel() != 1:
                     raise ValueError(
@@ -139,7 +139,7 @@ class ModuleLog:
                     )
                 value = value.reshape(())
         elif isinstance(value, numbers.Number):
-            value = torch.tensor(value, dtype=_default_dtype())
+            value = torch.tensor(value, dtype=accumulation_dtype())
         elif isinstance(value, Metric):
             entry.update_metric(value)
             return
@@ -217,7 +217,7 @@ class ModuleLog:
         if isinstance(value, Tensor) and not value.is_floating_point():
             rank_zero_warn(
                 f"You called `self.log({name!r}, ...)` in your `{hook}` but the value needs to"
-                f" be floating to be reduced. Converting it to {_default_dtype()}."
+                f" be floating to be reduced. Converting it to {accumulation_dtype()}."
                 " You can silence this warning by converting the value to floating point yourself."
             )
         options = LogOptions(
@@ -398,11 +398,6 @@ def _find_attribute(module: LightningModule, name: str, metric: Metric) -> None:
             f" You can fix this by calling `self.log({name}, ..., metric_attribute=name)` where `name` is one"
             f" of {list(attributes.values())}"
         )
-
-
-def _default_dtype() -> torch.dtype:
-    dtype = torch.get_default_dtype()
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _misuse(message: str) -> Exception:
