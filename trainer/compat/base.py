@@ -6,7 +6,7 @@ that ``lightning.pytorch.Trainer`` has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +83,8 @@ class TrainerBase(LightningTrainer):
     _model_registry: str | None
     scaler: LossScaler | None = None  # a class attribute, or Lightning's property of that name stood in its way
     _signal_connector: Signals
+    log_metric: Callable[..., None]
+    """Logs a value as the module's ``self.log`` does, with its arguments, whatever overrides that; for callbacks."""
 
     # --- devices and processes --------------------------------------------------------------------------------
 
