@@ -51,7 +51,7 @@ from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
 from trainer.compat.errors import TunerExit
 from trainer.compat.loaders import DrawnLoaderSet
-from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_results
+from trainer.compat.logging import ModuleScope, attach_log, detach_log, no_log, print_results
 from trainer.compat.metric_objects import MetricObjects
 from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
@@ -266,6 +266,7 @@ class Trainer(TrainerBase):
         ordering.check_state_keys(self.callbacks)
         self.progress = FitProgress()
         self.published = PublishedMetrics()
+        self.log_metric = no_log
         self.recorder = Recorder(self.published, self.progress)
         self.recorder.loggers = assembly.build_loggers(logger, self._default_root_dir, fast_dev_run=bool(fast_dev_run))
         shared: dict[str, Any] = {
