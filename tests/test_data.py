@@ -20,7 +20,7 @@ class Counted:
     def __init__(self, length, *, limit=None, known=True, skips=0):
         self.length, self.limit, self.has_length, self.skips = length, limit, known, skips
         self.drawn, self.begins_at, self.epochs = 0, 0, []
-        self.reasons, self.calls, self.is_still_used = [], [], True
+        self.reasons, self.calls, self.is_still_used, self.opened = [], [], True, 0
 
     def num_batches(self):
         known = self.length if self.has_length else float("inf")
@@ -28,6 +28,9 @@ class Counted:
 
     def start_epoch(self, epoch):
         self.epochs.append(epoch)
+
+    def open(self):
+        self.opened += 1
 
     def training_pass(self):
         for i in range(self.begins_at, self.length):
@@ -57,6 +60,28 @@ class Counted:
 
 def numbered(*indices, last):
     return [(f"batch {i}", i, i == last) for i in indices]
+
+
+def test_each_pass_is_opened_when_it_is_iterated_but_one_that_was_before():
+    loaders = Counted(3)
+    batches = TrainingBatches(loaders, opened_for=0)
+    opened = []
+    for epoch in range(3):
+        batches.start_epoch(epoch, skip=0)
+        assert len(list(batches)) == 3
+        opened.append(loaders.opened)
+    assert opened == [0, 1, 2]
+
+
+def test_the_state_before_the_first_batch_is_that_of_the_pass_that_was_opened():
+    loaders = Counted(3)
+    assert TrainingBatches(loaders).state_dict() == {}
+    state = TrainingBatches(loaders, opened_for=0).state_dict()
+    assert state == {"epoch": 0, "batches": 0, "is_over": False, "position": {"drawn": 0}}
+    resumed = TrainingBatches(Counted(3), opened_for=0)
+    resumed.load_state_dict(state)
+    resumed.start_epoch(0, skip=0)
+    assert resumed.loaders.calls == [("recall", {"drawn": 0}, 0), ("take_up", {"drawn": 0}, None)]
 
 
 def test_a_pass_over_batches_of_known_number():

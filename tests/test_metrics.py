@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import MeanSquaredError
@@ -47,6 +50,64 @@ def test_more_values_than_wait_together_reduce_as_one_would(reduce_fx: str) -> N
     values = torch.linspace(-3, 5, 1000)
     expected = getattr(values, reduce_fx)()
     torch.testing.assert_close(logged(values.tolist(), reduce_fx=reduce_fx).epoch_value(), expected)
+
+
+def lightnings(values: list[Tensor], weights: list[Any], reduce_fx: str) -> Tensor:
+    """What Lightning's Trainer makes of them."""
+    metadata = _Metadata("training_step", "x", on_epoch=True, reduce_fx=getattr(torch, reduce_fx))
+    metadata.sync = _Sync()
+    result = _ResultMetric(metadata, is_tensor=True)
+    for value, weight in zip(values, weights, strict=True):
+        result.forward(value, weight)
+    return result.compute()
+
+
+BATCH_SIZES: dict[str, Callable[[random.Random], Any]] = {
+    "all the same": lambda draws: 8,
+    "different": lambda draws: draws.randint(1, 99),
+    "weights": lambda draws: draws.random() + 0.1,
+    "tensors": lambda draws: torch.tensor(draws.randint(1, 99)),
+}
+
+
+@pytest.mark.parametrize("sizes", BATCH_SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max"])
+def test_epoch_reductions_are_lightnings_to_the_bit(reduce_fx: str, dtype: torch.dtype | None, sizes: str) -> None:
+    """A tie in EarlyStopping turns on it. None stands for dtypes that change within the epoch."""
+    draws = random.Random(f"{reduce_fx} {dtype} {sizes}")
+    for number in (1, 256, 257, 520):
+        values = [torch.tensor(draws.gauss(0.3, 1)) for _ in range(number)]
+        values = [value.to(dtype or draws.choice([torch.float32, torch.float64])) for value in values]
+        weights = [BATCH_SIZES[sizes](draws) for _ in range(number)]
+        entry = LoggedValue("training_step", "x", LogOptions(reduce_fx=reduce_fx), None, not_reduced)
+        for at, (value, weight) in enumerate(zip(values, weights, strict=True)):
+            entry.update(value if dtype is not torch.bfloat16 else value.float(), weight)
+            if at == 50:  # a look in between changes nothing
+                assert same(entry.epoch_value(), lightnings(values[: at + 1], weights[: at + 1], reduce_fx))
+        assert same(entry.epoch_value(), lightnings(values, weights, reduce_fx)), number
+
+
+def same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.dtype is other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("sizes", BATCH_SIZES)
+def test_a_double_default_dtype_is_what_an_epoch_is_accumulated_in(sizes: str) -> None:
+    draws = random.Random(sizes)
+    values = [torch.tensor(draws.gauss(0.3, 1)) for _ in range(300)]  # of float32
+    weights = [BATCH_SIZES[sizes](draws) for _ in values]
+    torch.set_default_dtype(torch.float64)
+    try:
+        for reduce_fx in ("mean", "sum", "max"):
+            entry = LoggedValue("training_step", "x", LogOptions(reduce_fx=reduce_fx), None, not_reduced)
+            for value, weight in zip(values, weights, strict=True):
+                entry.update(value, weight)
+            expected = lightnings(values, weights, reduce_fx)
+            assert expected.dtype is torch.float64
+            assert same(entry.epoch_value(), expected), reduce_fx
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_half_precision_values_are_accumulated_in_float32() -> None:

@@ -210,6 +210,7 @@ def test_without_the_line_what_is_built_on_it_is_refused(tmp_path: Path) -> None
         from pytorch_lightning.profilers import SimpleProfiler
         from pytorch_lightning.strategies import DDPStrategy
         from pytorch_lightning.utilities import CombinedLoader
+        from trainer.cli import run
         from trainer.errors import ConfigurationError
 
         quiet = dict(
@@ -246,6 +247,7 @@ def test_without_the_line_what_is_built_on_it_is_refused(tmp_path: Path) -> None
         refuses("dataloaders=BoringDataModule", trainer.predict, model=Accepted(), dataloaders=BoringDataModule())
         refuses("dataloaders=CombinedLoader", trainer.fit, model=Accepted(), train_dataloaders=CombinedLoader([]))
         refuses("configure_callbacks=EarlyStopping", trainer.fit, model=Brings())
+        refuses("model=Own", run._check_kinds, module=Own(), data=None, settings={{}})
         trainer.fit(Accepted())
         assert trainer.global_step == 1
 

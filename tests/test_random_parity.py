@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.parity import CALLBACK_HOOKS, Classifier, RecordingLogger, data, recording, run_both
+from tests.parity import CALLBACK_HOOKS, Classifier, RecordingLogger, data, lightning, recording, run_both
 from tests.test_lightning_parity import assert_close, numbers, shape
 
 pytestmark = [
@@ -47,12 +50,23 @@ class Stream(IterableDataset[Any]):
         return iter(data(2 * self.batches))
 
 
+HYPER_PARAMETERS: list[dict[str, Any]] = [
+    {},
+    {
+        "loss": torch.nn.HuberLoss(delta=3.0),
+        "classes": {"net": torch.nn.Linear, "make": partial(torch.optim.SGD, lr=1)},
+    },
+    {"config": OmegaConf.create({"a": "${b}", "b": 2}), "space": Namespace(path=Path("a"))},
+]
+
+
 class Drawn(Classifier):
     """Stops, skips, schedules and logs as it is told."""
 
     def __init__(self, how: dict[str, Any]) -> None:
         super().__init__(momentum=0.9)
         self.how = how
+        self.hparams.update(how["hparams"])
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.how["skips"] == (self.current_epoch, batch_idx) else None
@@ -129,6 +143,7 @@ def draw(seed: int) -> dict[str, Any]:
     callbacks: list[Any] = [(ModelCheckpoint, saving)] if saving is not None else []
     callbacks += maybe(0.2, [(EarlyStopping, {"monitor": monitor, "patience": pick.randint(0, 1)})], otherwise=[])
     callbacks += maybe(0.15, [(LearningRateMonitor, {})], otherwise=[])
+    how["hparams"] = random.Random(seed).choice(HYPER_PARAMETERS)
     return {
         "how": how, "arguments": arguments, "callbacks": callbacks, "batches": batches, "sized": sized,
         "val": pick.choice([None, [3], [2], [2, 1], "stream"]),
@@ -165,12 +180,15 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
         arguments["max_epochs"] += resuming
         trainer = make(logger=logger, callbacks=[*callbacks, watch], **arguments)
         try:
-            trainer.fit(module, *loaders(setup), ckpt_path=folder / "last.ckpt" if resuming else None)
+            # ours passes objects over by itself
+            options = {"weights_only": False} if resuming and make is lightning else {}
+            trainer.fit(module, *loaders(setup), ckpt_path=folder / "last.ckpt" if resuming else None, **options)
         except (MisconfigurationException, RuntimeError):  # of what does not go together
             # without what follows from the error: Lightning leaves the module in eval mode where a validation raised
             return [*seen, {"hooks": [call[:2] for call in watch.calls], "rows": logger.rows}]
         trainer.save_checkpoint(folder / "last.ckpt")
-        checkpoint = shape(torch.load(folder / "last.ckpt", weights_only=False))
+        in_file = torch.load(folder / "last.ckpt", weights_only=False)
+        checkpoint = shape(in_file)
         seen.append(
             {
                 "hooks": watch.calls,
@@ -182,6 +200,7 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
                 "counters": [trainer.current_epoch, trainer.global_step, trainer.num_training_batches],
                 # a skipped batch counts as started with us, in Lightning not yet
                 "checkpoint": None if setup["how"]["skips"] else checkpoint,
+                "hparams": repr(in_file["hyper_parameters"]),
             }
         )
     return seen

@@ -20,7 +20,7 @@ from lightning.pytorch.profilers import (
     SimpleProfiler,
     XLAProfiler,
 )
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from trainer.arguments import check_clipping, refuse_other_package, refuse_twice
 from trainer.callbacks.alignment_advisor import AlignmentAdvisor
@@ -113,6 +113,8 @@ def build_callbacks(
     callbacks += build_clipping(gradient_clip_val, gradient_clip_algorithm)
     if max_time is not None and missing(Timer):
         callbacks.append(Timer(max_time))
+    elif max_time is not None:
+        rank_zero_info("Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer.")
     scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed

@@ -38,10 +38,16 @@ class Loaders(Protocol):
         """Tell the samplers which epoch it is: they shuffle by it."""
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """One pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
+        """Begin a pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
+
+    def open(self) -> None:
+        """Begin a pass of training: that draws random numbers, and fetches a batch where their number is not known."""
 
     def training_pass(self) -> Iterator[Batch]:
-        """A pass of training: of each batch, what a step gets. Where it stands is known, and can be taken up again."""
+        """The pass that was opened, or one that begins now: of each batch, what a step gets.
+
+        Where it stands is known, and can be taken up again.
+        """
 
     def position(self) -> dict[str, Any]:
         """Where the pass of training is: tensors and plain containers. {} before the first.
@@ -104,6 +110,8 @@ class TrainingBatches:
         loaders: the training dataloaders; None for none.
         renew: asked before each epoch for dataloaders to go on with; None where the first ones stay.
         watch: put around the batches of an epoch, by a profiler; None for nothing.
+        opened_for: the epoch whose pass was opened when the dataloaders were made; -1 for none. That of another epoch
+            is opened when it is iterated.
 
     Attributes:
         num_batches: batches in one pass; inf where nobody knows. SWA writes it; who iterates gets what there is.
@@ -114,12 +122,14 @@ class TrainingBatches:
         loaders: Loaders | None,
         renew: Callable[[], Loaders | None] | None = None,
         watch: Callable[[Iterable[Batch]], Iterable[Batch]] | None = None,
+        opened_for: int = -1,
     ) -> None:
         self.loaders = loaders
         self.num_batches: float = loaders.num_batches() if loaders is not None else 0
         self.has_length = loaders is None or loaders.has_length
         self._renew = renew
         self._watch = watch
+        self._opened_for = opened_for
         self._first = self._skip = 0
         self._epoch = self._next_epoch = -1
         self._yielded = 0
@@ -139,6 +149,9 @@ class TrainingBatches:
         if self._epoch < 0 or self.loaders is None:
             if self._has_begun_after and self.loaders is not None:
                 return {**self._loaded, "position": {**self._loaded["position"], **self.loaders.position()}}
+            if self._opened_for >= 0 and self.loaders is not None:
+                first = {"epoch": self._opened_for, "batches": 0, "is_over": False}
+                return {**first, "position": self.loaders.position()}
             return self._loaded
         position = self.loaders.position()
         return {"epoch": self._epoch, "batches": self._yielded, "is_over": self._is_over, "position": position}
@@ -151,6 +164,7 @@ class TrainingBatches:
             exact: refuse where that cannot be shown; otherwise go on as well as possible, with a warning.
         """
         self._loaded, self._exact, self._has_begun_after = state, exact, False
+        self._opened_for = -1
 
     def start_epoch(self, epoch: int, skip: int) -> None:
         """The next pass is that of ``epoch``, without its first ``skip`` batches.
@@ -179,7 +193,7 @@ class TrainingBatches:
         is_its_epoch = bool(state) and state["epoch"] == epoch
         if is_its_epoch and skip == state["batches"] and state["is_over"]:
             self.end()
-        elif is_its_epoch and skip:
+        elif is_its_epoch and (skip or not state["batches"]):
             self._take_up(state)
         elif skip:
             self._skip = self.loaders.skip(skip)
@@ -231,6 +245,8 @@ class TrainingBatches:
         start = self._first - self._skip
         count = None if length == float("inf") else int(length)
         left = None if count is None else max(count - start, 0)  # below 0 where a resumed run is given fewer
+        if self._opened_for != self._next_epoch:
+            self.loaders.open()
         source: Iterator[Batch] = islice(self.loaders.training_pass(), left)
         if self._watch is not None:
             source = iter(self._watch(source))

@@ -108,38 +108,50 @@ class EvalLoop:
         loaders = self.loaders
         if loaders is None or sum(loaders.limits) == 0 or limit == 0:
             return []
-        several = loaders.is_sequential and len(loaders.limits) > 1
-        logged: list[Metrics] = []
         self.progress.begin_pass()
         self.predictions = [[] for _ in loaders.limits]
-        with self.gradient_context(), self.eval_mode():
-            self.hooks.of(f"on_{self.stage}_start")()
-            self.hooks.of(f"on_{self.stage}_epoch_start")()
-            loaders = self.loaders or loaders  # BatchSizeFinder puts others there
-            loaders.start_epoch(self.fit_progress.epochs_trained)
-            current = 0
-            with suppress(EndOfPass):
-                for batch, batch_idx, dataloader_idx in loaders.batches(limit):
-                    if dataloader_idx != current:
-                        logged.append(self.close_dataloader())
-                        current = dataloader_idx
-                    self.evaluate_batch(batch, batch_idx, dataloader_idx if several else None)
-            self.progress.is_last_batch = True
-            logged.append(self.close_dataloader())
-            self.metrics.dataloader_idx = None
-            self.hooks.of(f"on_{self.stage}_epoch_end")()
-            at_the_end = self.publish()
-            for metrics in logged:
-                metrics.update(at_the_end)
-            if not self.sanity_checking:
-                self.recorder.send(
-                    {k: v for one in reversed(logged) for k, v in one.items()}, self.fit_progress.windows
-                )
-            self.fit_progress.end_validation()
-            self.hooks.of(f"on_{self.stage}_end")()
+        with self.gradient_context():
+            batches = self.begin(loaders, limit)  # before the hooks, as in Lightning: it draws random numbers
+            with self.eval_mode():
+                self.hooks.of(f"on_{self.stage}_start")()
+                self.hooks.of(f"on_{self.stage}_epoch_start")()
+                if self.loaders is not None and self.loaders is not loaders:  # BatchSizeFinder puts others there
+                    loaders = self.loaders
+                    batches = self.begin(loaders, limit)
+                logged = self.evaluate(batches, loaders.is_sequential and len(loaders.limits) > 1)
+                self.hooks.of(f"on_{self.stage}_epoch_end")()
+                at_the_end = self.publish()
+                for metrics in logged:
+                    metrics.update(at_the_end)
+                if not self.sanity_checking:
+                    self.recorder.send(
+                        {k: v for one in reversed(logged) for k, v in one.items()}, self.fit_progress.windows
+                    )
+                self.fit_progress.end_validation()
+                self.hooks.of(f"on_{self.stage}_end")()
         self.metrics.reset()
         if self.sanity_checking:
             self.progress.forget_pass()
+        return logged
+
+    def begin(self, loaders: Loaders, limit: float) -> Iterator[tuple[Any, int, int]]:
+        """Begin a pass over the data."""
+        loaders.start_epoch(self.fit_progress.epochs_trained)
+        return loaders.batches(limit)
+
+    def evaluate(self, batches: Iterator[tuple[Any, int, int]], several: bool) -> list[Metrics]:
+        """Evaluate all batches. Returns, for each dataloader, what was logged; ``several``: whether there are more."""
+        logged: list[Metrics] = []
+        current = 0
+        with suppress(EndOfPass):
+            for batch, batch_idx, dataloader_idx in batches:
+                if dataloader_idx != current:
+                    logged.append(self.close_dataloader())
+                    current = dataloader_idx
+                self.evaluate_batch(batch, batch_idx, dataloader_idx if several else None)
+        self.progress.is_last_batch = True
+        logged.append(self.close_dataloader())
+        self.metrics.dataloader_idx = None
         return logged
 
     def evaluate_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:

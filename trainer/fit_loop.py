@@ -18,7 +18,7 @@ from trainer.engine import Engine
 from trainer.hooks import NO_HOOKS, Hook, Hooks
 from trainer.limits import FitLimits
 from trainer.metrics import MetricStore, PublishedMetrics, Recorder
-from trainer.optimization import Schedules, StepOutcome, needs_closure
+from trainer.optimization import Schedules, StepOutcome, takes_closure
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.progress import FitProgress
@@ -248,7 +248,7 @@ class FitLoop:
             self.backward(loss)
         self.hooks.on_after_backward()
 
-    def end_batch(self, outputs: dict[str, Any], batch: Any, batch_idx: int) -> None:
+    def end_batch(self, outputs: dict[str, Any] | None, batch: Any, batch_idx: int) -> None:
         """Step the schedules, announce the end, log."""
         progress, closes_window = self.progress, self.window.is_last
         progress.batches += 1
@@ -344,10 +344,10 @@ class FitLoop:
     def close_window_early(self) -> None:
         """Use what an open window has (``on_train_batch_start`` returned -1, or the training stops inside of it).
 
-        It is dropped on several processes, whose gradients have not been averaged, and where an optimizer wants a loss.
+        It is dropped on several processes, whose gradients are not averaged yet, and where an optimizer has a closure.
         """
         window, is_alone = self.window, self.engine.world_size == 1
-        if window.is_open and window.backwards and is_alone and not any(map(needs_closure, self.optimizers)):
+        if window.is_open and window.backwards and is_alone and not any(map(takes_closure, self.optimizers)):
             window.close(None, self.optimizers, self.engine)
             self.update_weights()
             self.settle()

@@ -18,6 +18,8 @@ from trainer.progress import FitProgress
 _FLUSH_EVERY = 256
 """Values that wait before they are reduced together: one stack and one sum in the place of 256 additions."""
 
+_STARTS = {"max": float("-inf"), "min": float("inf")}
+
 
 class MetricObject(Protocol):
     """The part of ``torchmetrics.Metric`` that is used here."""
@@ -53,7 +55,7 @@ class LoggedValue:
     """One name that was logged from one hook: its last value and, where asked for, its epoch reduction.
 
     Values are 0-dim tensors on whatever device they came from. Epoch reductions are accumulated in float32, or
-    float64 for float64 values; bfloat16 and float16 values lose nothing further (Lightning #18620).
+    float64 for float64 values, value by value in the order they were logged: to the last bit what Lightning's are.
     """
 
     __slots__ = ("_epoch_value", "_pending", "_reduce", "_total", "_weight", "_weights", "asked", "dataloader_idx",
@@ -71,9 +73,9 @@ class LoggedValue:
         self._reduce = reduce
         self._epoch_value: Tensor | None = None  # until the next update: a reduction over processes is asked for once
         self._pending: list[Tensor] = []
-        self._weights: list[float] = []
+        self._weights: list[Any] = []
         self._total: Tensor | None = None
-        self._weight = 0.0
+        self._weight: Any = 0
 
     def update(self, value: Tensor, weight: int) -> None:
         """Take in one value (0-dim, detached) that stands for ``weight`` samples."""
@@ -104,7 +106,7 @@ class LoggedValue:
             self._epoch_value = self._reduced()
         return self._epoch_value
 
-    def accumulated(self) -> tuple[Tensor | None, float]:
+    def accumulated(self) -> tuple[Tensor | None, Any]:
         """What was added up so far in this process, and for a mean the number of samples that it stands for."""
         self._flush()
         return self._total, self._weight
@@ -117,7 +119,7 @@ class LoggedValue:
         self._pending.clear()
         self._weights.clear()
         self._total = None
-        self._weight = 0.0
+        self._weight = 0
         if self.metric is not None:
             self.metric.reset()
 
@@ -153,9 +155,9 @@ class LoggedValue:
         total, shared = self._total, self.options.sync_dist and not self.options.rank_zero_only
         if self.options.reduce_fx != "mean":
             return self._across(total.clone()) if shared else total
+        weight = torch.full_like(total, self._weight)  # on a GPU, dividing by a number is multiplying by its inverse
         if not shared:
-            return total / self._weight
-        weight = torch.tensor(self._weight, dtype=total.dtype, device=total.device)
+            return total / weight
         group = self.options.sync_dist_group
         return self._reduce(total.clone(), "sum", group) / self._reduce(weight, "sum", group)
 
@@ -168,23 +170,49 @@ class LoggedValue:
         if len({value.device for value in self._pending}) > 1:  # some were numbers, some tensors on a device
             device = next(value.device for value in self._pending if value.device.type != "cpu")
             self._pending = [value.to(device, non_blocking=True) for value in self._pending]
-        values = torch.stack(self._pending)
-        values = values if values.dtype in (torch.float32, torch.float64) else values.float()
-        op = self.options.reduce_fx
-        if op == "mean":
-            weights = torch.tensor(self._weights, dtype=values.dtype).to(values.device, non_blocking=True)
-            chunk = values.mul_(weights).sum()
-            self._weight += sum(self._weights)
-        else:
-            chunk = values.sum() if op == "sum" else values.amax() if op == "max" else values.amin()
+        op, device = self.options.reduce_fx, self._pending[0].device
         if self._total is None:
-            self._total = chunk
-        elif op in ("mean", "sum"):
-            self._total = self._total + chunk
+            self._total = torch.full((), _STARTS.get(op, 0.0), dtype=accumulation_dtype(), device=device)
+        total = self._total.to(device)
+        alike = {value.dtype for value in self._pending} <= {self._pending[0].dtype}
+        if op in ("max", "min"):
+            values = torch.stack(self._pending)
+            chunk = values.amax() if op == "max" else values.amin()
+            self._total = torch.maximum(total, chunk) if op == "max" else torch.minimum(total, chunk)
+        elif device.type in ("cpu", "cuda") and alike and (op == "sum" or {*map(type, self._weights)} == {int}):
+            values = torch.stack(self._pending)
+            if op == "mean":
+                self._weight = self._weight + sum(self._weights)
+                weights: Any = self._weights[0]
+                if {*self._weights} != {weights}:
+                    weights = torch.tensor(self._weights, dtype=values.dtype).to(device, non_blocking=True)
+                values = values.mul_(weights)
+            self._total = _sum_in_order(total, values)
         else:
-            self._total = torch.maximum(self._total, chunk) if op == "max" else torch.minimum(self._total, chunk)
+            for value, weight in zip(self._pending, self._weights, strict=True):
+                total = total + (value * weight if op == "mean" else value)
+                self._weight = torch.as_tensor(self._weight) + weight
+            self._total = total
         self._pending.clear()
         self._weights.clear()
+
+
+def accumulation_dtype() -> torch.dtype:
+    """Of sums over an epoch, and of what is logged as a number: the default dtype, no lower than float32."""
+    dtype = torch.get_default_dtype()
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _sum_in_order(start: Tensor, values: Tensor) -> Tensor:
+    """``start + values[0] + values[1] + ...``, rounded after each of them; in one kernel.
+
+    ``sum`` and ``cumsum`` add up in another order or precision. ``segment_reduce`` has one thread add up a column; on
+    a GPU only where there are several columns.
+    """
+    column = torch.cat([start.reshape(1), values])
+    count = torch.full((1,), len(column), device=column.device)
+    columns = column.unsqueeze(1).expand(-1, 2).contiguous()
+    return torch.segment_reduce(columns, "sum", lengths=count, unsafe=True)[0, 0]
 
 
 def _without_graph(value: Any) -> Any:

@@ -231,6 +231,20 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is to be given a closure that trains: its ``step`` takes one, and is not torch's own.
+
+    What another's does with it, nobody can know: evaluate the loss twice (SAM), pass it on (Lookahead), insist on it.
+    """
+    step = type(optimizer).step
+    parameters = inspect.signature(step).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    is_known = step.__module__.startswith(
+        ("torch.", "lightning.")
+    )  # of an inherited one, too, it is where it was written
+    return needs_closure(optimizer) or (not is_known and ("closure" in parameters or takes_any))
+
+
 def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:
     """The L2 norm of all gradients together, from that of each optimizer's (of its last step); None without any."""
     each = list(norms.values())

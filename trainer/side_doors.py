@@ -4,7 +4,8 @@ Each stands in the place of ``FitLoop.train_batch`` and is chosen once, when a r
 
 ``ManualOptimization``   the module sets ``automatic_optimization = False`` and calls ``manual_backward`` and
                          ``optimizer.step()`` itself, for as many optimizers and as often as it likes.
-``ClosureOptimization``  the module overrides ``optimizer_step``, or an optimizer evaluates the loss itself (LBFGS).
+``ClosureOptimization``  the module overrides ``optimizer_step``, or the optimizer evaluates the loss itself (LBFGS), or
+                         is of another library and may do so (SAM): ``optimization.takes_closure``.
 ``ForwardOnly``          a callback wants batches to be seen, and no weight to change (SWA, for its batch norm).
 
 Another door is about data: ``draw_in_fit`` and ``draw_in_evaluation`` are for steps that draw their own batches
@@ -60,7 +61,7 @@ class ManualOptimization:
             return
         output = _forward(loop, batch, batch_idx, nothing=None)
         _finish_update(loop, self._stepped)
-        loop.end_batch(self.outputs_of(output), batch, batch_idx)
+        loop.end_batch(None if batch is None else self.outputs_of(output), batch, batch_idx)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """``manual_backward``: ``run`` on the scaled loss, outside of the training step's autocast."""
@@ -347,7 +348,7 @@ class _Pass:
         self.batch_idx = batch_idx
         self.mark = mark
         self.share: Tensor | None = None
-        self.outputs: dict[str, Any] = {}
+        self.outputs: dict[str, Any] | None = {}
         self.is_evaluated = False
 
 

@@ -49,12 +49,17 @@ def loss_in(output: Any) -> tuple[Tensor | None, Weight | None]:
     return (None, None) if counts_nothing else (loss, weight)
 
 
-def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any]:
-    """What ``on_train_batch_end`` is given: the (normalised) loss without its graph, and a dict's other items."""
+def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any] | None:
+    """What ``on_train_batch_end`` is given: the (normalised) loss without its graph, and a dict's other items.
+
+    It is None for a batch that is None.
+    """
+    if isinstance(output, Tensor):
+        return {} if loss is None else {"loss": loss.detach()}
+    if output is NOTHING:
+        return None
     if loss is None or output is None:
         return {}
-    if isinstance(output, Tensor):
-        return {"loss": loss.detach()}
     rest = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
     return {**rest, "loss": loss.detach()}
 

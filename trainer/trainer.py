@@ -51,7 +51,7 @@ from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
 from trainer.compat.errors import TunerExit
 from trainer.compat.loaders import DrawnLoaderSet
-from trainer.compat.logging import ModuleScope, attach_log, detach_log, print_results
+from trainer.compat.logging import ModuleScope, attach_log, detach_log, no_log, print_results
 from trainer.compat.metric_objects import MetricObjects
 from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
@@ -65,7 +65,7 @@ from trainer.fit_loop import Clip, FitLoop
 from trainer.hooks import Hook, Hooks
 from trainer.limits import FitLimits
 from trainer.metrics import PublishedMetrics, Recorder, to_scalars
-from trainer.optimization import Schedules, StepOutcome, clip_gradients, needs_closure
+from trainer.optimization import Schedules, StepOutcome, clip_gradients, needs_closure, takes_closure
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
@@ -266,6 +266,7 @@ class Trainer(TrainerBase):
         ordering.check_state_keys(self.callbacks)
         self.progress = FitProgress()
         self.published = PublishedMetrics()
+        self.log_metric = no_log
         self.recorder = Recorder(self.published, self.progress)
         self.recorder.loggers = assembly.build_loggers(logger, self._default_root_dir, fast_dev_run=bool(fast_dev_run))
         shared: dict[str, Any] = {
@@ -327,7 +328,8 @@ class Trainer(TrainerBase):
             datamodule: in the place of dataloaders.
             ckpt_path: resume from this checkpoint: a path or URL, ``"best"``, ``"last"`` or ``"hpc"``.
             weights_only: False to load a checkpoint that holds more than tensors and plain containers, which may
-                run any code: for files of your own.
+                run any code: for files of your own. Objects among the hyper-parameters need it only where the
+                module's ``on_load_checkpoint`` uses them; otherwise they are passed over.
         """
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
         self.should_stop = False
@@ -628,6 +630,8 @@ class Trainer(TrainerBase):
             hooks.on_fit_start()
         if self.enable_autolog_hparams:
             hparams.log_hyper_parameters(self)
+        if fitting and self.checkpoint_callbacks and self.is_global_zero:
+            hparams.announce(self.module, self.datamodule)
         if self.engine.restores_after_setup:
             self._restore_module_and_callbacks(weights_only)
         if self._checkpoint and fitting:
@@ -708,7 +712,11 @@ class Trainer(TrainerBase):
         loop.prepare(
             hooks=hooks,
             batches=TrainingBatches(
-                loaders, self._renewed_loaders, None if profiling is None else profiling.training_epoch
+                loaders,
+                self._renewed_loaders,
+                None if profiling is None else profiling.training_epoch,
+                # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
+                self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
             ),
             transfer=self._transfer(move_training_batch),
             schedules=self._schedules(hooks),
@@ -719,7 +727,7 @@ class Trainer(TrainerBase):
         side_door: ManualOptimization | ClosureOptimization | None = None
         if not module.automatic_optimization:
             side_door = ManualOptimization(loop)
-        elif hooks.override_of("optimizer_step") or any(needs_closure(o) for o in self.engine.optimizers):
+        elif hooks.override_of("optimizer_step") or self._optimizer_takes_closure:
             optimizer_step = with_closure(hooks.of_module("optimizer_step"))
             side_door = ClosureOptimization(loop, optimizer_step, lambda: self.engine.wrapped_optimizers)
         self.engine.adapter.side_door = side_door
@@ -964,6 +972,22 @@ class Trainer(TrainerBase):
         return self.ckpt_path is not None and (self.progress.batches_this_epoch > 0 or self.max_steps != -1)
 
     @property
+    def _optimizer_takes_closure(self) -> bool:
+        """Whether the loss is evaluated by the optimizer, where it is one that does so or may.
+
+        Not where it only may and cannot have a closure: beside other optimizers, or where the scaler or the halving of
+        batches has to come between backward pass and step.
+        """
+        optimizers = self.engine.optimizers
+        may = len(optimizers) == 1 and not self.scaler.skips_steps and not self._first_callback(HalveOnOutOfMemory)
+        return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
+
+    @property
+    def takes_up_data(self) -> bool:
+        """Whether a checkpoint is going to say where the training data stands."""
+        return self._process_state is not None
+
+    @property
     def _function(self) -> str:
         """Which of ``fit``, ``validate``, ``test`` and ``predict`` runs."""
         assert self.state.fn is not None
@@ -987,6 +1011,7 @@ class Trainer(TrainerBase):
         outer = scope.enter("on_save_checkpoint")
         checkpoint = checkpoints.dump(self, as_lightning, weights_only=weights_only)
         scope.enter(outer)
+        hparams.settle(checkpoint, self.module, self.datamodule)  # after the hooks, which may have changed them
         return checkpoint
 
     def _refuse_past_the_end(self) -> None:

@@ -670,14 +670,14 @@ def malicious_pickle(bench: Bench, who: str) -> Outcome:
     setup = of(who, replace(SMALL, workers=0))
     source = killed_half_way(bench, who, setup)
     good = next(file for file in tools.checkpoints(source) if file.name == "last.ckpt")
-    ran, went_on = [], []
-    for name, spoil in strangers.CHECKPOINTS.items():
+    ran, other_end = [], []
+    for name, spoil in (strangers.CHECKPOINTS | strangers.PASSED_OVER).items():
         folder = bench.new_folder("stranger")
         bad, owned = folder / "bad.ckpt", folder / "owned"
         spoil(good, bad, owned)
         run = bench.train(who, folder, setup=setup, start=str(bad), saves="none")
-        if run.wait(END) == 0:
-            went_on.append(name)
+        if (run.wait(END) == 0) != (name in strangers.PASSED_OVER):
+            other_end.append(name)
         if owned.exists():
             ran.append(name)
     folder = strangers.copy_of(source, bench.new_folder("stranger in the run"))
@@ -689,11 +689,11 @@ def malicious_pickle(bench: Bench, who: str) -> Outcome:
     bench.train(who, folder, setup=setup).wait(END)
     if (folder / "owned").exists():
         ran.append("every checkpoint of the run")
-    number = len(strangers.CHECKPOINTS) + 1
+    number = len(strangers.CHECKPOINTS) + len(strangers.PASSED_OVER) + 1
     if ran:
         return Outcome("code ran", f"in {len(ran)} of {number} places: {', '.join(ran)}")
-    if went_on:
-        return Outcome("nothing ran", f"but it was read: {', '.join(went_on)}", good=False)
+    if other_end:
+        return Outcome("nothing ran", f"but read, or refused, against the rule: {', '.join(other_end)}", good=False)
     return Outcome("nothing ran", f"in {number} places, from bare pickles to random states", good=True)
 
 

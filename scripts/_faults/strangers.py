@@ -35,7 +35,14 @@ def poisoned_archive(good: Path, bad: Path, owned: Path, entry: str = "data.pkl"
             target.writestr(item, pickle.dumps(Payload(owned)) if item.filename.endswith(entry) else contents)
 
 
-def _with_key(*path: str) -> Callable[[Path, Path, Path], None]:
+class Object(Payload):
+    """The same by names that may stand among hyper-parameters, where objects are passed over."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (f"open({str(self.owned)!r}, 'w')",)
+
+
+def _with_key(*path: str, kind: type[Payload] = Payload) -> Callable[[Path, Path, Path], None]:
     """A good checkpoint, written anew by ``torch.save`` with the payload at one of its keys."""
 
     def write(good: Path, bad: Path, owned: Path) -> None:
@@ -45,7 +52,7 @@ def _with_key(*path: str) -> Callable[[Path, Path, Path], None]:
         place = checkpoint
         for key in path[:-1]:
             place = place.setdefault(key, {})
-        place[path[-1]] = Payload(owned)
+        place[path[-1]] = kind(owned)
         torch.save(checkpoint, bad)
 
     return write
@@ -84,6 +91,9 @@ CHECKPOINTS: dict[str, Callable[[Path, Path, Path], None]] = {
     "the scaler's state": _with_key("MixedPrecision"),
 }
 """Each writes a bad checkpoint beside a good one: (good, bad, owned)."""
+
+PASSED_OVER = {"an object among the hyper-parameters": _with_key("hyper_parameters", "payload", kind=Object)}
+"""As well, but they are read, without what is bad."""
 
 
 TARGETS: dict[str, dict[str, str]] = {

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import Trainer
-from trainer.callbacks import run_summary
+from trainer.callbacks import InferenceSpeed, OverflowReport, run_summary
 from trainer.callbacks.curves import Curves
 from trainer.callbacks.run_summary import RunSummary
 from trainer.precision import MixedPrecision
@@ -421,6 +421,16 @@ def test_a_folder_that_a_mock_names_is_none(tmp_path, summary, spec, monkeypatch
     assert os.listdir(tmp_path / "cwd") == []
     assert {"curves.json", "environment.json", "summary.json"} <= set(os.listdir(tmp_path / "root"))
     assert "loggers" not in summary.summary["paths"]
+
+
+def test_where_there_is_no_folder_of_this_machine_nothing_is_written(tmp_path, summary, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    callbacks = [summary, Curves(), OverflowReport(at_step=0), InferenceSpeed()]
+    trainer = make_trainer("memory://runs", logger=CSVLogger("memory://logs"), callbacks=callbacks, log_every_n_steps=1)
+    trainer.fit(Regression(), loader_of(make_batches(2)))
+    assert os.listdir(tmp_path) == []
+    assert summary.summary["status"] == "finished"
+    assert summary.summary["paths"] == {}
 
 
 @BOTH_TRAINERS

@@ -6,7 +6,8 @@ import errno
 import os
 import pickle
 import threading
-from concurrent.futures import wait
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -289,6 +290,35 @@ def test_nothing_outside_of_the_runs_folders_is_removed(tmp_path: Path, io: Chec
     io.remove_checkpoint(tmp_path / "c" / "not there")
     assert names(tmp_path / "precious") == ["file"]
     assert names(tmp_path / "c") == ["1.ckpt", "folder"]
+
+
+def test_what_another_thread_is_replacing_is_removed_when_that_is_written(tmp_path: Path, io: CheckpointFiles) -> None:
+    """As under AsyncCheckpointIO, whose thread saves, and which removes the older one without waiting for it."""
+    first, second = tmp_path / "c" / "1.ckpt", tmp_path / "c" / "2.ckpt"
+    with ThreadPoolExecutor(1) as saver:
+        saver.submit(io.save_checkpoint, FULL, first).result()
+        io.remove_checkpoint(first)
+        assert names(tmp_path / "c") == ["1.ckpt"]
+        saver.submit(io.save_checkpoint, FULL, first).result()  # which is wanted again
+        saver.submit(io.save_checkpoint, FULL, second).result()
+        assert names(tmp_path / "c") == ["1.ckpt", "2.ckpt"]
+        io.remove_checkpoint(first)
+        io.remove_checkpoint(second)
+        assert names(tmp_path / "c") == ["2.ckpt"]
+        saver.submit(io.save_checkpoint, FULL, first).result()
+    assert names(tmp_path / "c") == ["1.ckpt"]
+
+
+def test_lightnings_asynchronous_io_leaves_the_same_files(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "c")
+
+    class Waits(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            while trainer.current_epoch and "epoch=0-step=4.ckpt" not in names(tmp_path / "c"):
+                time.sleep(0.01)
+
+    fit(tmp_path, saver, Waits(), plugins=[AsyncCheckpointIO()])
+    assert names(tmp_path / "c") == ["epoch=1-step=8.ckpt"]
 
 
 def test_a_strangers_checkpoint_removes_nothing(tmp_path: Path) -> None:

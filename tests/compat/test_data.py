@@ -31,14 +31,15 @@ def set_of(iterables: Any, mode: Any = "sequential", *limits: float) -> LoaderSe
 def test_one_plain_loader_is_iterated_as_it_is() -> None:
     loader = data(6)
     loaders = set_of(loader)
-    assert loaders.only() is loader
     assert loaders.num_batches() == 3
     assert [(batch_idx, dataloader_idx) for _, batch_idx, dataloader_idx in loaders.batches()] == [
         (0, 0),
         (1, 0),
         (2, 0),
     ]
-    assert set_of([loader]).only() is None
+    assert loaders.combined._iterator is None
+    assert len(list((listed := set_of([loader])).batches())) == 3
+    assert listed.combined._iterator is not None
 
 
 def test_limits_end_the_pass() -> None:

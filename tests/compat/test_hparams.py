@@ -1,10 +1,14 @@
-"""Hyper-parameters reach checkpoints as plain containers, and come back through Lightning."""
+"""Hyper-parameters reach checkpoints as they were given, and come back through Lightning."""
 
 from __future__ import annotations
 
+import copy
 import enum
-import warnings
+import logging
+import pickle
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from functools import partial
@@ -14,12 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
-from omegaconf import OmegaConf
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from omegaconf import Container, DictConfig, OmegaConf
 
-from tests.parity import Classifier, data
+from tests.checkpoint.test_inert import KINDS, a_noted_list
+from tests.parity import Classifier, data, lightning, lightnings_noise_ignored
 from tests.support import make_trainer
-from trainer import redaction
+from trainer import CheckpointFiles, redaction
 from trainer.compat.hparams import plain
 
 
@@ -84,11 +92,16 @@ def test_what_the_user_has_declared_safe_is_kept():
         assert plain({"own": own}, "", []) == {"own": own}
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
+    pytest.mark.filterwarnings("ignore:Attribute '.*' is an instance of `nn.Module`"),  # that is the point
+]
 
 
 class Many(Classifier):
-    def __init__(self, lr: Any, root: Any, colour: Any, make: Any = None, sizes: Any = None) -> None:
+    """Takes whatever it is given."""
+
+    def __init__(self, lr: Any = 0.5, things: Any = None, loss: Any = None, make: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
 
@@ -102,27 +115,263 @@ class Batches(LightningDataModule):
         return data(2)
 
 
-def test_lightning_loads_what_we_save(tmp_path):
-    module = Many(np.float64(0.5), tmp_path / "data", Colour.RED, make=print, sizes=OmegaConf.create({"a": {"b": 1}}))
-    datamodule = Batches(Path("x/y"))
+def saved(folder: Path, module: LightningModule, make: Any = make_trainer, **options: Any) -> Path:
+    """The checkpoint of a short run."""
+    trainer = make(folder, **options)
+    with lightnings_noise_ignored() if make is lightnings else nullcontext():
+        trainer.fit(module, data(2))
+    trainer.save_checkpoint(folder / "a.ckpt")
+    return folder / "a.ckpt"
+
+
+def lightnings(folder: Path, **options: Any) -> Any:
+    return lightning(**{"default_root_dir": folder, "max_epochs": 1, **options})
+
+
+def fingerprint(value: Any) -> Any:
+    """Type and contents, to be compared."""
+    if isinstance(value, torch.nn.Module):
+        return type(value), repr(value), {name: weight.tolist() for name, weight in value.state_dict().items()}
+    if isinstance(value, np.ndarray):
+        return type(value), value.dtype, value.tolist()
+    if isinstance(value, Container):
+        return type(value), OmegaConf.to_yaml(value, resolve=False)
+    if isinstance(value, partial):
+        return type(value), value.func, value.args, value.keywords
+    if type(value) is dict:
+        return {name: fingerprint(child) for name, child in value.items()}
+    if type(value).__eq__ is object.__eq__ and not isinstance(value, type):
+        return type(value), repr(getattr(value, "__dict__", None))
+    return type(value), value
+
+
+def test_they_come_back_as_lightnings_do(tmp_path):
+    kinds = {name: value for name, value in KINDS.items() if name not in ("distribution", "exception", "method")}
+    made = []
+    for make in (lightnings, make_trainer):
+        (tmp_path / make.__name__).mkdir()
+        file = saved(tmp_path / make.__name__, Many(things=copy.deepcopy(kinds), loss=KINDS["loss"], make=print), make)
+        module = Many.load_from_checkpoint(file, weights_only=False)
+        made.append(fingerprint(dict(module.hparams)))
+    assert made[0] == made[1]
+    assert made[1]["things"].keys() == kinds.keys()
+    assert module.hparams["loss"].delta == 3.0
+    assert module.hparams["make"] is print
+    assert module.hparams["things"]["class"] is KINDS["class"]
+
+
+@pytest.mark.parametrize("make", [lightnings, make_trainer])
+def test_a_file_with_objects_is_resumed_tested_and_evaluated_without_running_any(tmp_path, make, caplog):
+    file = saved(tmp_path, Many(things=Telltale(3), loss=torch.nn.HuberLoss()), make)
+    Telltale.made.clear()
+    module = Many()
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(module, data(2), ckpt_path=file)
+    assert trainer.current_epoch == 2
+    for function in ("validate", "test", "predict"):
+        module = Many()
+        getattr(make_trainer(tmp_path), function)(module, data(2), ckpt_path=file)
+        expected = torch.load(file, weights_only=False)["state_dict"]
+        assert Telltale.made.pop() == "made"
+        assert all(torch.equal(weight, expected[name]) for name, weight in module.state_dict().items())
+    assert Telltale.made == []
+
+
+class Telltale:
+    """Tells when one is made out of a pickle."""
+
+    made: list[str] = []
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __setstate__(self, state: Any) -> None:
+        Telltale.made.append("made")
+
+
+def test_resume_auto_finds_a_file_with_objects(tmp_path):
+    for epochs in (1, 2):
+        saver = ModelCheckpoint(tmp_path / "c", save_last=True)
+        trainer = make_trainer(
+            tmp_path,
+            max_epochs=epochs,
+            resume="auto",
+            callbacks=[saver],
+            enable_checkpointing=True,
+            logger=CSVLogger(tmp_path),
+        )
+        trainer.fit(Many(loss=torch.nn.HuberLoss()), data(2))
+    assert trainer.global_step == 2
+    assert str(trainer.ckpt_path).startswith(str(tmp_path / "c"))
+
+
+def test_a_file_elsewhere_and_one_written_in_the_background(tmp_path):
+    module = Many(loss=torch.nn.HuberLoss(delta=3.0))
+    module.hparams["things"] = Uncopied()
+    options = {"plugins": [CheckpointFiles(asynchronous=True)]}
+    file = saved(tmp_path, module, **options)
+    make_trainer(tmp_path, **options).validate(Many(), data(2), ckpt_path=file)
+    loaded = torch.load(file, weights_only=False)["hyper_parameters"]
+    assert (loaded["loss"].delta, type(loaded["things"])) == (3.0, Uncopied)
     trainer = make_trainer(tmp_path)
-    trainer.fit(module, datamodule=datamodule)
-    with pytest.warns(UserWarning, match=r"do not hold these hyper-parameters of Many.*make \(builtin_function"):
+    trainer.fit(module, data(2))
+    trainer.save_checkpoint("memory://hparams/a.ckpt")
+    make_trainer(tmp_path, plugins=[TorchCheckpointIO()]).validate(Many(), data(2), ckpt_path="memory://hparams/a.ckpt")
+
+
+class Uncopied:
+    """Can be pickled, but not copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("Only one of these.")
+
+
+def test_numbers_of_numpy_are_plain_and_so_is_the_file(tmp_path):
+    file = saved(tmp_path, Many(np.float64(0.25), {"n": [np.int64(3)], "t": torch.ones(2)}))
+    loaded = Many.load_from_checkpoint(file, weights_only=True)
+    assert type(loaded.hparams["lr"]) is float
+    assert loaded.hparams["lr"] == 0.25
+    assert loaded.hparams["things"]["n"] == [3]
+
+
+def lines_of(caplog: Any) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "yper-parameter" in record.getMessage()]
+
+
+def test_what_a_file_holds_is_said_once_at_the_start(tmp_path, caplog):
+    given = {"things": {"path": [Path("a")]}, "loss": torch.nn.HuberLoss(), "make": Many}
+    trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[Says(caplog)])
+    with caplog.at_level(logging.INFO):
+        trainer.fit(Many(**given), data(2))
         trainer.save_checkpoint(tmp_path / "a.ckpt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    (line,) = lines_of(caplog)
+    assert line == (
+        "Hyper-parameters of Many are objects: things['path'][0] (pathlib.PosixPath), loss"
+        f" (torch.nn.modules.loss.HuberLoss), make ({__name__}.Many). Checkpoints hold them, and only"
+        " Many.load_from_checkpoint(..., weights_only=False), which runs what a file asks for, brings them back; to"
+        " resume, it is not needed. For files that load without it, leave them out:"
+        " self.save_hyperparameters(ignore=[...])."
+    )
+    assert Says.heard == [line]
+
+
+class Says(Callback):
+    heard: list[str] = []
+
+    def __init__(self, caplog: Any) -> None:
+        self.caplog = caplog
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        Says.heard[:] = lines_of(self.caplog)
+
+
+@pytest.mark.parametrize(
+    ("given", "checkpoints"), [({"things": {"a": [1, "b", torch.ones(1)]}}, True), ({"loss": torch.nn.ReLU()}, False)]
+)
+def test_nothing_is_said_where_there_is_nothing_to_say(tmp_path, caplog, given, checkpoints):
+    trainer = make_trainer(tmp_path, enable_checkpointing=checkpoints)
+    with caplog.at_level(logging.INFO):
+        trainer.fit(Many(**given), data(2))
+    assert lines_of(caplog) == []
+
+
+class Broken:
+    """Its state is made only when it is asked for, and cannot be pickled."""
+
+    def __getstate__(self) -> Any:
+        raise ValueError("not now")
+
+
+@pytest.mark.filterwarnings("ignore:Attribute 'make' removed from hparams because it cannot be pickled")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_what_cannot_be_pickled_is_named_and_no_save_fails(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, enable_checkpointing=True)
+    module = Many(things={"path": Path("a"), "broken": [Sizes(2)]}, loss=torch.nn.ReLU(), make=lambda: 1)
+    with caplog.at_level(logging.INFO):
+        trainer.fit(module, data(2))
+        assert "make" not in module.hparams  # as by Lightning
+        module.hparams["things"]["broken"][0].more = Broken()
+        with pytest.warns(UserWarning, match=r"do not hold.*of Many.*things.broken\[0\].more \(tests.compat.test_hp"):
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
         trainer.save_checkpoint(tmp_path / "a.ckpt")  # said once
-    loaded = Many.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    assert dict(loaded.hparams) == {
-        "learning_rate": 0.1,
-        "momentum": 0.0,
-        "lr": 0.5,
-        "root": str(tmp_path / "data"),
-        "colour": "red",
-        "make": None,
-        "sizes": {"a": {"b": 1}},
-    }
-    assert Batches.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).hparams["root"] == "x/y"
+    assert lines_of(caplog)[1:] == [
+        "The hyper-parameter things of Many is saved in its plain form: it cannot be pickled (ValueError: not now)."
+    ]
+    loaded = Many.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    assert loaded.hparams["things"] == {"path": "a", "broken": [{"width": 2}]}
+    assert isinstance(loaded.hparams["loss"], torch.nn.ReLU)
+    make_trainer(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_what_our_reader_cannot_pass_over_is_saved_in_its_plain_form(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        file = saved(tmp_path, Many(things=a_noted_list(), loss=torch.nn.ReLU()))
+    assert lines_of(caplog)[1:] == [
+        "The hyper-parameter things of Many is saved in its plain form: it could not be read again without running"
+        " code."
+    ]
+    loaded = Many.load_from_checkpoint(file, weights_only=False)
+    assert (loaded.hparams["things"], type(loaded.hparams["loss"])) == ([1], torch.nn.ReLU)
+
+
+def test_hooks_see_them_as_under_lightning_and_may_change_them(tmp_path):
+    class Changes(Many):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert isinstance(checkpoint["hyper_parameters"]["loss"], torch.nn.ReLU)
+            checkpoint["hyper_parameters"].update(things=Sizes(4), make=lambda: 1)
+
+    with pytest.warns(
+        UserWarning, match=r"Checkpoints do not hold these hyper-parameters of Changes.*make \(function\)"
+    ):
+        file = saved(tmp_path, Changes(loss=torch.nn.ReLU()))
+    loaded = torch.load(file, weights_only=False)["hyper_parameters"]
+    assert loaded["things"] == Sizes(4)
+    make_trainer(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=file)
+
+
+def test_hooks_may_put_anything_in_their_place(tmp_path):
+    class Replaces(Many):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["hyper_parameters"] = Namespace(lr=2, make=lambda: 1)
+
+    with pytest.warns(UserWarning, match=r"of Replaces.*hyper_parameters.make \(function\)"):
+        file = saved(tmp_path, Replaces())
+    assert torch.load(file, weights_only=True)["hyper_parameters"] == {"lr": 2}
+
+
+def test_the_error_without_weights_only_says_what_to_pass(tmp_path):
+    """Ours is Lightning's, for files of either. A resume, which is one under Lightning, is none here."""
+    said = []
+    for make in (lightnings, make_trainer):
+        file = saved(tmp_path, Many(loss=torch.nn.HuberLoss()), make)
+        with pytest.raises(pickle.UnpicklingError, match="`weights_only` set to `False`"), lightnings_noise_ignored():
+            lightnings(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=file)
+        with pytest.raises(pickle.UnpicklingError, match="`weights_only` set to `False`") as error:
+            Many.load_from_checkpoint(file)
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+def test_those_of_a_datamodule_too(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Many(), datamodule=Batches(Path("x/y")))
+    trainer.datamodule.hparams["make"] = lambda: 1
+    with pytest.warns(UserWarning, match=r"of Batches.*make \(function\)"):  # with Lightning's Trainer the save fails
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert Batches.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=False).hparams["root"] == Path("x/y")
+    make_trainer(tmp_path, max_epochs=2).fit(Many(), datamodule=Batches("z"), ckpt_path=tmp_path / "a.ckpt")
+
+
+class Logs(CSVLogger):
+    def log_hyperparams(self, params: Any = None) -> None:
+        self.logged = params
+
+
+def test_loggers_get_plain_ones(tmp_path):
+    logger = Logs(tmp_path)
+    config = OmegaConf.create({"a": "${b}", "b": 2})
+    make_trainer(tmp_path, logger=logger).fit(Many(things=config), data(2))
+    assert logger.logged["things"] == {"a": 2, "b": 2}
 
 
 class ByConfig(Classifier):
@@ -134,17 +383,131 @@ class ByConfig(Classifier):
         self.width = config.width
 
 
-def test_a_config_of_omegaconf_comes_back_with_access_by_attribute(tmp_path, monkeypatch):
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The value of an environment variable, which a config uses."""
     monkeypatch.setenv("A_TOKEN", "very-secret")
+    redaction.register()
+    yield str(OmegaConf.create({"token": "${oc.env:A_TOKEN}"}).token)
+    redaction.forget()
+
+
+def test_a_config_of_omegaconf_comes_back_unresolved(tmp_path, token):
     config = OmegaConf.create({"width": "${more.size}", "more": {"size": 8}, "token": "${oc.env:A_TOKEN}"})
     config.url = "${token}"
-    trainer = make_trainer(tmp_path)
-    trainer.fit(ByConfig(config), data(2))
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    token = "${oc.env:A_TOKEN}"
-    assert saved["hyper_parameters"] == {"width": 8, "more": {"size": 8}, "token": token, "url": token}
-    assert b"very-secret" not in (tmp_path / "a.ckpt").read_bytes()
-    assert config.url == "very-secret"  # the run itself has it
-    assert ByConfig.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).width == 8
-    redaction.forget()
+    file = saved(tmp_path, ByConfig(config))
+    assert token.encode() not in file.read_bytes()
+    assert config.url == token  # the run itself has it
+    loaded = ByConfig.load_from_checkpoint(file, weights_only=False)
+    assert loaded.width == 8
+    assert type(loaded.hparams) is DictConfig
+    in_file = torch.load(file, weights_only=False)["hyper_parameters"]
+    assert OmegaConf.to_container(in_file) == OmegaConf.to_container(config, resolve=False)
+    make_trainer(tmp_path, max_epochs=2).fit(ByConfig(config), data(2), ckpt_path=file)
+
+
+def test_a_config_that_holds_a_secret_is_saved_as_plain_containers(tmp_path, token, caplog):
+    config = OmegaConf.create({"width": "${more.size}", "more": {"size": 8}, "token": token})
+    with caplog.at_level(logging.INFO):
+        file = saved(tmp_path, ByConfig(config))
+    assert lines_of(caplog) == [
+        "The hyper-parameter hparams of ByConfig is saved in its plain form: it holds a value of the environment, or a"
+        " password."
+    ]
+    saved_as = torch.load(file, weights_only=True)["hyper_parameters"]
+    assert saved_as == {"width": 8, "more": {"size": 8}, "token": "${oc.env:A_TOKEN}"}
+    assert ByConfig.load_from_checkpoint(file, weights_only=True).width == 8
+
+
+def test_an_object_that_holds_a_secret_is_saved_in_its_plain_form_or_not(tmp_path, token):
+    things = {
+        "space": Namespace(deep=[{"token": f"Bearer {token}"}]),
+        "config": OmegaConf.create({"token": "${oc.env:A_TOKEN}"}),
+        "call": partial(print, token),
+        "address": Uncopied(),
+        "loss": torch.nn.ReLU(),
+        "text": token,
+    }
+    things["address"].url = "https://me:hunter2@host/"
+    module = Many(things={"loss": torch.nn.ReLU(), "texts": [token]}, loss=things["space"], make=things["config"])
+    module.hparams.update({"call": things["call"], "address": things["address"]})
+    with pytest.warns(UserWarning, match=r"call \(functools.partial\), address \(tests"):
+        file = saved(tmp_path, module)
+    written = file.read_bytes()
+    assert token.encode() not in written
+    assert b"hunter2" not in written
+    loaded = torch.load(file, weights_only=False)["hyper_parameters"]
+    assert loaded["loss"] == {"deep": [{"token": "Bearer ${oc.env:A_TOKEN}"}]}
+    assert type(loaded["make"]) is DictConfig
+    assert type(loaded["things"]["loss"]) is torch.nn.ReLU
+    assert loaded["things"]["texts"] == ["${oc.env:A_TOKEN}"]
+    assert "call" not in loaded
+
+
+class Forecaster(Classifier):
+    """As libraries for forecasts have them: parts are arguments with a default, and also saved beside."""
+
+    def __init__(self, hidden: int = 4, loss: Any = None, metrics: Any = None, **more: Any) -> None:
+        super().__init__()
+        loss = torch.nn.L1Loss() if loss is None else loss
+        self.save_hyperparameters(ignore=["metrics"])
+        self.criterion, self.parts = loss, torch.nn.ModuleList(metrics or [])
+
+    @classmethod
+    def from_dataset(cls, dataset: Any, **options: Any) -> Forecaster:
+        return cls(**{"hidden": dataset["size"], "scaler": dataset["scaler"]} | options)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hparams_name"] = "kwargs"
+        checkpoint["hyper_parameters"].update(metrics=self.parts)
+
+
+def test_a_module_made_from_a_dataset(tmp_path):
+    loss, parts = torch.nn.HuberLoss(delta=3.0), torch.nn.ModuleList([torch.nn.MSELoss()])
+    module = Forecaster.from_dataset({"size": 8, "scaler": Sizes(5)}, loss=loss, metrics=parts)
+    file = saved(tmp_path, module)
+    loaded = Forecaster.load_from_checkpoint(file, weights_only=False)
+    assert loaded.criterion.delta == 3.0
+    assert loaded.hparams["hidden"] == 8
+    assert loaded.hparams["scaler"] == Sizes(5)
+    assert isinstance(loaded.parts[0], torch.nn.MSELoss)
+    assert torch.equal(loaded.net[0].weight, module.net[0].weight)
+    make_trainer(tmp_path, max_epochs=2).fit(Forecaster(), data(2), ckpt_path=file)
+
+
+class Part(torch.nn.Module):
+    """As libraries for molecules have them: a part knows how it was made."""
+
+    def __init__(self, width: int = 2, criterion: Any = None) -> None:
+        super().__init__()
+        self.criterion = criterion or torch.nn.L1Loss()
+        self.hparams = {"cls": type(self), "width": width, "criterion": self.criterion}
+
+
+class Composed(Classifier):
+    def __init__(self, part: Part, weights: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["part"])
+        self.hparams["cls"] = type(self)
+        self.hparams.update(part=part.hparams)
+        self.part = part
+
+    @classmethod
+    def from_file(cls, file: Path) -> Composed:
+        saved_as = torch.load(file, map_location="cpu", weights_only=False)
+        hparams = saved_as["hyper_parameters"]
+        made = hparams.pop("part")
+        module = hparams.pop("cls")(part=made.pop("cls")(**made), weights=hparams["weights"])
+        module.load_state_dict(saved_as["state_dict"])
+        return module
+
+
+def test_a_module_of_parts_that_say_how_they_are_made(tmp_path):
+    module = Composed(Part(3, torch.nn.HuberLoss(delta=2.0)), torch.tensor([1.0, 2.0]))
+    file = saved(tmp_path, module)
+    loaded = Composed.from_file(file)
+    assert type(loaded) is Composed
+    assert loaded.part.criterion.delta == 2.0
+    assert loaded.part.hparams["width"] == 3
+    assert loaded.hparams["weights"].tolist() == [1.0, 2.0]
+    assert torch.equal(loaded.net[0].weight, module.net[0].weight)

@@ -216,16 +216,16 @@ class Curves(Callback):
     def _save(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self.path = None
         figure = self.draw(f"{type(pl_module).__name__}, {trainer.precision}")
-        if figure is not None:
-            folder = self._write(trainer)
+        if figure is not None and (folder := self._write(trainer)) is not None:
             figure.savefig(folder / "curves.png")
             self.path = folder / "curves.png"
 
     def _take_up_pace(self, trainer: "pl.Trainer") -> None:
         """Goes on with an earlier run's in the same folder; not a checkpoint's, in which it would differ each time."""
-        if trainer.global_step and not self.pace.seconds and trainer.is_global_zero:
+        folder = self._folder(trainer)
+        if trainer.global_step and not self.pace.seconds and trainer.is_global_zero and folder is not None:
             with suppress(OSError, ValueError, LookupError, TypeError):  # none, or half a file, or an older one
-                written = json.loads((self._folder(trainer) / "curves.json").read_text(encoding="utf-8"))
+                written = json.loads((folder / "curves.json").read_text(encoding="utf-8"))
                 self.pace.load_state_dict(written["pace"])
 
     def _write_now_and_then(self, trainer: "pl.Trainer") -> None:
@@ -234,9 +234,11 @@ class Curves(Callback):
                 self._write(trainer)
             self._written = time.monotonic()
 
-    def _write(self, trainer: "pl.Trainer") -> Path:
-        """Writes the points so that a reader sees all of them, or those of before. Returns the folder."""
+    def _write(self, trainer: "pl.Trainer") -> Path | None:
+        """Writes the points so that a reader sees all of them, or those of before. Returns the folder, if any."""
         folder = self._folder(trainer)
+        if folder is None:
+            return None
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".curves.json.{os.getpid()}"
         points = self.state_dict() | {"pace": self.pace.state_dict()}
@@ -244,8 +246,8 @@ class Curves(Callback):
         temporary.replace(folder / "curves.json")
         return folder
 
-    def _folder(self, trainer: "pl.Trainer") -> Path:
-        return Path(self._dirpath or logging_folder(trainer)).absolute()
+    def _folder(self, trainer: "pl.Trainer") -> Path | None:
+        return Path(self._dirpath).absolute() if self._dirpath else logging_folder(trainer)
 
     def _record(self, trainer: "pl.Trainer", stage: str) -> None:
         for name, value in trainer.callback_metrics.items():
@@ -325,13 +327,14 @@ class Curves(Callback):
         label_ends(axes, labels)
 
 
-def logging_folder(trainer: "pl.Trainer") -> str:
+def logging_folder(trainer: "pl.Trainer") -> Path | None:
     """Where a run's files go: to those of its first logger, or ``trainer.default_root_dir``. Asks no other process.
 
     A logger counts that names a folder of this machine, in a str or a Path: not an address, and not what a mock says.
+    None where ``default_root_dir`` is an address, too.
     """
-    root = str(trainer.default_root_dir)
-    return next(iter(folders_of_loggers(trainer)), os.getcwd() if "://" in root else root)
+    folder = next(iter(folders_of_loggers(trainer)), str(trainer.default_root_dir))
+    return None if "://" in folder else Path(folder).absolute()
 
 
 def folders_of_loggers(trainer: "pl.Trainer") -> list[str]:

@@ -75,6 +75,6 @@ class GradientClipping(Callback):
         """Log the norm of a step that was taken."""
         if self.log_norm and outcome.grad_norm is not None and not outcome.skipped:
             # the gradients, and so their norm, are the same on all ranks: nothing to synchronise
-            pl_module.log(
+            trainer.log_metric(
                 "grad_norm", outcome.grad_norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True
             )

@@ -118,7 +118,9 @@ class InferenceSpeed(Callback):
             "inference_mode": torch.is_inference_mode_enabled(),
         }
         rank_zero_info(in_words(self.result))
-        folder = Path(self._dirpath or logging_folder(trainer))
+        folder = Path(self._dirpath) if self._dirpath else logging_folder(trainer)
+        if folder is None:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "inference_speed.json").write_text(json.dumps(self.result, indent=2) + "\n", encoding="utf-8")
 

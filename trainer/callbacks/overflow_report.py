@@ -177,7 +177,7 @@ class OverflowReport(Callback):
         console = self._console or get_console()
         if not console.is_terminal:  # where a width of 80 is assumed
             console = Console(file=console.file, width=160)
-        path = None if trainer.fast_dev_run else folder / f"overflow_report_step_{step}.md"
+        path = None if trainer.fast_dev_run or folder is None else folder / f"overflow_report_step_{step}.md"
         if path is not None:
             _write(path, report.markdown())
         if not self._has_reported:  # once on a row of skips is enough; the file is there of both
@@ -201,6 +201,7 @@ class OverflowReport(Callback):
             lines += [f"Try: {advice}" for advice in report.advice]
         if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
             folder = getattr(trainer.checkpoint_callback, "dirpath", None) or self._folder(trainer)
+            folder = folder or trainer.default_root_dir
             path = os.path.join(folder, "before_collapse.ckpt")  # no Path: it may be a URL
             trainer.save_checkpoint(path)
             lines.append(
@@ -217,8 +218,8 @@ class OverflowReport(Callback):
         lines.append("OverflowReport(collapse_after=None, at_floor=None) lets such a run go on.")
         raise LossScaleCollapse("\n".join(lines))
 
-    def _folder(self, trainer: Any) -> Path:
-        return Path(self.dirpath or logging_folder(trainer))
+    def _folder(self, trainer: Any) -> Path | None:
+        return Path(self.dirpath) if self.dirpath else logging_folder(trainer)
 
 
 class _BeforeSkips:

@@ -154,9 +154,14 @@ class RunSummary(Callback):
             except Exception:  # what the user has to see is the exception that ended the fit
                 log.warning("The run's summary could not be written.", exc_info=True)
 
+    def _folder(self, trainer: "pl.Trainer") -> Path | None:
+        return Path(self._dirpath).absolute() if self._dirpath else logging_folder(trainer)
+
     def _tell_environment(self, trainer: "pl.Trainer") -> None:
-        folder = Path(self._dirpath or logging_folder(trainer)).absolute()
-        if (folder / ENVIRONMENT).exists():  # the command line has written it before it built anything
+        folder = self._folder(trainer)
+        if (
+            folder is None or (folder / ENVIRONMENT).exists()
+        ):  # the command line has written it before it built anything
             return
         with suppress(OSError):  # no reason to fail a fit, whose end will tell
             write_environment(folder)
@@ -188,8 +193,8 @@ class RunSummary(Callback):
         self._batches = 0
 
     def _summarise(self, trainer: "pl.Trainer", status: str, error: str | None) -> None:
-        folder = Path(self._dirpath or logging_folder(trainer)).absolute()
-        path = folder / "summary.json"
+        folder = self._folder(trainer)
+        path = folder / "summary.json" if self._writes and folder is not None else None
         scaler = trainer.scaler  # None under `lightning.Trainer` without loss scaling
         samples = self._samples * trainer.world_size
         seconds = self._ended - self._began if self._began is not None and self._ended is not None else 0.0
@@ -208,13 +213,17 @@ class RunSummary(Callback):
             "peak_memory_bytes": _peak_memory(trainer.strategy.root_device),
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "scale": scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
-            "paths": {"run": str(folder), **({"summary": str(path)} if self._writes else {}), **_paths(trainer)},
+            "paths": {
+                **({"run": str(folder)} if folder is not None else {}),
+                **({"summary": str(path)} if path is not None else {}),
+                **_paths(trainer),
+            },
         }
         console = self._console or get_console()
         if not console.is_terminal:  # where a width of 80 is assumed, and would break every path in two
             console = Console(file=console.file, width=250)
         console.print(_table(self.summary))
-        if not self._writes:
+        if path is None:
             return
         try:
             _write(path, json.dumps(self.summary, indent=2) + "\n")

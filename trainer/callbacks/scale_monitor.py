@@ -171,7 +171,7 @@ class ScaleMonitor(Callback):
             return
         norm = total_norm(self._norms)
         if norm is not None and not outcome.skipped:
-            pl_module.log("grad_norm", norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True)
+            trainer.log_metric("grad_norm", norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True)
         self._norms = {}
         if not trainer.scaler.is_enabled():
             return
@@ -180,9 +180,9 @@ class ScaleMonitor(Callback):
             self._recent_skips -= self._recent[0]
         self._recent.append(outcome.skipped)
         self._recent_skips += outcome.skipped
-        pl_module.log("amp/scale", outcome.scale)
-        pl_module.log("amp/skipped_steps", float(trainer.skipped_steps))
-        pl_module.log("amp/skip_rate", self.skip_rate)
+        trainer.log_metric("amp/scale", outcome.scale)
+        trainer.log_metric("amp/skipped_steps", float(trainer.skipped_steps))
+        trainer.log_metric("amp/skip_rate", self.skip_rate)
         self._judge(outcome.next_scale)
         if self._probe is not None and self._probe.has_started:
             self._report(trainer, pl_module, self._probe.finish(), outcome)
@@ -201,8 +201,8 @@ class ScaleMonitor(Callback):
             return
         self.underflow = found
         total, *layers = found
-        pl_module.log("amp/underflow", total.subnormal)
-        pl_module.log("amp/zeros", total.zeros)
+        trainer.log_metric("amp/underflow", total.subnormal)
+        trainer.log_metric("amp/zeros", total.zeros)
         rows = {f"amp/underflow/{one.name}": one.subnormal for one in layers[: self.worst_layers]}
         rows |= {f"amp/zeros/{one.name}": one.zeros for one in layers[: self.worst_layers]}
         for logger in trainer.loggers:  # not self.log, which would repeat a layer's value when others are worse

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
 import torch
+from torch.serialization import load, save
 
+from trainer.checkpoint.inert import PLACES, declared_safe, write_without_data
 from trainer.errors import CheckpointError
 
 _LEAVES = frozenset(
@@ -20,7 +23,7 @@ _DICTS = (dict, OrderedDict)
 def readable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) -> dict[str, Any]:
     """``checkpoint`` with numpy's scalars as plain numbers; the same object where there are none.
 
-    Looks at containers and types; tensors are not touched.
+    Looks at containers and types; tensors are not touched. Hyper-parameters, which may be objects, are left alone.
 
     Args:
         checkpoint: about to be written.
@@ -31,9 +34,11 @@ def readable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) -> dict[st
         CheckpointError: something in it cannot be loaded with ``weights_only=True``, and ``strict``.
     """
     offences: list[tuple[str, Any]] = []
-    made: dict[str, Any] = _plain(checkpoint, "checkpoint", offences)
+    places = {place: checkpoint[place] for place in PLACES & checkpoint.keys()}
+    looked_at = {name: value for name, value in checkpoint.items() if name not in places}
+    made: dict[str, Any] = plain_numbers(looked_at, "checkpoint", offences)
     if offences:
-        listed = ", ".join(f"{place} is a {_name(value)}" for place, value in offences[:5])
+        listed = ", ".join(f"{place} is a {name_of(value)}" for place, value in offences[:5])
         more = f", and {len(offences) - 5} more" if len(offences) > 5 else ""
         message = (
             "This checkpoint can be read with weights_only=False alone, which runs whatever code a file asks for:"
@@ -44,21 +49,28 @@ def readable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) -> dict[st
             raise CheckpointError(f"{message} With resume='auto' every checkpoint has to be readable.")
         if warn:
             warnings.warn(message, stacklevel=3)
-    return made
+    return checkpoint if made is looked_at else made | places
 
 
-def _plain(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
+def plain_numbers(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
+    """``value`` with numpy's scalars as plain numbers; itself where there are none.
+
+    Args:
+        value: anything.
+        place: where it stands, for ``offences``.
+        offences: gets the place and the value of what ``torch.load(weights_only=True)`` would refuse.
+    """
     kind = type(value)
     if kind in _LEAVES:
         return value
     if kind in _DICTS:
         return _plain_dict(value, place, offences)
     if kind is list or kind is tuple:
-        children = [_plain(child, f"{place}[{index}]", offences) for index, child in enumerate(value)]
+        children = [plain_numbers(child, f"{place}[{index}]", offences) for index, child in enumerate(value)]
         return value if all(a is b for a, b in zip(children, value, strict=True)) else kind(children)
     if kind is set:
         for child in value:
-            _plain(child, f"{place}{{}}", offences)
+            plain_numbers(child, f"{place}{{}}", offences)
         if not _loads(set()):  # older torch
             offences.append((place, value))
         return value
@@ -75,8 +87,8 @@ def _plain_dict(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
     changed = False
     items = []
     for name, child in value.items():
-        new_name = name if type(name) is str else _plain(name, f"a key of {place}", offences)
-        new = _plain(child, f"{place}[{name!r}]", offences) if type(child) not in _LEAVES else child
+        new_name = name if type(name) is str else plain_numbers(name, f"a key of {place}", offences)
+        new = plain_numbers(child, f"{place}[{name!r}]", offences) if type(child) not in _LEAVES else child
         changed |= new is not child or new_name is not name
         items.append((new_name, new))
     return type(value)(items) if changed else value
@@ -84,18 +96,25 @@ def _plain_dict(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
 
 def _loads(value: Any) -> bool:
     """Whether torch reads back what it writes of ``value``, with what the user has declared to be safe."""
+    if type(value) in declared_safe().values():
+        return _survives(value, save)  # it may want its data when it is read
+    return _survives(value, write_without_data)
+
+
+def _survives(value: Any, write: Callable[[Any, BytesIO], None]) -> bool:
     buffer = BytesIO()
     try:
-        torch.save(value, buffer)
+        write(value, buffer)
         buffer.seek(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.load(buffer, weights_only=True)
+            load(buffer, weights_only=True)
     except Exception:  # whatever a class of the user's does when it is pickled
         return False
     return True
 
 
-def _name(value: Any) -> str:
-    kind = type(value)
+def name_of(value: Any) -> str:
+    """The name of its class, or its own if it is one."""
+    kind = value if isinstance(value, type) else type(value)
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")

@@ -10,7 +10,7 @@
 ``optimizer_states``          one for each optimizer
 ``lr_schedulers``             one for each schedule
 ``MixedPrecision``            the loss scaler (from the ScalerCheckpoint callback)
-``hyper_parameters`` ...      what ``save_hyperparameters`` kept
+``hyper_parameters`` ...      what ``save_hyperparameters`` kept; may be objects
 =========================  ============================================================================
 """
 
@@ -117,12 +117,13 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
     Args:
         engine: reads it.
         path: the file; a path or a URL.
-        weights_only: None and True load tensors and plain containers only. False runs whatever code the file
-            asks for: for files of one's own making.
+        weights_only: None and True load tensors and plain containers only; objects among the hyper-parameters are
+            :class:`~trainer.checkpoint.inert.StandIn`. False runs whatever code the file asks for: for files of
+            one's own making.
 
     Raises:
         CheckpointNotFoundError: no such file.
-        UnsafeCheckpointError: it holds more than tensors and plain containers.
+        UnsafeCheckpointError: it holds more than tensors and plain containers, elsewhere than there.
         CheckpointError: a damaged one, or one that is not a checkpoint.
     """
     shown = redaction.text(str(path))
@@ -206,7 +207,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
     elif loops:
         progress_from(loops["fit_loop"], run.progress, finish_epoch=run.max_steps != -1)
         run.progress.give_up_batch()
-    run.progress.resumed_epoch = run.progress.epoch
+    run.progress.resumed_epoch = run.progress.epoch if run.progress.batches_this_epoch else -1
     for key, what in (("optimizer_states", engine.optimizers), ("lr_schedulers", engine.schedules)):
         if key not in checkpoint:
             raise IncompleteCheckpointError(

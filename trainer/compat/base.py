@@ -6,7 +6,7 @@ that ``lightning.pytorch.Trainer`` has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +84,8 @@ class TrainerBase(LightningTrainer):
     scaler: LossScaler | None = None  # a class attribute, or Lightning's property of that name stood in its way
     _signal_connector: Signals
     _checkpoint_connector: CheckpointConnectorView
+    log_metric: Callable[..., None]
+    """Logs a value as the module's ``self.log`` does, with its arguments, whatever overrides that; for callbacks."""
 
     # --- devices and processes --------------------------------------------------------------------------------
 

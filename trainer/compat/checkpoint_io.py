@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -21,10 +23,14 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.checkpoint import files
+from trainer.checkpoint.inert import inert
 from trainer.checkpoint.snapshot import on_host
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 
 _HANDED_OVER = ".temp.ckpt"  # in which Lightning's launchers hand weights to the process that started the others
+
+_LAST = "there is no other good one."
+_removing = threading.RLock()  # whoever wraps a CheckpointFiles may save in one thread and remove in another
 
 Identity = tuple[int, int, int]
 
@@ -59,6 +65,8 @@ class CheckpointFiles(TorchCheckpointIO):
         self._own: set[str] = set()  # files that are the run's wherever they are
         self._good: dict[Path, Identity] = {}  # files known to be whole, as they were then
         self._lacks = False  # the last save found no room
+        self._saver: int | None = None  # the thread that has saved last
+        self._due: set[str | Path] = set()  # to be removed when there is another good one
         self._writer: ThreadPoolExecutor | None = None
         self._pending: list[Future[list[str]]] = []  # a save, and the removals that came after it
 
@@ -89,7 +97,13 @@ class CheckpointFiles(TorchCheckpointIO):
                 " `storage_options`."
             )
         self.wait()
-        self._do(self._save, on_host(checkpoint) if self.asynchronous else checkpoint, path)
+        copied = checkpoint
+        if self.asynchronous:
+            with suppress(Exception):  # an object among the hyper-parameters may be such as can be pickled, not copied
+                copied = on_host(checkpoint)
+        self._do(self._save, copied, path)
+        if copied is checkpoint:
+            self.wait()  # nobody may change it before it is written
 
     def wait(self) -> None:
         """Wait for what is written in the background.
@@ -145,11 +159,14 @@ class CheckpointFiles(TorchCheckpointIO):
             if error.errno not in files.FULL or self.when_full == "stop":
                 raise
             return [f"{error} Training goes on without it."]
-        self._lacks = False
-        self._own.add(_name(path))
-        if local is not None:
-            self._remember(local)
-        return []
+        with _removing:
+            self._lacks, self._saver = False, threading.get_ident()
+            self._own.add(_name(path))
+            self._due.discard(path)
+            if local is not None:
+                self._remember(local)
+            due, self._due = self._due, set()
+            return [warning for one in due for warning in self._remove(one)]
 
     def load_checkpoint(
         self,
@@ -173,13 +190,20 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint of this run. What is not one, and the last good one, is kept, with a warning."""
-        self._do(self._remove, path)
+        self._do(self._remove_locked, path)
+
+    def _remove_locked(self, path: str | Path) -> list[str]:
+        with _removing:
+            return self._remove(path)
 
     def _remove(self, path: str | Path) -> list[str]:
         local, name = local_path(path), _name(path)
         if not (get_filesystem(path).exists(path) if local is None else os.path.lexists(local)):
             return []
         if reason := self._reason_to_keep(local, name):
+            if reason == _LAST and self._saver not in (None, threading.get_ident()):
+                self._due.add(path)  # what takes its place is being written by another thread (AsyncCheckpointIO)
+                return []
             return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
         if local is None:
             super().remove_checkpoint(path)
@@ -206,7 +230,7 @@ class CheckpointFiles(TorchCheckpointIO):
             return ""
         if self._lacks:
             return "the one that should have taken its place could not be written."
-        return "there is no other good one." if self._is_last(Path(name)) else ""
+        return _LAST if self._is_last(Path(name)) else ""
 
     def _is_last(self, path: Path) -> bool:
         """Whether ``path`` is good, and there is no other to go on from in the run's folders."""
@@ -249,6 +273,22 @@ def files_of(strategy: Strategy) -> CheckpointFiles | None:
     while isinstance(found, _WrappingCheckpointIO):
         found = found.checkpoint_io
     return found if isinstance(found, CheckpointFiles) else None
+
+
+@contextmanager
+def without_objects(strategy: Strategy, path: str | Path) -> Iterator[None]:
+    """Have ``strategy`` read the checkpoint ``path`` with stand-ins for the objects among its hyper-parameters.
+
+    Not one that is downloaded (``http://...``), which is read once.
+    """
+    if (own := files_of(strategy)) is not None:
+        own.wait()
+    with ExitStack() as opened:
+        if not str(path).startswith("http"):
+            with suppress(Exception):  # of any file system; told when it is read
+                file = opened.enter_context(get_filesystem(path).open(str(path), "rb"))
+                opened.enter_context(inert(file))
+        yield
 
 
 def local_path(path: str | Path) -> Path | None:

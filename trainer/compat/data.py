@@ -138,13 +138,14 @@ class DataSource:
     def go_on(self, loaders: LoaderSet) -> None:
         """Let the training dataloaders go on where a checkpoint was written, if ``states`` says where."""
         states, self.states = self.states, []
-        loaders.load_state_dicts(states)
+        if states:
+            loaders.load_state_dicts(states)
 
     def forget(self, stage: RunningStage) -> None:
         """Make the dataloaders of ``stage`` anew when they are asked for next."""
         old = self._ready.pop(stage, None)
         if old is not None:
-            old.combined.reset()
+            old.close()
 
     def is_ready(self, stage: RunningStage) -> bool:
         """Whether the dataloaders of ``stage`` have been made already."""
@@ -185,17 +186,20 @@ class DataSource:
             is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()
             made_in = float("-inf") if is_extra else self._trainer.current_epoch
             self._made_in[stage] = made_in
-            if (ready := self._ready[stage]) is not None:
-                ready.made_in, ready.remade_every = made_in, self._trainer.reload_dataloaders_every_n_epochs
-        if old is not None and old is not self._ready[stage]:
-            old.combined.reset()
+            if old is not None:
+                old.close()
+            if made is not None:
+                made.made_in, made.remade_every = made_in, self._trainer.reload_dataloaders_every_n_epochs
+                if stage is RunningStage.TRAINING and not self._trainer.takes_up_data and not self.states:
+                    made.start_epoch(self._trainer.progress.epochs_trained)
+                    made.open()  # so early because Lightning does: it draws random numbers
         return self._ready[stage]
 
     def release(self) -> None:
         """Shut down the worker processes of a run that is over."""
         for ready in self._ready.values():
             if ready is not None:
-                ready.combined.reset()
+                ready.close()
 
     def transfer_hook(self, name: str) -> Any:
         """The user's ``on_before_batch_transfer`` (and so on): the datamodule's or the module's; None for neither."""

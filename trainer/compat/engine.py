@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from trainer.agreement import Agreement
 from trainer.arguments import refuse_other_package
-from trainer.compat.checkpoint_io import adopt
+from trainer.compat.checkpoint_io import adopt, without_objects
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
@@ -295,7 +295,9 @@ class LightningEngine:
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint."""
         with pl_legacy_patch():
-            return up_to_date(self.strategy.load_checkpoint(path, weights_only=weights_only), path)
+            with without_objects(self.strategy, path) if weights_only else nullcontext():
+                checkpoint = self.strategy.load_checkpoint(path, weights_only=weights_only)
+            return up_to_date(checkpoint, path)
 
     def on_exception(self, error: BaseException) -> None:
         """Let the strategy add what it knows to the message; end the processes that it started."""

@@ -1,4 +1,4 @@
-"""Hyper-parameters: into checkpoints and loggers, as plain containers and without secrets."""
+"""Hyper-parameters: into checkpoints as they were given, into loggers as plain containers; without secrets."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from weakref import WeakKeyDictionary
 import lightning
 import torch
 from lightning.pytorch.loggers.utilities import _log_hyperparams
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.parsing import clean_namespace
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from trainer import redaction
+from trainer.checkpoint.inert import refusal
+from trainer.checkpoint.plain import name_of, plain_numbers
 
 _LEAVES = (bool, int, float, complex, str, bytes)
 _KEPT = (torch.Tensor, torch.Size, torch.dtype, torch.device)
 
-_said: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule, what was left out
+_said: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule, what was said
 
 
 def as_lightning(loops: dict[str, Any], *owners: Any) -> dict[str, Any]:
@@ -37,26 +39,73 @@ def as_lightning(loops: dict[str, Any], *owners: Any) -> dict[str, Any]:
 
 
 def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
-    """What ``save_hyperparameters`` of a module or datamodule kept, under the keys of a checkpoint.
-
-    As plain containers, which ``torch.load(weights_only=True)`` reads: an OmegaConf config is resolved, but for values
-    of the environment, and comes back as a dict with access by attribute at its top; a path is a text, an enum its
-    value, a numpy array a list, a dataclass or Namespace a dict, a timedelta its seconds. What is none of these is left
-    out, with a warning, unless its class was given to ``torch.serialization.add_safe_globals``.
-    """
+    """What ``save_hyperparameters`` of a module or datamodule kept, under the keys of a checkpoint; as it was given."""
     kept: dict[str, Any] = {}
     for owner in owners:
         if owner is None or not owner.hparams:
             continue
         if hasattr(owner, "_hparams_name"):
             kept[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
-        left_out: list[str] = []
         given = owner.hparams
-        if isinstance(given, Container):  # a text makes Lightning load it as a dict with access by attribute
-            kept[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = f"{type(given).__module__}.{type(given).__qualname__}"
-        kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = redaction.containers(plain(_top(given), "", left_out))
-        _tell(owner, left_out)
+        kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = given if isinstance(given, Container) else dict(given)
+        if isinstance(given, Container):
+            kept[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(given)
     return kept
+
+
+def settle(checkpoint: dict[str, Any], *owners: Any) -> None:
+    """See to it that the hyper-parameters in ``checkpoint`` can be written and read again, and hold no secret.
+
+    Numbers of numpy become plain ones, and secrets the text that names them. What cannot be pickled, or not be passed
+    over by our reader (:mod:`trainer.checkpoint.inert`), or is an object that holds a secret, gets its plain form:
+    an OmegaConf config, a dataclass or a Namespace is a dict then, a path a text, an enum its value, a numpy array a
+    list, a timedelta its seconds. What has none is left out, with a warning.
+
+    What there is to tell is told once for each module and datamodule.
+    """
+    for owner in owners:
+        given = None if owner is None else checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY)
+        if isinstance(given, Container):
+            if reason := refusal(given):
+                left_out: list[str] = []
+                made = redaction.containers(plain(_resolved(given), "", left_out))
+                # a text makes Lightning load it as a dict with access by attribute
+                checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = name_of(given)
+                _tell(owner, {}, {"hparams": reason}, left_out)
+            else:
+                made = given
+                _tell(owner, {"hparams": name_of(given)}, {}, [])
+            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = made
+        elif isinstance(given, dict):
+            checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = _settled(owner, given)
+        elif given is not None:  # a hook has put it there
+            checkpoint.update(_settled(owner, {owner.CHECKPOINT_HYPER_PARAMS_KEY: given}))
+
+
+def announce(*owners: Any) -> None:
+    """At the start of a run that saves checkpoints: say now what there is to say of their hyper-parameters."""
+    settle(hyper_parameters_of(*owners), *owners)
+
+
+def _settled(owner: Any, given: dict[Any, Any]) -> dict[Any, Any]:
+    made, objects, offences = {}, {}, {}
+    for name, value in redaction.containers(dict(given)).items():
+        found: list[tuple[str, Any]] = []
+        made[name] = plain_numbers(value, str(name), found)
+        if found:
+            objects[name], offences[name] = made[name], found
+    reasons: dict[Any, str] = {}
+    while objects and (reason := refusal(objects)):
+        bad = {name: why for name, value in objects.items() if (why := refusal({name: value}))}
+        reasons |= bad or dict.fromkeys(objects, reason)
+        objects = {name: value for name, value in objects.items() if name not in reasons}
+    left_out: list[str] = []
+    settled: dict[Any, Any] = {}
+    for name, value in made.items():
+        settled |= redaction.containers(_plain_dict({name: value}, "", left_out)) if name in reasons else {name: value}
+    kept = {place: name_of(value) for name in objects for place, value in offences[name]}
+    _tell(owner, kept, {name: why for name, why in reasons.items() if name in settled}, left_out)
+    return settled
 
 
 def plain(value: Any, place: str, left_out: list[str]) -> Any:
@@ -118,10 +167,6 @@ def _is_simple(value: Any) -> bool:
     return value is None or isinstance(value, _LEAVES)
 
 
-def _top(hparams: Any) -> dict[Any, Any]:
-    return _resolved(hparams) if isinstance(hparams, Container) else dict(hparams)
-
-
 def _resolved(config: Container) -> Any:
     """``config`` as plain containers; what it takes from the environment stays the text that says so."""
     try:
@@ -149,16 +194,29 @@ def _unread(*arguments: Any) -> Any:
     return redaction.stand_in(str(arguments[0])) if value is not None else None
 
 
-def _tell(owner: Any, left_out: list[str]) -> None:
-    new = [entry for entry in left_out if entry not in _said.setdefault(owner, set())]
+def _tell(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out: list[str]) -> None:
+    """Say once which are objects, which are saved in their plain form and why, and which are not saved."""
+    name, said = type(owner).__name__, _said.setdefault(owner, set())
+    objects = [f"{place} ({kind})" for place, kind in kept.items() if place not in said]
+    if objects:
+        listed = ", ".join(objects[:5]) + (f" and {len(objects) - 5} more" if len(objects) > 5 else "")
+        rank_zero_info(
+            f"Hyper-parameters of {name} are objects: {listed}. Checkpoints hold them, and only"
+            f" {name}.load_from_checkpoint(..., weights_only=False), which runs what a file asks for, brings them back;"
+            " to resume, it is not needed. For files that load without it, leave them out:"
+            " self.save_hyperparameters(ignore=[...])."
+        )
+    for parameter, reason in reasons.items():
+        if str(parameter) not in said:
+            rank_zero_info(f"The hyper-parameter {parameter} of {name} is saved in its plain form: {reason}.")
+    new = [entry for entry in left_out if entry not in said]
     if new:
-        _said[owner].update(new)
-        name = type(owner).__name__
         rank_zero_warn(
             f"Checkpoints do not hold these hyper-parameters of {name}, which have no plain form and could not be"
             f" loaded safely: {', '.join(new)}. Pass them to {name}.load_from_checkpoint, or leave them out:"
             " self.save_hyperparameters(ignore=[...])."
         )
+    said.update(kept, map(str, reasons), new)
 
 
 def log_hyper_parameters(trainer: Any) -> None:

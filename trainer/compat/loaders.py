@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -54,11 +54,16 @@ class LoaderSet:
         self._has_length = has_length
         self._watch = _unwatched if watch is None else watch
         self._awaited: list[dict[str, Any]] = []
+        self._opened: Iterator[Any] | None = None
         self._places: list[Place] = []
         self._taken_up: dict[str, Any] = {}
         self.on_open: Callable[[Any], None] | None = None
         self.made_in = float("-inf")
         self.remade_every = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a Trainer has no pass under way."""
+        return vars(self) | {"_opened": None}
 
     @property
     def limits(self) -> list[float]:
@@ -85,7 +90,7 @@ class LoaderSet:
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         """Go on from what ``state_dicts`` returned, unless a position says more."""
-        self._awaited = states
+        self._awaited, self._opened = states, None
 
     def _load_awaited(self) -> bool:
         states, self._awaited = self._awaited, []
@@ -101,34 +106,49 @@ class LoaderSet:
         for loader in self.combined.flattened:
             _set_sampler_epoch(loader, epoch)
 
-    def only(self) -> Iterable[Batch] | None:
-        """The one plain dataloader, iterated without CombinedLoader's machinery (about 10 microseconds a batch)."""
+    @property
+    def _is_plain(self) -> bool:
+        """Whether there is one dataloader, to be iterated without CombinedLoader's machinery (10 microseconds)."""
         flattened = self.combined.flattened
-        is_plain = len(flattened) == 1 and self.combined.iterables is flattened[0]
-        return self._watch(flattened[0]) if is_plain else None
+        return len(flattened) == 1 and self.combined.iterables is flattened[0]
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """One pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
-        limits = [min(own, limit) for own in self._limits]
+        """Begin a pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
+        self.combined.limits = limits = [min(own, limit) for own in self._limits]
         count = self._together(limits)
-        stop = None if count == float("inf") else int(count)
-        only = self.only()
-        if only is not None:
-            return ((batch, batch_idx, 0) for batch_idx, batch in enumerate(islice(only, stop)))
-        self.combined.limits = limits
-        return islice(self._watch(self.combined), stop)
+        source = iter(self.combined.flattened[0] if self._is_plain else _begun(self.combined))
+        watched = self._watch(_one_ahead(source) if count == float("inf") else source)
+        batches = islice(watched, None if count == float("inf") else int(count))
+        return ((batch, index, 0) for index, batch in enumerate(batches)) if self._is_plain else batches
 
     # --- training, whose passes can be taken up ---
 
-    def training_pass(self) -> Iterator[Batch]:
-        """A pass of training: of each batch, what a step gets."""
-        places = self.places()
+    def open(self) -> None:
+        """Begin a pass of training: that draws random numbers, and fetches a batch where their number is not known."""
+        self._opened = None  # its workers end
         self._load_awaited()
-        if self.only() is not None:
-            return iter(self._watch(places[0]))
+        source = self._begin()
+        self._opened = chain(list(islice(source, 1)), source) if self.num_batches() == float("inf") else source
+
+    def training_pass(self) -> Iterator[Batch]:
+        """The pass that was opened, or one that begins now: of each batch, what a step gets."""
+        if self._opened is None:
+            self.open()
+        assert self._opened is not None
+        opened, self._opened = self._watch(self._opened), None
+        return iter(opened) if self._is_plain else (batch for batch, *_ in opened)
+
+    def close(self) -> None:
+        """Give up the pass, and shut down the workers."""
+        self._opened = None
+        self.combined.reset()
+
+    def _begin(self) -> Iterator[Any]:
+        places = self.places()
+        if self._is_plain:
+            return iter(places[0])
         self.combined.limits = self._limits
-        self.begin_together()
-        return (batch for batch, *_ in self._watch(_Going(self.combined)))
+        return self.begin_together()
 
     def places(self) -> list[Place]:
         """Where each of the dataloaders is."""
@@ -140,13 +160,13 @@ class LoaderSet:
                     place.on_open = self.on_open
         return self._places
 
-    def begin_together(self) -> None:
+    def begin_together(self) -> Iterator[Any]:
         """Begin a pass over all of them, or go on with the one that was taken up."""
         combined, taken_up = self.combined, self._taken_up
         self._taken_up = {}
         loaders, combined._flattened = combined._flattened, self.places()
         try:
-            iter(combined)
+            begun = _begun(combined)
         finally:
             combined._flattened = loaders
         if taken_up:
@@ -154,6 +174,7 @@ class LoaderSet:
             combined._iterator._idx = taken_up["index"]
             if isinstance(combined._iterator, _MaxSizeCycle):
                 combined._iterator._consumed = list(taken_up["over"])
+        return begun
 
     def position(self) -> dict[str, Any]:
         """Where the pass of training is."""
@@ -174,6 +195,7 @@ class LoaderSet:
     def begin_after(self, position: dict[str, Any]) -> None:
         """Take over from a pass that was over what the next one depends on."""
         self._awaited = []
+        self.close()
         if len(position["loaders"]) == len(self.places()):
             for place, state in zip(self.places(), position["loaders"], strict=True):
                 if state:
@@ -182,6 +204,7 @@ class LoaderSet:
     def take_up(self, position: dict[str, Any], consumed: int | None) -> list[str]:
         """Have the next pass be what is left of that one."""
         states, places, self._awaited = position["loaders"], self.places(), []
+        self.close()
         if len(states) != len(places):
             self._skip(consumed or max(state["consumed"] for state in states))
             return [f"there were {len(states)} dataloaders and are {len(places)}"]
@@ -197,6 +220,7 @@ class LoaderSet:
 
     def skip(self, count: int) -> int:
         """Have the next pass begin after its first ``count`` batches. Returns how many are still to be dropped."""
+        self.close()
         if self._load_awaited():
             return 0
         places = self.places()
@@ -264,25 +288,28 @@ class DrawnLoaderSet(LoaderSet):
         """What a step draws from."""
         return next(self.fetcher)  # type: ignore[arg-type]
 
-    def only(self) -> None:
-        """None: a plain iterator would not keep count."""
-
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """For each step of a pass, what the step before it drew last."""
+        """Begin a pass: for each step, what the step before it drew last."""
         self.combined.limits = [min(own, limit) for own in self.limits]
         self.fetcher.setup(self.combined)
         iter(self.fetcher)
         return self._steps()
 
-    def training_pass(self) -> Iterator[Batch]:
-        """For each step of a pass of training, what the step before it drew last."""
+    def open(self) -> None:
+        """Begin a pass of training, of which steps draw."""
+        self._opened = None
         self._load_awaited()
         self.combined.limits, drawn = self.limits, int(self._taken_up.get("drawn", 0))
         self.fetcher.setup(_Beginning(self))  # type: ignore[arg-type]
         iter(self.fetcher)
         self.fetcher.fetched = drawn
         self.fetcher.done = self.fetcher.length is not None and drawn >= self.fetcher.length
-        return (batch for batch, *_ in self._steps())
+        # a loop would take None for a batch that is missing
+        self._opened = (((), *where) if batch is None else (batch, *where) for batch, *where in self._steps())
+
+    @property
+    def _is_plain(self) -> bool:
+        return False  # nobody would keep count
 
     def position(self) -> dict[str, Any]:
         """Where the pass of training is."""
@@ -301,19 +328,26 @@ class DrawnLoaderSet(LoaderSet):
 
     def _steps(self) -> Iterator[tuple[Batch, int, int]]:
         while not self.is_done:
-            batch, batch_idx, dataloader_idx = self.last
-            # a loop would take None for a batch that is missing
-            yield () if batch is None else batch, batch_idx, dataloader_idx
+            yield self.last
 
 
-class _Going:
-    """An iterable whose pass has begun."""
+def _begun(combined: CombinedLoader) -> Iterator[tuple[Batch, int, int]]:
+    """A pass over ``combined``, which has begun: iterating ``combined`` itself would begin it again."""
+    iter(combined)
+    return iter(combined.__next__, object())
 
-    def __init__(self, combined: CombinedLoader) -> None:
-        self._combined = combined
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._combined.__next__, object())
+def _one_ahead(source: Iterator[Any]) -> Iterator[Any]:
+    """``source``; each item is fetched before the one before it is handed out, the first one now."""
+
+    def rest() -> Iterator[Any]:
+        while ahead:
+            item = ahead.pop()
+            ahead.extend(islice(source, 1))
+            yield item
+
+    ahead = list(islice(source, 1))
+    return rest()
 
 
 class _Beginning:

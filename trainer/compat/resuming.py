@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from trainer.checkpoint import files
 from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.folders import held
+from trainer.checkpoint.inert import inert
 from trainer.checkpoint.state import OUR_KEY
 from trainer.compat import log_files, savers
 from trainer.compat.checkpoint_folders import folders_of, on_first_rank
@@ -87,7 +88,8 @@ def note_rows(trainer: Any, checkpoint: dict[str, Any]) -> None:
 def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | None]]:
     """The step of the next row after the checkpoint ``path``, and the rows that each logger had written."""
     with suppress(Exception):  # told when it is loaded; a file of another form breaks its readers in any way
-        loops = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["loops"]
+        with open(path, "rb") as file, inert(file):
+            loops = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["loops"]
         if OUR_KEY not in loops:
             return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]), []
         ours, progress = loops[OUR_KEY], loops[OUR_KEY]["progress"]

@@ -1,0 +1,233 @@
+"""A checkpoint whose hyper-parameters are objects is read without one of them being made."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import enum
+import functools
+import pickle
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, timedelta
+from fractions import Fraction
+from io import BytesIO
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from omegaconf import OmegaConf
+
+from trainer.checkpoint.inert import StandIn, inert, refusal, write_without_data
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclass
+class Sizes:
+    width: int = 3
+
+    @dataclass
+    class Inner:
+        depth: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    width: int = 3
+
+
+class Entries(dict[str, Any]):
+    pass
+
+
+class Items(list[Any]):
+    pass
+
+
+class Noted(Items):
+    note = ""
+
+
+class Aware(dict[str, Any]):
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        self.__dict__ = self
+
+
+class Positional:
+    def __new__(cls, width: int) -> Positional:
+        made = object.__new__(cls)
+        made.width = width
+        return made
+
+    width: int
+
+    def __getnewargs__(self) -> tuple[int]:
+        return (self.width,)
+
+
+class Named(Positional):
+    def __getnewargs_ex__(self) -> Any:
+        return (), {"width": self.width}
+
+
+Point = collections.namedtuple("Point", "x y")
+
+KINDS: dict[str, Any] = {
+    "loss": torch.nn.HuberLoss(delta=3.0),
+    "metric": torchmetrics.Accuracy("multiclass", num_classes=3),
+    "metrics": torchmetrics.MetricCollection({"a": torchmetrics.MeanSquaredError()}),
+    "config": OmegaConf.create({"a": [1, {"b": "${c}"}], "c": 2}),
+    "node": OmegaConf.create({"a": {"b": 1}}).a,
+    "list config": OmegaConf.create([1, 2]),
+    "structured": OmegaConf.structured(Sizes),
+    "class": Sizes,
+    "dataclass": Sizes(4),
+    "frozen": Frozen(4),
+    "inner class": Sizes.Inner,
+    "of an inner class": Sizes.Inner(3),
+    "namespace": Namespace(a=1),
+    "path": Path("a/b"),
+    "enum": Colour.RED,
+    "array": np.arange(4.0),
+    "array of objects": np.array([1, "a", None], dtype=object),
+    "dtype": np.dtype("float32"),
+    "partial": functools.partial(torch.optim.Adam, lr=0.1),
+    "defaultdict": collections.defaultdict(list, a=[1]),
+    "deque": collections.deque([1, 2], maxlen=3),
+    "counter": collections.Counter("aab"),
+    "ordered": collections.OrderedDict(a=Colour.RED),
+    "of dict": Entries(a=1),
+    "dict that is its attributes": Aware(a=1),
+    "of list": Items([1, Colour.RED]),
+    "point": Point(1, Path("a")),
+    "positional": Positional(3),
+    "function": torch.nn.functional.gelu,
+    "builtin": print,
+    "method": Sizes(4).__repr__,
+    "timedelta": timedelta(1),
+    "date": date(2026, 1, 2),
+    "fraction": Fraction(1, 2),
+    "frozenset": frozenset({1, Colour.RED}),
+    "range": range(3),
+    "slice": slice(1, 2),
+    "network": torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)),
+    "optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1),
+    "distribution": torch.distributions.Normal(0.0, 1.0),
+    "generator of numpy": np.random.default_rng(1),
+    "exception": ValueError("a"),
+    "type": dict[str, int],
+}
+
+
+def file_of(hyper_parameters: Any, **more: Any) -> BytesIO:
+    file = BytesIO()
+    torch.save({"state_dict": {"w": torch.arange(3.0)}, "hyper_parameters": hyper_parameters, **more}, file)
+    return file
+
+
+def read(file: BytesIO) -> Any:
+    with inert(file):
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_among_the_hyper_parameters_is_passed_over(kind):
+    given = {"it": KINDS[kind], "again": [KINDS[kind]], "lr": 0.5}
+    assert refusal(given) == ""
+    checkpoint = read(file_of(given))
+    assert checkpoint["state_dict"]["w"].tolist() == [0, 1, 2]
+    assert checkpoint["hyper_parameters"]["lr"] == 0.5
+    it = checkpoint["hyper_parameters"]["it"]
+    bases = it.__mro__ if isinstance(it, type) else type(it).__mro__
+    assert StandIn in bases or type(it) in (list, dict, collections.OrderedDict, collections.Counter, tuple)
+
+
+def test_all_at_once_and_beside_what_lightning_saves_of_a_config():
+    assert refusal(KINDS) == ""
+    config = OmegaConf.create({"a": 1})
+    checkpoint = read(
+        file_of(config, hparams_type=type(config), datamodule_hyper_parameters=KINDS, datamodule_hparams_type=Sizes)
+    )
+    assert isinstance(checkpoint["hyper_parameters"], StandIn)
+    assert issubclass(checkpoint["hparams_type"], StandIn)
+    assert checkpoint["datamodule_hyper_parameters"].keys() == KINDS.keys()
+
+
+def a_noted_list() -> Noted:
+    made = Noted([1])
+    made.note = "a"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (lambda: 1, "it cannot be pickled"),
+        (a_noted_list(), "it could not be read again without running code"),
+        (Named(3), "it could not be read again without running code"),
+    ],
+)
+def test_what_cannot_be_written_or_passed_over_is_known_beforehand(value, reason):
+    assert refusal({"it": value}).startswith(reason)
+
+
+@pytest.mark.parametrize("place", ["callbacks", "own"])
+def test_elsewhere_objects_are_refused_as_ever(place):
+    with pytest.raises(pickle.UnpicklingError, match="Colour was not an allowed global"):
+        read(file_of({"lr": 0.5}, **{place: {"it": Colour.RED}}))
+    with pytest.raises(pickle.UnpicklingError, match="Colour was not an allowed global"):  # nor what is in both places
+        read(file_of({"it": Colour.RED}, **{place: {"it": Colour.RED}}))
+
+
+@pytest.fixture(autouse=True)
+def torch_forgets() -> Iterator[None]:
+    before = set(torch.serialization.get_safe_globals())
+    yield
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_what_the_user_has_declared_safe_is_made():
+    with torch.serialization.safe_globals([Colour]):
+        made = read(file_of({"it": Colour.RED, "other": Sizes(3)}))["hyper_parameters"]
+        assert torch.serialization.get_safe_globals().count(Colour) == 1
+    assert made["it"] is Colour.RED
+    assert isinstance(made["other"], StandIn)
+
+
+def test_a_stand_in_says_what_it_is():
+    it = read(file_of({"it": KINDS["loss"]}))["hyper_parameters"]["it"]
+    with pytest.raises(
+        AttributeError, match=r"no 'delta': a torch.nn.modules.loss.HuberLoss was saved among the hyper"
+    ):
+        it.delta
+    assert isinstance(copy.deepcopy(it), StandIn)
+
+
+def test_the_trial_writes_no_data():
+    network = torch.nn.Linear(1000, 1000)
+    file = BytesIO()
+    write_without_data({"a": network, "b": np.zeros(10**6), "c": torch.zeros(10**6)}, file)
+    assert file.tell() < 10_000
+    assert refusal({"a": network, "b": np.zeros(10**6)}) == ""
+
+
+def test_files_of_several_threads_do_not_mix():
+    files = [file_of({"it": KINDS["loss"]}), file_of({"it": Colour.RED}), file_of({"it": Items([1])})]
+    found: list[Any] = []
+    threads = [Thread(target=lambda f=file: found.extend(read(f) for _ in range(20))) for file in files]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 60
+    assert sum(type(checkpoint["hyper_parameters"]["it"]) is list for checkpoint in found) == 20

@@ -1,0 +1,314 @@
+"""Modules that override ``log``, under Lightning's Trainer and ours; and what ``torch.compile`` makes of a call."""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both, weights
+from trainer import Trainer
+from trainer.callbacks import ScaleMonitor
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+
+class Logs(Classifier):
+    """Logs in both steps, by ``log`` and by ``log_dict``; ``seen`` is for overrides to fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.log_dict({"a": loss + 1, "b": loss * 2})
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+
+class PassesOn(Logs):
+    """As every model of pytorch-forecasting."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.seen.append(args[0] if args else kwargs["name"])
+        kwargs.setdefault("batch_size", 2)
+        super().log(*args, **kwargs)
+
+
+class OtherSignature(Logs):
+    def log(self, name: str, value: Any, **_: Any) -> None:  # type: ignore[override]
+        self.seen.append(name)
+        super().log(f"own/{name}", value, on_step=False, on_epoch=True)
+
+
+class OnlyTwoArguments(Logs):
+    def log(self, name: str, value: Any) -> None:  # type: ignore[override]
+        self.seen.append(name)
+        super().log(name, value)
+
+    def log_dict(self, dictionary: Any) -> None:  # type: ignore[override]
+        for name, value in dictionary.items():
+            self.log(name, value)
+
+
+class Twice(Logs):
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(name)
+        super().log(name, value, *args, **kwargs)
+        super().log(f"{name}/again", value, on_step=True, on_epoch=True, prog_bar=True)
+
+
+class Dict(Logs):
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        self.seen += dictionary
+        super().log_dict({f"d/{name}": value for name, value in dictionary.items()}, *args, **kwargs)
+
+
+class Nothing(Logs):
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(name)
+
+
+def on_the_instance() -> Logs:
+    module = Logs()
+    original = module.log
+
+    def log(name: str, *args: Any, **kwargs: Any) -> None:
+        module.seen.append(name)
+        original(name, *args, **kwargs)
+
+    vars(module)["log"] = log
+    return module
+
+
+OVERRIDES: dict[str, Callable[[], Logs]] = {
+    "passes on": PassesOn,
+    "other signature": OtherSignature,
+    "only two arguments": OnlyTwoArguments,
+    "twice": Twice,
+    "log_dict": Dict,
+    "nothing": Nothing,
+    "on the instance": on_the_instance,
+}
+
+
+@pytest.mark.parametrize("kind", OVERRIDES)
+def test_a_module_that_overrides_log_and_clips(kind: str) -> None:
+    """Ours logs the norm as well, which the module's own `log` is not asked for."""
+
+    def program(make: Any) -> Any:
+        torch.manual_seed(0)
+        module = OVERRIDES[kind]()
+        trainer = make(max_epochs=2, gradient_clip_val=0.1)
+        trainer.fit(module, data(6), data(4))
+        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        return weights(module), module.seen, metrics, trainer
+
+    (theirs, mine) = run_both(program)
+    assert all(torch.equal(a, b) for a, b in zip(theirs[0], mine[0], strict=True))
+    assert mine[1] == theirs[1]
+    norms = {name: mine[2].pop(name) for name in ("grad_norm", "grad_norm_step", "grad_norm_epoch")}
+    assert norms["grad_norm_epoch"] > 0
+    assert mine[2] == theirs[2]
+
+
+def test_an_override_on_the_instance_is_there_after_the_run() -> None:
+    module = on_the_instance()
+    own = module.log
+    ours(max_epochs=1).fit(module, data(4), data(4))
+    assert module.log is own
+    assert set(module.seen) == {"loss", "a", "b", "val"}
+
+
+def test_a_log_that_a_test_has_replaced_is_called() -> None:
+    for target in (LightningModule, Logs()):
+        with mock.patch.object(target, "log") as log:
+            ours(max_epochs=1).fit(target if isinstance(target, Logs) else Logs(), data(2))
+        assert [call.args[0] if call.args else call.kwargs["name"] for call in log.mock_calls] == ["loss", "a", "b"]
+
+
+def test_a_copy_of_a_module_that_was_logging_logs_when_it_is_trained() -> None:
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            self.copy = copy.deepcopy(module)
+
+    copies = Copies()
+    ours(max_epochs=1, callbacks=copies).fit(Logs(), data(2))
+    trainer = ours(max_epochs=1)
+    trainer.fit(copies.copy, data(2))
+    assert {"loss", "a", "b"} <= set(trainer.callback_metrics)
+    assert "log" not in vars(copies.copy)
+
+
+@pytest.mark.parametrize("base", [Logs, PassesOn, OtherSignature])
+def test_logging_in_the_hook_that_lightning_does_not_know(base: type[Logs]) -> None:
+    """By the module, by a callback, and by a callback through the module; with options."""
+
+    class After(base):  # type: ignore[misc,valid-type]
+        def on_after_optimizer_step(self, optimizer: Any, outcome: Any) -> None:
+            self.log("of the module", float(self.global_step))
+            self.log_dict({"x": 1.0, "y": torch.tensor(2.0)})
+
+    class AfterToo(Callback):
+        def on_after_optimizer_step(self, trainer: Any, module: Any, optimizer: Any, outcome: Any) -> None:
+            self.log("of the callback", float(trainer.global_step), on_step=True, on_epoch=True)
+            module.log("through the module", float(trainer.global_step), on_epoch=True, on_step=False)
+            self.log_dict({"z": 3.0})
+
+    trainer, module = ours(max_epochs=1, callbacks=AfterToo(), gradient_clip_val=0.5), After()
+    trainer.fit(module, data(8))
+    found = {name.removeprefix("own/"): value.item() for name, value in trainer.callback_metrics.items()}
+    names = ("x", "y", "z", "of the module", "of the callback", "through the module")
+    own = base is OtherSignature  # which logs means of the epoch, whatever was asked for
+    assert [found[name] for name in names] == [1, 2, 3, *([2.5] * 3 if own else [4, 2.5, 2.5])]
+    assert own or found["of the callback_step"] == 4
+    assert base is Logs or {"of the module", "of the callback", "through the module"} <= set(module.seen)
+
+
+def test_the_scale_monitor_logs_past_an_override() -> None:
+    module = Nothing()
+    ours(max_epochs=1, precision="16-mixed", callbacks=ScaleMonitor(every_n_steps=1)).fit(module, data(4))
+    trainer = module.trainer
+    assert {"amp/scale", "amp/skip_rate"} <= set(trainer.callback_metrics)
+    assert set(module.seen) == {"loss", "a", "b"}
+
+
+def test_a_bare_trainer_that_clips_does_not_warn_of_logging() -> None:
+    """That nothing is logged there is said of the module's own calls."""
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, gradient_clip_val=0.1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*self.log")
+        trainer.fit(Learner(), data(2))
+
+
+# --- torch.compile ------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A part that logs through the module it belongs to."""
+
+    def __init__(self, parent: LightningModule) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.parent = [parent]  # no part of it
+
+    def forward(self, features: Tensor) -> Tensor:
+        features = self.linear(features).relu()
+        self.parent[0].log("activation", features.mean(), on_epoch=True)
+        return features
+
+
+class Compiled(Classifier):
+    """Logs in every way at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block: Any = Block(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features, labels = batch
+        loss = nn.functional.cross_entropy(self.net(self.block(features)), labels)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("number", 0.5 * batch_idx, on_step=True)
+        self.log("index", batch_idx, on_epoch=True)
+        self.log("most", loss, reduce_fx="max", on_step=False, on_epoch=True, batch_size=3)
+        self.log_dict({"c": loss, "d": loss})
+        return loss
+
+
+class CompiledOverride(Compiled):
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("batch_size", 2)
+        super().log(f"of {name}", value, *args, **kwargs)
+
+
+class CompiledInALoop(Compiled):
+    """More names than dynamo compiles a function anew for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.many(loss)
+        return loss
+
+    def many(self, loss: Tensor) -> None:
+        for number in range(12):
+            self.log(f"loss {number}", loss, on_epoch=True)
+
+
+def the_module(module: Any, backend: Any) -> Any:
+    return torch.compile(module, backend=backend)
+
+
+def its_step(module: Any, backend: Any) -> Any:
+    module.training_step = torch.compile(module.training_step, backend=backend)
+    return module
+
+
+def a_part(module: Any, backend: Any) -> Any:
+    module.block = torch.compile(module.block, backend=backend)
+    return module
+
+
+def a_part_in_place(module: Any, backend: Any) -> Any:
+    module.block.compile(backend=backend)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, on compiling
+@pytest.mark.parametrize("cls", [Compiled, CompiledOverride, CompiledInALoop])
+@pytest.mark.parametrize(("compiles", "graphs"), [(the_module, 3), (its_step, 3), (a_part, 1), (a_part_in_place, 1)])
+def test_what_is_logged_compiles_nothing_anew(cls: type[Compiled], compiles: Any, graphs: int) -> None:
+    """The part's graph, the step's behind it, once more when the batch's number has changed; no more."""
+    found = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        counter, module = CompileCounter(), cls()
+        trainer = ours(max_epochs=2, gradient_clip_val=1.0)
+        trainer.fit(compiles(module, counter) if is_compiled else module, data(40))
+        found.append((weights(module), {name: value.item() for name, value in trainer.callback_metrics.items()}))
+    assert counter.frame_count <= graphs
+    (eager, metrics), (compiled, metrics_compiled) = found
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+    assert metrics_compiled == metrics
+
+
+def test_what_keeps_a_call_out_of_graphs_leaves_it_a_plain_function() -> None:
+    """A wrapper would cost eager modules a third of a microsecond a call."""
+    seen = []
+
+    class Looks(PassesOn):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append(type(self).log)
+            return super().training_step(batch, batch_idx)
+
+    before = PassesOn.log
+    ours(max_epochs=1).fit(Looks(), data(2))
+    assert seen == [before]
+    assert isinstance(before, types.FunctionType)
+
+
+def test_graphs_are_no_more_than_lightnings() -> None:
+    counts = []
+    for make in (lightning, ours):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        with lightnings_noise_ignored():
+            make(max_epochs=1).fit(the_module(Compiled(), counter), data(20))
+        counts.append(counter.frame_count)
+    assert counts[1] <= counts[0]

@@ -1,0 +1,306 @@
+"""Hyper-parameters may be objects; whatever a file puts there, nothing of it runs."""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+import zipfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity import Classifier, data
+from tests.support import make_trainer
+from trainer.checkpoint import inert as module_of_inert
+from trainer.checkpoint.inert import StandIn, inert
+
+ran: list[Any] = []
+
+
+def boom(*arguments: Any, **named: Any) -> Any:
+    ran.append(arguments)
+    return {}
+
+
+class Evil:
+    """Takes note of whatever is done with it."""
+
+    def __new__(cls, *arguments: Any) -> Evil:
+        ran.append("__new__")
+        return object.__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        ran.append("__setstate__")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        ran.append("__setitem__")
+
+    def append(self, item: Any) -> None:
+        ran.append("append")
+
+    def __hash__(self) -> int:
+        ran.append("__hash__")
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        ran.append("__eq__")
+        return True
+
+
+@pytest.fixture(autouse=True)
+def nothing_ran() -> Iterator[None]:
+    ran.clear()
+    before = set(torch.serialization.get_safe_globals())
+    yield
+    assert ran == []
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+HERE = __name__.encode()
+BOOM, EVIL = b"c" + HERE + b"\nboom\n", b"c" + HERE + b"\nEvil\n"
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+def name(where: str, what: str) -> bytes:
+    return f"c{where}\n{what}\n".encode()
+
+
+def reduced(function: bytes, *arguments: bytes) -> bytes:
+    return function + b"(" + b"".join(arguments) + b"tR"
+
+
+STORAGE = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x03tQ"
+TENSOR = STORAGE + b"K\x00(K\x03t(K\x01t\x89" + reduced(name("collections", "OrderedDict"))
+
+ATTACKS: dict[str, bytes] = {
+    "a call": reduced(BOOM, text("x")),
+    "eval": reduced(name("builtins", "eval"), text(f"__import__('{__name__}', fromlist='boom').boom()")),
+    "eval as Python 2 has it": reduced(name("__builtin__", "eval"), text(f"__import__('{__name__}').boom()")),
+    "exec": reduced(name("builtins", "exec"), text(f"from {__name__} import boom; boom()")),
+    "system": reduced(name("os", "system"), text("exit 1")),
+    "Popen": reduced(name("subprocess", "Popen"), text("true")),
+    "an import": reduced(name("importlib", "import_module"), text("antigravity")),
+    "a name in a module that is not loaded": name("antigravity", "fly"),
+    "getattr": reduced(reduced(name("builtins", "getattr"), BOOM, text("__call__")), text("x")),
+    "getattr of what torch allows": reduced(
+        reduced(name("builtins", "getattr"), name("torch._utils", "_rebuild_tensor_v2"), text("__globals__"))
+    ),
+    "a dotted name": reduced(name("torch._utils", "_rebuild_tensor_v2.__globals__.get"), text("os")),
+    "apply": reduced(name("functools", "partial"), BOOM, text("x")) + b")R",
+    "map": reduced(name("builtins", "list"), reduced(name("builtins", "map"), BOOM, b"(K\x01t")),
+    "a new object": EVIL + b")\x81",
+    "its state": EVIL + b")\x81}" + text("a") + b"K\x01sb",
+    "its slots": EVIL + b")\x81N}" + text("__class__") + name("builtins", "int") + b"s\x86b",
+    "state for a class": EVIL + b"}" + text("a") + b"K\x01sb",
+    "state for a function of torch": name("torch._utils", "_rebuild_tensor_v2") + b"}" + text("a") + b"K\x01sb",
+    "state for torch.Tensor": name("torch", "Tensor") + b"N}" + text("__add__") + BOOM + b"s\x86b",
+    "state for a dict": b"}N}" + text("__class__") + EVIL + b"s\x86b",
+    "items": EVIL + b")\x81K\x01K\x02s",
+    "items of a class": EVIL + b"K\x01K\x02s",
+    "entries": EVIL + b")\x81K\x01a",
+    "entries of a function": BOOM + b"(K\x01K\x02e",
+    "a key": b"}" + EVIL + b")\x81K\x01s",
+    "two equal keys": b"}(" + EVIL + b")\x81K\x01" + EVIL + b")\x81K\x01u",
+    "an instance": b"(" + text("1") + b"i" + HERE + b"\nboom\n",
+    "an object": b"(" + BOOM + text("1") + b"o",
+    "a stack global": b"\x8c" + bytes([len(HERE)]) + HERE + b"\x8c\x04boom\x93)R",
+    "a new object with names": EVIL + b")}\x92",
+    "an extension": b"\x82\xf0)R",
+    "an extension of two bytes": b"\x83\xf0\x00)R",
+    "an extension of four bytes": b"\x84\xf0\x00\x00\x00)R",
+    "a storage of a kind of its own": b"(" + text("storage") + EVIL + text("0") + text("cpu") + b"K\x03tQ",
+    "a storage in a place of its own": b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + EVIL
+    + b"K\x03tQ",
+    "another persistent thing": b"(" + text("module") + BOOM + text("0") + b"tQ",
+    "a persistent text": b"Pboom\n",
+    "a tensor of a kind of its own": reduced(
+        name("torch._tensor", "_rebuild_from_type_v2"), BOOM, EVIL, b"(K\x01t", b"}"
+    ),
+    "a tensor that becomes another": reduced(
+        name("torch._tensor", "_rebuild_from_type_v2"),
+        name("torch._utils", "_rebuild_tensor_v2"),
+        EVIL,
+        b"(" + TENSOR + b"t",
+        b"}",
+    ),
+    "a tensor with slots": reduced(
+        name("torch._tensor", "_rebuild_from_type_v2"),
+        name("torch._utils", "_rebuild_tensor_v2"),
+        name("torch", "Tensor"),
+        b"(" + TENSOR + b"t",
+        b"}}" + text("__class__") + EVIL + b"s\x86",
+    ),
+    "a wrapper": reduced(name("torch._utils", "_rebuild_wrapper_subclass"), EVIL, *[b"N"] * 7),
+    "a parameter of it": name("torch.nn.parameter", "Parameter") + EVIL + b")\x81\x85\x81",
+    "a set of it": reduced(name("builtins", "set"), b"]" + EVIL + b")\x81a"),
+    "a counter of it": reduced(name("collections", "Counter"), EVIL + b")\x81"),
+    "bytes by it": reduced(name("_codecs", "encode"), EVIL + b")\x81", text("latin1")),
+    "bytes by a codec": reduced(name("_codecs", "encode"), text("x"), EVIL + b")\x81"),
+    "the name of a stand-in": name("trainer.checkpoint.inert", "StandIn") + b")\x81",
+    "the name of none": b"c\n\n)\x81",
+    "protocol 3": b"\x80\x03" + reduced(BOOM),
+    "protocol 4": b"\x80\x04" + reduced(BOOM),
+    "protocol 5": b"\x80\x05" + reduced(BOOM),
+    "an end in between": reduced(BOOM) + b".",
+    "cut short": BOOM + b"(",
+}  # fmt: skip
+
+
+def pickled(hyper_parameters: bytes, state_dict: bytes = b"}") -> bytes:
+    entries = text("state_dict") + state_dict + text("hyper_parameters") + hyper_parameters
+    return b"\x80\x02}(" + entries + b"u."
+
+
+def archive(data: bytes, *others: tuple[str, bytes]) -> BytesIO:
+    good, evil = BytesIO(), BytesIO()
+    torch.save({"a": torch.ones(3)}, good)
+    with zipfile.ZipFile(good) as source, zipfile.ZipFile(evil, "w", zipfile.ZIP_STORED) as target:
+        for item in source.infolist():
+            target.writestr(item, data if item.filename.endswith("data.pkl") else source.read(item))
+        for place, content in others:
+            target.writestr(place, content)
+    return evil
+
+
+def attempt(file: BytesIO) -> Any:
+    """What our reader makes of it; None where it refuses."""
+    try:
+        with inert(file):
+            file.seek(0)
+            return torch.load(file, weights_only=True)
+    except Exception:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_nothing_runs(attack, monkeypatch):
+    for registry, key, value in (
+        ("_extension_registry", (__name__, "boom"), 240),
+        ("_inverted_registry", 240, (__name__, "boom")),
+        ("_extension_cache", 240, boom),
+    ):
+        monkeypatch.setitem(getattr(copyreg, registry), key, value)
+    checkpoint = attempt(archive(pickled(ATTACKS[attack])))
+    assert checkpoint is None or checkpoint["state_dict"] == {}
+    assert ran == []
+    assert "antigravity" not in __import__("sys").modules
+    # and elsewhere it is refused, as without stand-ins
+    file = archive(pickled(b"}", state_dict=ATTACKS[attack]))
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        torch.load(file, weights_only=True)
+    assert attempt(file) is None
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_nothing_runs_in_any_protocol(protocol):
+    file = BytesIO()
+
+    class Called:
+        def __reduce__(self) -> Any:
+            return boom, ("x",), {"a": 1}, iter([1]), iter([("k", 1)])
+
+    torch.save({"state_dict": {}, "hyper_parameters": {"it": Called()}}, file, pickle_protocol=protocol)
+    attempt(file)
+
+
+def test_a_stand_in_does_not_get_out_of_the_hyper_parameters():
+    taken_out = pickled(EVIL + b")\x81q\x07", state_dict=b"}")[:-2] + text("callbacks") + b"h\x07u."
+    assert attempt(archive(taken_out)) is None
+    made_before = pickled(b"h\x07", state_dict=EVIL + b")\x81q\x07")
+    assert attempt(archive(made_before)) is None
+    by_two_keys = pickled(EVIL + b")\x81", state_dict=b"}")[:-2] + text("hyper_parameters") + b"}u."
+    assert attempt(archive(by_two_keys)) is None
+
+
+BENIGN, CALL = pickled(b"}"), pickled(reduced(BOOM))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize(
+    "file",
+    [
+        lambda: archive(BENIGN, ("archive/data.pkl", CALL)),
+        lambda: archive(CALL, ("archive/data.pkl", BENIGN)),
+        lambda: archive(CALL, ("other/data.pkl", BENIGN)),
+        lambda: archive(BENIGN, ("other/data.pkl", CALL)),
+        lambda: archive(BENIGN, ("archive/inner/data.pkl", CALL), ("archive/inner.zip", archive(CALL).getvalue())),
+        lambda: archive(BENIGN, ("archive/constants.pkl", CALL), ("archive/code/a.py", b"boom()")),
+        lambda: BytesIO(CALL + archive(BENIGN).getvalue()),
+        lambda: BytesIO(archive(BENIGN).getvalue() + archive(CALL).getvalue()),
+        lambda: BytesIO(CALL),
+        lambda: legacy(),
+    ],
+)
+def test_whatever_the_archive_is(file):
+    checkpoint = attempt(file())
+    assert checkpoint is None or set(checkpoint) == {"state_dict", "hyper_parameters"}
+
+
+def legacy() -> BytesIO:
+    file = BytesIO()
+
+    class Called:
+        def __reduce__(self) -> Any:
+            return boom, ()
+
+    torch.save({"hyper_parameters": Called()}, file, _use_new_zipfile_serialization=False)
+    return file
+
+
+def test_an_outline_that_is_wrong_does_no_harm(monkeypatch):
+    """Somebody has found a file of which it gives another picture than torch has: all names stand in for something."""
+    outline = module_of_inert._Outline.__init__
+
+    def wrong(self: Any, file: Any) -> None:
+        outline(self, file)
+        names = [
+            (__name__, "boom"),
+            (__name__, "Evil"),
+            ("builtins", "eval"),
+            ("os", "system"),
+            ("builtins", "getattr"),
+        ]
+        self._things = {
+            type("_Thing", (module_of_inert._Thing,), {"names": (".".join(name),), "kind": kind})
+            for name, kind in zip(names, [None, None, list, dict, getattr], strict=True)
+        }
+
+    monkeypatch.setattr(module_of_inert._Outline, "__init__", wrong)
+    for attack in ATTACKS.values():
+        attempt(archive(pickled(attack)))
+        attempt(archive(pickled(b"}", state_dict=attack)))
+
+
+class Reads(Classifier):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.read = checkpoint["hyper_parameters"]
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_a_trainer_passes_them_over(tmp_path: Path):
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Reads(), data(2))
+
+    class Called:
+        def __reduce__(self) -> Any:
+            return boom, ("x",), {"a": 1}
+
+    file = tmp_path / "evil.ckpt"
+    torch.save(trainer._dump(False) | {"hyper_parameters": {"it": Called(), "lr": 0.5}}, file)
+    module = Reads()
+    make_trainer(tmp_path, max_epochs=2).fit(module, data(2), ckpt_path=file)
+    assert isinstance(module.read["it"], StandIn)
+    assert module.read["lr"] == 0.5
+    with pytest.raises(pickle.UnpicklingError):
+        Reads.load_from_checkpoint(file, weights_only=True)
+    for function in ("validate", "test", "predict"):
+        getattr(make_trainer(tmp_path), function)(Reads(), data(2), ckpt_path=str(file))

@@ -1,0 +1,319 @@
+"""Random numbers are drawn where Lightning draws them: the generators' states at each hook and step are the same.
+
+Each hook draws, too, so that whatever is drawn before it, or after it, shows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.parity import (
+    CALLBACK_HOOKS,
+    CLASSES,
+    FEATURES,
+    MODULE_HOOKS,
+    Classifier,
+    lightning,
+    lightnings_noise_ignored,
+    ours,
+    run_both,
+    weights,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's CombinedLoader on torch 2.15
+    pytest.mark.filterwarnings("ignore:Your `[a-z]*_dataloader`'s sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:You requested to overfit"),
+]
+
+Trace = list[tuple[str, int, int, int]]
+
+
+def states() -> tuple[int, int, int]:
+    """What the three generators of the process would say next."""
+    numpy_state = np.random.get_state()
+    return (
+        hash(torch.get_rng_state().numpy().tobytes()),
+        hash((numpy_state[1].tobytes(), numpy_state[2])),
+        hash(random.getstate()),
+    )
+
+
+def drawing(base: type, names: list[str], owner: str) -> type:
+    """A subclass of ``base`` whose methods note the states of the generators in ``instance.trace``, and draw."""
+
+    def make(name: str) -> Callable[..., Any]:
+        original = getattr(base, name)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.trace.append((f"{owner}.{name}", *states()))
+            torch.rand(1), np.random.rand(), random.random()
+            return original(self, *args, **kwargs)
+
+        method.__name__ = name
+        method.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        return method
+
+    return type(f"Drawing{base.__name__}", (base,), {name: make(name) for name in names if hasattr(base, name)})
+
+
+class Samples(Dataset[Any]):
+    """Samples that are different each time."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(FEATURES) + np.random.rand() + random.random() + index, index % CLASSES
+
+
+class Stream(IterableDataset[Any]):
+    """The same without a length, and drawing when it begins, too."""
+
+    def __init__(self, count: int) -> None:
+        self.samples = Samples(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        start = torch.randint(100, ()).item()
+        for index in range(len(self.samples)):
+            yield self.samples[start + index]
+
+
+def loader(count: int = 6, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Samples(count), batch_size=2, **options)
+
+
+def stream(count: int = 6, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Stream(count), batch_size=2, **options)
+
+
+class Model(drawing(Classifier, MODULE_HOOKS, "module")):  # type: ignore[misc]
+    """Draws everywhere; may be asked to draw its own batches, and for an estimate of the fit's length."""
+
+    def __init__(self, trace: Trace, estimates: bool = False) -> None:
+        super().__init__()
+        self.trace, self.estimates = trace, estimates
+
+    def loss(self, batch: Any) -> Any:
+        side_by_side = (
+            [*batch.values()] if isinstance(batch, dict) else batch if isinstance(batch[0], list) else [batch]
+        )
+        return sum(super(Model, self).loss(one) for one in side_by_side if one is not None)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().predict_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        if self.estimates:
+            assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+class Drawer(Model):
+    """Its steps draw their own batches."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, dataloader_iter: Any) -> Any:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().validation_step(batch, batch_idx)
+
+
+class Noting(Classifier):
+    """Draws nothing, and notes its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch["a"] if isinstance(batch, dict) else batch)
+        self.seen.append(loss.item())
+        return loss
+
+
+def check(run: Callable[[Any, Any], Any], kind: type = Model, **module: Any) -> None:
+    """``run(make_trainer, model)`` draws the same numbers at the same places under both Trainers."""
+
+    def scenario(make: Callable[..., Any]) -> Any:
+        random.seed(1)
+        np.random.seed(1)
+        trace: Trace = []
+        callback = drawing(Callback, CALLBACK_HOOKS, "callback")()
+        callback.trace = trace
+        model = kind(trace, **module)
+        run(lambda **arguments: make(callbacks=[callback], **arguments), model)
+        return trace, weights(model)
+
+    (theirs, their_weights), (mine, my_weights) = run_both(scenario)
+    assert [entry[0] for entry in mine] == [entry[0] for entry in theirs]
+    for number, (a, b) in enumerate(zip(theirs, mine, strict=True)):
+        assert a == b, f"call {number}, {a[0]}"
+    assert all(map(torch.equal, their_weights, my_weights))
+
+
+TRAIN: dict[str, Callable[[], Any]] = {
+    "in order": loader,
+    "shuffled": lambda: loader(shuffle=True),
+    "its own generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "workers": lambda: loader(shuffle=True, num_workers=2),
+    "workers that stay": lambda: loader(shuffle=True, num_workers=2, persistent_workers=True),
+    "stream": stream,
+    "stream with a worker": lambda: stream(num_workers=1),
+    "two": lambda: {"a": loader(shuffle=True), "b": loader(4, shuffle=True)},
+    "two, one a stream": lambda: {"a": loader(shuffle=True), "b": stream(4)},
+    "the shorter of two": lambda: CombinedLoader({"a": loader(shuffle=True), "b": loader(8)}, "min_size"),
+}
+
+FIT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no sanity check": {"num_sanity_val_steps": 0},
+    "sanity check of all": {"num_sanity_val_steps": -1},
+    "reloading": {"reload_dataloaders_every_n_epochs": 1},
+    "reloading every other": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4},
+    "validating after each": {"val_check_interval": 1},
+    "validating every other epoch": {"check_val_every_n_epoch": 2},
+    "accumulating": {"accumulate_grad_batches": 3},
+    "limited": {"limit_train_batches": 2, "limit_val_batches": 1},
+    "overfitting": {"overfit_batches": 2},
+    "stopping": {"max_steps": 4},
+}
+
+
+class Data(LightningDataModule):
+    """Makes its dataloaders anew whenever it is asked, and draws then."""
+
+    def __init__(self, train: Any, val: Any = lambda: loader(4, shuffle=True)) -> None:
+        super().__init__()
+        self.train, self.val = train, val
+
+    def train_dataloader(self) -> Any:
+        torch.rand(1)
+        return self.train()
+
+    def val_dataloader(self) -> Any:
+        torch.rand(1)
+        return self.val()
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def fit_of(data: str, **arguments: Any) -> Callable[[Any, Any], None]:
+    return lambda make, model: make(**{"max_epochs": 2, **arguments}).fit(model, datamodule=Data(TRAIN[data]))
+
+
+@pytest.mark.parametrize("data", TRAIN)
+def test_a_fit_of_any_data(data: str) -> None:
+    check(fit_of(data, reload_dataloaders_every_n_epochs=int("worker" not in data)))
+
+
+@pytest.mark.parametrize("how", FIT)
+def test_any_fit(how: str) -> None:
+    check(fit_of("two", **FIT[how]))
+
+
+@pytest.mark.parametrize("data", ["stream", "workers that stay"])
+@pytest.mark.parametrize("how", ["reloading", "validating after each", "stopping", "no sanity check"])
+def test_other_pairs(data: str, how: str) -> None:
+    check(fit_of(data, **FIT[how]))
+
+
+VAL: dict[str, Callable[[], Any]] = {
+    "workers": lambda: loader(4, shuffle=True, num_workers=1),
+    "stream": lambda: stream(4),
+    "several": lambda: [loader(4, shuffle=True), loader(2), loader(6, shuffle=True)],
+    "several, one a stream": lambda: [loader(4), stream(4)],
+    "side by side": lambda: CombinedLoader([loader(4, shuffle=True), loader(2)], "max_size"),
+}
+
+
+@pytest.mark.parametrize("what", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("data", VAL)
+def test_evaluation(data: str, what: str) -> None:
+    if (data, what) == ("side by side", "predict"):
+        pytest.skip("refused")
+
+    def run(make: Any, model: Any) -> None:
+        trainer = make(max_epochs=2, val_check_interval=2 if what == "fit" else None)
+        getattr(trainer, what)(model, datamodule=Data(TRAIN["shuffled"], VAL[data]))
+
+    check(run)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+@pytest.mark.parametrize("data", ["shuffled", "stream", "two", "workers"])
+def test_steps_that_draw_their_own_batches(data: str) -> None:
+    check(fit_of(data), kind=Drawer)
+
+
+def test_a_second_fit_opens_another_pass() -> None:
+    def run(make: Any, model: Any) -> None:
+        trainer, source = make(max_epochs=1), Data(TRAIN["shuffled"])
+        trainer.fit(model, datamodule=source)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(model, datamodule=source)
+
+    check(run)
+
+
+@pytest.mark.parametrize("data", ["shuffled", "workers", "stream"])
+def test_an_estimate_of_the_fits_length_opens_the_first_pass(data: str) -> None:
+    check(fit_of(data), estimates=True)
+
+
+@pytest.mark.parametrize("data", ["shuffled", "stream", "workers"])
+def test_going_on_from_a_checkpoint_of_lightnings(data: str, tmp_path: Path) -> None:
+    first = lightning(max_epochs=1)
+    with lightnings_noise_ignored():
+        first.fit(Model([]), datamodule=Data(TRAIN[data]))
+    first.save_checkpoint(tmp_path / "first.ckpt")
+
+    def run(make: Any, model: Any) -> None:
+        make(max_epochs=3).fit(model, datamodule=Data(TRAIN[data]), ckpt_path=tmp_path / "first.ckpt")
+
+    check(run)
+
+
+class Saving(Checkpoint):
+    """Saves at the end of one hook."""
+
+    def __init__(self, hook: str, path: Path) -> None:
+        setattr(self, hook, lambda trainer, *_: trainer.save_checkpoint(path) if not trainer.current_epoch else None)
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("data", ["shuffled", "its own generator", "stream", "two", "workers", "workers that stay"])
+def test_a_resume_from_before_the_first_batch_is_exact(data: str, hook: str, tmp_path: Path) -> None:
+    whole, options = Noting(), {"max_epochs": 2, "num_sanity_val_steps": 0}  # whose losses would be noted
+    torch.manual_seed(1)
+    train = {"enable_checkpointing": True, "callbacks": [Saving(hook, tmp_path / "start.ckpt")]}
+    ours(**options, **train).fit(whole, TRAIN[data](), loader(4, shuffle=True))
+    resumed = Noting()
+    torch.manual_seed(2)
+    ours(**options).fit(resumed, TRAIN[data](), loader(4, shuffle=True), ckpt_path=tmp_path / "start.ckpt")
+    assert resumed.seen == whole.seen
+    assert all(map(torch.equal, weights(resumed), weights(whole)))
