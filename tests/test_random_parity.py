@@ -39,6 +39,11 @@ pytestmark = [
 
 SETUPS = 40
 
+DRAWING = [
+    "train_start", "train_epoch_start", "train_epoch_end",
+    "validation_start", "validation_epoch_start", "validation_end",
+]  # fmt: skip
+
 
 class Stream(IterableDataset[Any]):
     """Batches without a length."""
@@ -67,6 +72,30 @@ class Drawn(Classifier):
         super().__init__(momentum=0.9)
         self.how = how
         self.hparams.update(how["hparams"])
+        self.draws: list[float] = []
+
+    def draw(self, hook: str) -> None:
+        """A random number, where the set-up has this hook draw one."""
+        if hook in self.how["draws"]:
+            self.draws.append(torch.rand(1).item())
+
+    def on_train_start(self) -> None:
+        self.draw("train_start")
+
+    def on_train_epoch_start(self) -> None:
+        self.draw("train_epoch_start")
+
+    def on_train_epoch_end(self) -> None:
+        self.draw("train_epoch_end")
+
+    def on_validation_start(self) -> None:
+        self.draw("validation_start")
+
+    def on_validation_epoch_start(self) -> None:
+        self.draw("validation_epoch_start")
+
+    def on_validation_end(self) -> None:
+        self.draw("validation_end")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.how["skips"] == (self.current_epoch, batch_idx) else None
@@ -144,18 +173,22 @@ def draw(seed: int) -> dict[str, Any]:
     callbacks += maybe(0.2, [(EarlyStopping, {"monitor": monitor, "patience": pick.randint(0, 1)})], otherwise=[])
     callbacks += maybe(0.15, [(LearningRateMonitor, {})], otherwise=[])
     how["hparams"] = random.Random(seed).choice(HYPER_PARAMETERS)
-    return {
+    setup = {
         "how": how, "arguments": arguments, "callbacks": callbacks, "batches": batches, "sized": sized,
         "val": pick.choice([None, [3], [2], [2, 1], "stream"]),
         "resumes": pick.random() < 0.4 and arguments["max_steps"] == -1,
     }  # fmt: skip
+    # our resumed run goes on with the random states of the one before
+    how["draws"] = [] if setup["resumes"] else [hook for hook in DRAWING if pick.random() < 0.5]
+    setup["shuffles"] = not setup["resumes"] and pick.random() < 0.5
+    return setup
 
 
 def loaders(setup: dict[str, Any]) -> tuple[Any, Any]:
     def stream(batches: int) -> Any:
         return DataLoader(Stream(batches), batch_size=None)
 
-    train = data(2 * setup["batches"]) if setup["sized"] else stream(setup["batches"])
+    train = data(2 * setup["batches"], shuffle=setup["shuffles"]) if setup["sized"] else stream(setup["batches"])
     if not isinstance(setup["val"], list):
         return train, stream(2) if setup["val"] else None
     val = [data(2 * batches, seed=5 + i) for i, batches in enumerate(setup["val"])]
@@ -193,6 +226,7 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
             {
                 "hooks": watch.calls,
                 "losses": losses,
+                "draws": module.draws,
                 "weights": [value.sum().item() for value in module.state_dict().values()],
                 "rows": logger.rows,
                 "metrics": numbers(trainer.callback_metrics),

@@ -122,6 +122,28 @@ def test_a_fit_is_restarting_in_the_epoch_that_a_checkpoint_has_put_it_into(tmp_
     assert [restarting for *_, restarting in mine] == [False] * 4 + [True] * 2 + [False] * 4
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_fit_is_not_restarting_where_a_checkpoint_has_put_it_between_two_epochs(tmp_path: Path) -> None:
+    class Tells(Classifier):
+        def on_train_start(self) -> None:
+            seen.append(self.trainer.fit_loop.restarting)
+
+        def on_train_epoch_start(self) -> None:
+            seen.append((self.current_epoch, self.trainer.fit_loop.restarting))
+
+    def scenario(make: Any) -> list[Any]:
+        seen.clear()
+        (first := make(max_epochs=1)).fit(Tells(), data(4))
+        first.save_checkpoint(tmp_path / "between.ckpt")
+        make(max_epochs=3).fit(Tells(), data(4), ckpt_path=tmp_path / "between.ckpt")
+        return [*seen]
+
+    seen: list[Any] = []
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine == [False, (0, False), False, (1, False), (2, False)]
+
+
 LIMITS: list[dict[str, Any]] = [
     {},
     {"min_epochs": 4},
