@@ -10,6 +10,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelSummary, Timer
 from lightning.pytorch.trainer.states import RunningStage
 
 from tests.parity import Classifier, Learner, data, ours, plain, run_both
@@ -259,3 +260,28 @@ def test_the_counts_of_loops_are_those_of_checkpoints(tmp_path: Path) -> None:
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
+
+
+def test_loops_know_their_trainer() -> None:
+    trainer = ours()
+    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
+    loops += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    assert all(loop.trainer is trainer for loop in loops)
+
+
+def test_a_modules_callbacks_can_be_attached_by_hand() -> None:
+    given = {name: EarlyStopping(name) for name in ("theirs", "the module's")}
+    summary, timer = ModelSummary(), Timer()
+
+    class Brings(Classifier):
+        def configure_callbacks(self) -> list[Callback]:
+            return [given["the module's"], timer]
+
+    def scenario(make: Any) -> list[Any]:
+        trainer = make(callbacks=[summary, given["theirs"]], enable_model_summary=True)
+        trainer.strategy._lightning_module = Brings()
+        trainer._callback_connector._attach_model_callbacks()
+        return [callback for callback in trainer.callbacks if callback in (summary, timer, *given.values())]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs == [summary, given["the module's"], timer]
