@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity import RecordingLogger
+from tests.parity import Classifier, RecordingLogger, data, lightning, ours
 from trainer.eval_loop import EvalLoop
 from trainer.hooks import CALLBACK_HOOKS, Hooks
 from trainer.metrics import LoggedValue, LogOptions, PublishedMetrics, Recorder
@@ -238,3 +239,21 @@ def test_predictions_are_kept_where_asked_for() -> None:
     loop.keep_predictions = True
     loop.run()
     assert loop.predictions == [[(0, 0), (1, 0)], [(0, 1)]]
+
+
+def test_a_predict_step_that_returns_none_is_warned_of_once() -> None:
+    class PredictsNothing(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> None:
+            return None
+
+    found = []
+    for make in (lightning, ours):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = make()
+            for keep in (True, False):
+                predictions = trainer.predict(PredictsNothing(), data(6), return_predictions=keep)
+                assert predictions == ([None] * 3 if keep else None)
+        found.append([(w.category, str(w.message)) for w in caught if "None" in str(w.message)])
+    assert len(found[0]) == 1
+    assert found[1] == found[0]

@@ -39,6 +39,11 @@ pytestmark = [
 
 SETUPS = 40
 
+DRAWING = [
+    "train_start", "train_epoch_start", "train_epoch_end",
+    "validation_start", "validation_epoch_start", "validation_end",
+]  # fmt: skip
+
 
 class Stream(IterableDataset[Any]):
     """Batches without a length."""
@@ -67,6 +72,30 @@ class Drawn(Classifier):
         super().__init__(momentum=0.9)
         self.how = how
         self.hparams.update(how["hparams"])
+        self.draws: list[float] = []
+
+    def draw(self, hook: str) -> None:
+        """A random number, where the set-up has this hook draw one."""
+        if hook in self.how["draws"]:
+            self.draws.append(torch.rand(1).item())
+
+    def on_train_start(self) -> None:
+        self.draw("train_start")
+
+    def on_train_epoch_start(self) -> None:
+        self.draw("train_epoch_start")
+
+    def on_train_epoch_end(self) -> None:
+        self.draw("train_epoch_end")
+
+    def on_validation_start(self) -> None:
+        self.draw("validation_start")
+
+    def on_validation_epoch_start(self) -> None:
+        self.draw("validation_epoch_start")
+
+    def on_validation_end(self) -> None:
+        self.draw("validation_end")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.how["skips"] == (self.current_epoch, batch_idx) else None
@@ -95,6 +124,24 @@ class Drawn(Classifier):
             schedule = {"scheduler": StepLR(optimizer, 1, 0.9), "interval": interval,
                         "frequency": self.how["frequency"]}  # fmt: skip
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+class PassesOn(Drawn):
+    def log(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        kwargs.setdefault("batch_size", 1)
+        super().log(*args, **kwargs)
+
+
+class LogsTwice(Drawn):
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        super().log(name, value, *args, **kwargs)
+        super().log(f"{name} again", value * 2)
+
+
+class OnTheInstance(Drawn):
+    def __init__(self, how: dict[str, Any]) -> None:
+        super().__init__(how)
+        self.log = partial(self.log, batch_size=3)  # type: ignore[method-assign]
 
 
 def draw(seed: int) -> dict[str, Any]:
@@ -144,18 +191,24 @@ def draw(seed: int) -> dict[str, Any]:
     callbacks += maybe(0.2, [(EarlyStopping, {"monitor": monitor, "patience": pick.randint(0, 1)})], otherwise=[])
     callbacks += maybe(0.15, [(LearningRateMonitor, {})], otherwise=[])
     how["hparams"] = random.Random(seed).choice(HYPER_PARAMETERS)
-    return {
+    setup = {
         "how": how, "arguments": arguments, "callbacks": callbacks, "batches": batches, "sized": sized,
         "val": pick.choice([None, [3], [2], [2, 1], "stream"]),
         "resumes": pick.random() < 0.4 and arguments["max_steps"] == -1,
     }  # fmt: skip
+    # our resumed run goes on with the random states of the one before
+    how["draws"] = [] if setup["resumes"] else [hook for hook in DRAWING if pick.random() < 0.5]
+    setup["shuffles"] = not setup["resumes"] and pick.random() < 0.5
+    setup["class"] = maybe(0.5, PassesOn, LogsTwice, OnTheInstance, otherwise=Drawn)
+    arguments["gradient_clip_val"] = maybe(0.4, 0.1)
+    return setup
 
 
 def loaders(setup: dict[str, Any]) -> tuple[Any, Any]:
     def stream(batches: int) -> Any:
         return DataLoader(Stream(batches), batch_size=None)
 
-    train = data(2 * setup["batches"]) if setup["sized"] else stream(setup["batches"])
+    train = data(2 * setup["batches"], shuffle=setup["shuffles"]) if setup["sized"] else stream(setup["batches"])
     if not isinstance(setup["val"], list):
         return train, stream(2) if setup["val"] else None
     val = [data(2 * batches, seed=5 + i) for i, batches in enumerate(setup["val"])]
@@ -174,7 +227,7 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
         ]
         watch: Any = recording(Callback, CALLBACK_HOOKS, "callback")()
         watch.calls = []
-        logger, module, losses = RecordingLogger(), Drawn(setup["how"]), []
+        logger, module, losses = RecordingLogger(), setup["class"](setup["how"]), []
         module.register_forward_hook(lambda *io, losses=losses: losses.append(io[2].sum().item()))
         arguments = {**setup["arguments"], "default_root_dir": folder, "enable_checkpointing": saves}
         arguments["max_epochs"] += resuming
@@ -193,6 +246,7 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
             {
                 "hooks": watch.calls,
                 "losses": losses,
+                "draws": module.draws,
                 "weights": [value.sum().item() for value in module.state_dict().values()],
                 "rows": logger.rows,
                 "metrics": numbers(trainer.callback_metrics),
@@ -212,6 +266,7 @@ def test_a_run_drawn_at_random(seed: int, tmp_path: Path) -> None:
     folders = iter([tmp_path / "theirs", tmp_path / "ours"])
     theirs, mine = run_both(lambda make: everything_of(make, setup, next(folders)))
     for run, (a, b) in enumerate(zip(theirs, mine, strict=True)):
+        forget_the_norm(b)
         if run and not forget_what_came_before(a, b):
             return
         for what in a.keys() - (SAVED if run and saves_again(setup) else set()):
@@ -236,6 +291,13 @@ def saves_again(setup: dict[str, Any]) -> bool:
     """Whether Lightning's resumed run may save the step once more that the one before has saved: inside a window."""
     every = any(options.get("every_n_train_steps") for _, options in setup["callbacks"])
     return every and setup["arguments"]["accumulate_grad_batches"] > 1
+
+
+def forget_the_norm(mine: dict[str, Any]) -> None:
+    """Leave out what our clipping logs, and Lightning's does not."""
+    for metrics in (mine.get("metrics", {}), *(row[1] for row in mine["rows"])):
+        for name in [name for name in metrics if name.startswith("grad_norm")]:
+            del metrics[name]
 
 
 def forget_what_came_before(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:

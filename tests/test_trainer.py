@@ -265,6 +265,13 @@ def test_max_time_stops_the_run() -> None:
     assert trainer.global_step == 0
 
 
+def test_max_time_beside_a_timer_is_ignored_and_said_to_be(caplog: Any) -> None:
+    with caplog.at_level("INFO"):
+        callbacks = ours(max_time="00:00:01:00", callbacks=[timer := Timer("00:00:02:00")]).callbacks
+    assert [callback for callback in callbacks if isinstance(callback, Timer)] == [timer]
+    assert "Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer." in caplog.text
+
+
 def test_should_stop_ends_after_the_batch_with_a_validation() -> None:
     class Stop(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:

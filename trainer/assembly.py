@@ -33,7 +33,7 @@ from trainer.callbacks.overflow_report import OverflowReport
 from trainer.callbacks.progress_bar import ProgressBar
 from trainer.callbacks.run_summary import RunSummary
 from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
-from trainer.default_logger import DefaultLogger
+from trainer.default_logger import default_logger, rows_beside
 from trainer.errors import ConfigurationError
 
 _PROFILERS: dict[str, type[Profiler]] = {
@@ -161,7 +161,7 @@ def build_loggers(given: Logger | Iterable[Logger] | bool | None, folder: str, *
 
 def _default_logger(folder: str) -> Logger:
     try:
-        return DefaultLogger(folder)
+        return default_logger(folder)
     except ModuleNotFoundError:
         rank_zero_warn(
             "`logger=True` will use `CSVLogger` as the default logger, unless the `tensorboard` or `tensorboardX`"
@@ -171,11 +171,13 @@ def _default_logger(folder: str) -> Logger:
 
 
 def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
-    """``loggers`` in the order in which they open their files.
+    """``loggers``, and what writes ``metrics.csv`` beside the default one, in the order in which they open their files.
 
     W&B sees only what other libraries open after it; CSV expects an empty folder, which it may share.
     """
-    return sorted(loggers, key=lambda logger: (not isinstance(logger, WandbLogger), not isinstance(logger, CSVLogger)))
+    loggers = list(loggers)
+    beside = [rows for rows in map(rows_beside, loggers) if rows is not None]
+    return beside + sorted(loggers, key=lambda one: (not isinstance(one, WandbLogger), not isinstance(one, CSVLogger)))
 
 
 def build_profiler(given: Profiler | str | None) -> Profiler:

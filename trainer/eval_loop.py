@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -58,6 +59,7 @@ class EvalLoop:
         self.sanity_checking = False
         self.verbose = True
         self.keep_predictions = False
+        self.has_warned = False
         self.predictions: list[list[Any]] = []
         self.attend: Callable[[], None] | None = None
         # what belongs to one run; see prepare
@@ -169,6 +171,8 @@ class EvalLoop:
         with self.precision.autocast():
             output = self.step(batch, *where)
         self.hooks.scope.enter(outer)
+        if output is None and self.stage == "predict":
+            self.warn_of_nothing()
         if self.keep_predictions:
             self.predictions[dataloader_idx or 0].append(output)
         self.on_batch_end(output, batch, *where)
@@ -180,6 +184,12 @@ class EvalLoop:
             seen = progress.seen_batches
             self.recorder.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
             seen[dataloader_idx or 0] += 1
+
+    def warn_of_nothing(self) -> None:
+        """Warn, once, that a ``predict_step`` has returned None."""
+        if not self.has_warned and self.engine.global_rank == 0:
+            warnings.warn("predict returned None if it was on purpose, ignore this warning...", stacklevel=2)
+        self.has_warned = True
 
     def close_dataloader(self) -> Metrics:
         """A dataloader's last batch is over: its metrics are those of the epoch now."""

@@ -32,6 +32,7 @@ class Steps:
             self.skips += skipped
             outcome = StepOutcome(skipped, scale * 2 if skipped else scale, scale, None, optimizers)
             trainer = SimpleNamespace(
+                log_metric=self.log,
                 scaler=SimpleNamespace(is_enabled=lambda: self.enabled),
                 optimizers=self.optimizers,
                 skipped_steps=self.skips,

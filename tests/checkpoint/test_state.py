@@ -545,7 +545,7 @@ def test_the_default_logger_writes_csv_and_tensorboard(tmp_path: Path) -> None:
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Tuned(), datamodule=Shuffles())
-    assert [type(logger).__name__ for logger in trainer.loggers] == ["DefaultLogger"]
+    assert [type(logger).__name__ for logger in trainer.loggers] == ["TensorBoardLogger"]
     folder = tmp_path / "lightning_logs" / "version_0"
     assert trainer.log_dir == str(folder)
     rows = (folder / "metrics.csv").read_text().splitlines()

@@ -210,6 +210,16 @@ def test_whoever_takes_the_place_of_torch_save(tmp_path: Path, how: str, monkeyp
         assert torch.load(path, weights_only=True)["global_step"] == 8
 
 
+def test_whoever_takes_the_place_of_lightnings_default_io_is_called(tmp_path: Path) -> None:
+    fitted = fit(tmp_path, enable_checkpointing=False)
+    with mock.patch.object(TorchCheckpointIO, "save_checkpoint") as save:
+        fitted.save_checkpoint(tmp_path / "x.ckpt", storage_options={"a": 1})
+        save.assert_called_once_with(mock.ANY, tmp_path / "x.ckpt", storage_options={"a": 1})
+    assert names(tmp_path) == []
+    fitted.save_checkpoint(tmp_path / "x.ckpt")
+    assert names(tmp_path) == ["x.ckpt"]
+
+
 @pytest.mark.parametrize("where", ["local", "memory://encrypted"])
 def test_an_encrypted_file_is_written_and_read(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "save", save_encrypted)

@@ -330,7 +330,7 @@ def test_nothing_is_trained_on_a_batch_that_is_none(how: str) -> None:
             self.said.append(("start", batch_idx))
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.said.append(("end", batch_idx, batch is None))
+            self.said.append(("end", batch_idx, batch is None, outputs if outputs is None else sorted(outputs)))
 
     def scenario(make: Any) -> Any:
         says, module = Says(), {"by hand": ByHand, "in a closure": InAClosure}.get(how, Learner)()
@@ -341,6 +341,7 @@ def test_nothing_is_trained_on_a_batch_that_is_none(how: str) -> None:
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
+    assert ("end", 1, True, None) in mine[0]
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,12 @@ class Says(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.said.append(("end", plain(batch), batch_idx, trainer.is_last_batch))
 
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, *where: int) -> None:
+        self.said.append(("to validate", plain(batch), where))
+
+    def on_predict_batch_start(self, trainer: Any, module: Any, batch: Any, *where: int) -> None:
+        self.said.append(("to predict", plain(batch), where))
+
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *where: int) -> None:
         self.said.append(("validated", plain(outputs), plain(batch), where))
 

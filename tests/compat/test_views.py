@@ -10,6 +10,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelSummary, Timer
 from lightning.pytorch.trainer.states import RunningStage
 
 from tests.parity import Classifier, Learner, data, ours, plain, run_both
@@ -120,6 +121,28 @@ def test_a_fit_is_restarting_in_the_epoch_that_a_checkpoint_has_put_it_into(tmp_
     theirs, mine = run_both(scenario)
     assert mine == theirs
     assert [restarting for *_, restarting in mine] == [False] * 4 + [True] * 2 + [False] * 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fit_is_not_restarting_where_a_checkpoint_has_put_it_between_two_epochs(tmp_path: Path) -> None:
+    class Tells(Classifier):
+        def on_train_start(self) -> None:
+            seen.append(self.trainer.fit_loop.restarting)
+
+        def on_train_epoch_start(self) -> None:
+            seen.append((self.current_epoch, self.trainer.fit_loop.restarting))
+
+    def scenario(make: Any) -> list[Any]:
+        seen.clear()
+        (first := make(max_epochs=1)).fit(Tells(), data(4))
+        first.save_checkpoint(tmp_path / "between.ckpt")
+        make(max_epochs=3).fit(Tells(), data(4), ckpt_path=tmp_path / "between.ckpt")
+        return [*seen]
+
+    seen: list[Any] = []
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine == [False, (0, False), False, (1, False), (2, False)]
 
 
 LIMITS: list[dict[str, Any]] = [
@@ -237,3 +260,28 @@ def test_the_counts_of_loops_are_those_of_checkpoints(tmp_path: Path) -> None:
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
+
+
+def test_loops_know_their_trainer() -> None:
+    trainer = ours()
+    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
+    loops += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    assert all(loop.trainer is trainer for loop in loops)
+
+
+def test_a_modules_callbacks_can_be_attached_by_hand() -> None:
+    given = {name: EarlyStopping(name) for name in ("theirs", "the module's")}
+    summary, timer = ModelSummary(), Timer()
+
+    class Brings(Classifier):
+        def configure_callbacks(self) -> list[Callback]:
+            return [given["the module's"], timer]
+
+    def scenario(make: Any) -> list[Any]:
+        trainer = make(callbacks=[summary, given["theirs"]], enable_model_summary=True)
+        trainer.strategy._lightning_module = Brings()
+        trainer._callback_connector._attach_model_callbacks()
+        return [callback for callback in trainer.callbacks if callback in (summary, timer, *given.values())]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs == [summary, given["the module's"], timer]

@@ -35,6 +35,10 @@ class AnomalyDetection(Callback):
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy is of no run
+        return {**vars(self), "_recorder": None}
+
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep each batch until its outcome is known."""
         self._recorder = Recorder(trainer)

@@ -86,6 +86,10 @@ class NonFiniteGuard(Callback):
         self._in_a_row = 0
         self._has_told = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy is of no run
+        return {**vars(self), "_scaler": None, "_watch": None}
+
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Put a scaler that scales nothing, and skips steps, in the place of one that does neither."""
         if stage == "fit" and self.every_step and not trainer.scaler.skips_steps:

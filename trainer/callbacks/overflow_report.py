@@ -94,6 +94,10 @@ class OverflowReport(Callback):
         limits = [limit for limit in (after, collapse_after, at_floor) if limit is not None]
         self._record_from = max(1, min(limits) - 2) if limits else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy is of no run
+        return {**vars(self), "_demand": None, "_recorder": None, "_before": None}
+
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Start afresh."""
         self._let_go()

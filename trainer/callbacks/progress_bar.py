@@ -250,8 +250,9 @@ class ProgressBar(LightningProgressBar):
         self._stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A live display and a console hold locks and streams, which neither pickle nor deepcopy.
+        # A live display and a console hold locks and streams, which neither pickle nor deepcopy; a copy is of no run.
         stopped: dict[str, Any] = {
+            "_trainer": None,
             "_live": None,
             "_console": None,
             "_redirected": [],

@@ -111,6 +111,10 @@ class ScaleMonitor(Callback):
         self._logs_norm = True
         self._goes_on = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy is of no run
+        return {**vars(self), "_names": {}, "_probe": None, "_norms": {}}
+
     @property
     def skip_rate(self) -> float:
         """The share of skipped steps among the last ``window``; 0 before the first."""

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar, 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
@@ -162,6 +163,10 @@ class TrainerBase(LightningTrainer):
     @property
     def _accelerator_connector(self) -> Any:
         return self.engine.connector
+
+    @property
+    def _callback_connector(self) -> _CallbackConnector:
+        return _CallbackConnector(self)  # type: ignore[arg-type]
 
     @property
     def _data_connector(self) -> Any:

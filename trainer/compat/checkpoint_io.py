@@ -29,6 +29,7 @@ from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationE
 
 _HANDED_OVER = ".temp.ckpt"  # in which Lightning's launchers hand weights to the process that started the others
 
+_LIGHTNINGS = TorchCheckpointIO.save_checkpoint
 _LAST = "there is no other good one."
 _removing = threading.RLock()  # whoever wraps a CheckpointFiles may save in one thread and remove in another
 
@@ -90,6 +91,9 @@ class CheckpointFiles(TorchCheckpointIO):
             TypeError: there are ``storage_options``, for which there is no use.
             CheckpointWriteError: there is no room, or the folder cannot be written to.
         """
+        if TorchCheckpointIO.save_checkpoint is not _LIGHTNINGS:  # somebody has put another one there
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
         if storage_options is not None:
             raise TypeError(
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 from trainer.compat.checkpoint_io import local_path
-from trainer.default_logger import DefaultLogger
+from trainer.default_logger import rows_beside
 
 CHECKPOINTS = "checkpoints/*.ckpt"  # below the folder of a logger: where ModelCheckpoint writes by default
 
@@ -66,7 +66,7 @@ def go_on(logger: Any, step: int | None, count: int | None = None) -> None:
 
 
 def _csv_of(logger: Any) -> FabricCSVLogger | None:
-    rows = logger.rows if isinstance(logger, DefaultLogger) else logger
+    rows = rows_beside(logger) or logger
     return rows if isinstance(rows, FabricCSVLogger) else None
 
 

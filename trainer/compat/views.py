@@ -50,7 +50,7 @@ class EvalLoopView:
     """``trainer.validate_loop``, ``test_loop``, ``predict_loop`` and ``fit_loop.epoch_loop.val_loop``."""
 
     def __init__(self, trainer: Any, loop: EvalLoop, stage: RunningStage) -> None:
-        self._trainer = trainer
+        self.trainer = self._trainer = trainer
         self._loop = loop
         self._stage = stage
 
@@ -250,7 +250,7 @@ class EpochLoopView:
     """``fit_loop.epoch_loop``."""
 
     def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoopView) -> None:
-        self._trainer = trainer
+        self.trainer = self._trainer = trainer
         self._loop = loop
         self.val_loop = val_loop
 
@@ -362,7 +362,7 @@ class FitLoopView:
     """``trainer.fit_loop``."""
 
     def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoop) -> None:
-        self._trainer = trainer
+        self.trainer = self._trainer = trainer
         self._loop = loop
         self._val_loop = val_loop
         self.epoch_loop = EpochLoopView(trainer, loop, EvalLoopView(trainer, val_loop, RunningStage.VALIDATING))

@@ -1,0 +1,92 @@
+"""Every callback of ours can be copied and pickled: before, during and after a run, and after one that failed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+import trainer.callbacks
+from tests.parity import Classifier, data, ours
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "ActivationCheckpointing": {"modules": ["net.0"]},
+    "GradientAccumulation": {"batches": 1},
+    "GradientClipping": {"max_norm": 1.0},
+    "NonFiniteGuard": {"every_step": True},
+    "OptunaPruning": {"storage": "sqlite:///study.db", "study_name": "s", "trial": 0, "metric": "val"},
+    "OverflowReport": {"at_step": 2},
+}
+OURS = {name: getattr(trainer.callbacks, name) for name in trainer.callbacks.__all__}
+CALLBACKS = [name for name, cls in OURS.items() if inspect.isclass(cls) and issubclass(cls, Callback)]
+NOT_RUN = {"OptunaPruning", "GradientCheck"}  # need a study, or float64
+
+
+class Copies(Callback):
+    """Copies the others at several points."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[Any, Any]] = []
+
+    def copy(self, trainer: Any, *args: Any) -> None:
+        for callback in trainer.callbacks:
+            if callback is not self:
+                self.copies += [(callback, duplicate(callback)) for duplicate in DUPLICATES]
+
+    on_fit_start = on_train_start = on_train_batch_end = on_validation_end = on_train_end = copy
+
+    def on_exception(self, trainer: Any, module: LightningModule, exception: BaseException) -> None:
+        self.copy(trainer)
+
+
+DUPLICATES = (copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback)))
+
+
+class Overflows(Classifier):
+    """Skips its first steps, where the loss is scaled; and breaks off where it is told to."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.breaks and batch_idx == 3:
+            raise RuntimeError("broken off")
+        return self.loss(batch) * (1e8 if batch_idx < 2 and self.trainer.scaler.is_enabled() else 1.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("name", [None, *CALLBACKS])
+def test_copies(name: str | None, precision: str, breaks: bool, tmp_path: Path) -> None:
+    """None stands for what a Trainer has by default."""
+    copies = Copies()
+    own = [] if name is None else [OURS[name](**ARGUMENTS.get(name, {}))]
+    for callback in own:
+        for duplicate in DUPLICATES:
+            assert type(duplicate(callback)) is type(callback)
+    if name in NOT_RUN:
+        return
+    defaults = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    arguments: dict[str, Any] = {"max_epochs": 1, "precision": precision, "default_root_dir": tmp_path}
+    arguments |= dict.fromkeys(defaults if name is None else ["enable_progress_bar"])
+    run = ours(callbacks=[*own, copies], **arguments)
+    with pytest.raises(RuntimeError, match="broken off") if breaks else nullcontext():
+        run.fit(Overflows(breaks), data(10), data(4))
+    assert copies.copies
+    copies.copy(run)  # after it
+    for callback, duplicate in copies.copies:
+        assert type(duplicate) is type(callback)
+    if name is not None and not breaks:  # a copy is as good as a new one
+        again = ours(callbacks=next(two for one, two in reversed(copies.copies) if one is own[0]), **arguments)
+        again.fit(Classifier(), data(4), data(4))
+        assert again.global_step == 2
+        assert torch.isfinite(again.model.net[0].weight).all()
