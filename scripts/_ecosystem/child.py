@@ -47,7 +47,6 @@ class Run:
         self.entries = 0
         self.part: str | None = None
         self.random: dict[Any, Any] = {}
-        self.resumed: Any = None
 
     def Trainer(self, **arguments: Any) -> Any:  # noqa: N802
         """The Trainer, on a CPU, quiet, writing into the folder."""

@@ -27,7 +27,7 @@ def prepare(name: str, requires: list[str], python: str) -> Path:
     folder = FOLDER / name
     stamp, interpreter = folder / "requirements.txt", folder / "bin" / "python"
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    wanted = "\n".join([*requires, *ours, f"# {python}"]) + "\n"
+    wanted = "\n".join([*requires, *ours, f"# {os.path.realpath(python) if os.path.exists(python) else python}"]) + "\n"
     if stamp.exists() and stamp.read_text() == wanted:
         return interpreter
     print(f"{name}: installing {', '.join(requires)} ...", file=sys.stderr, flush=True)

@@ -135,7 +135,7 @@ def recorder(base: type) -> type:
     def make(name: str) -> Callable[..., Any]:
         def hook(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
             self.run.calls[f"callback.{name}"] += 1
-            if name in ("on_save_checkpoint", "on_load_checkpoint", "on_fit_start"):
+            if name in ("on_save_checkpoint", "on_load_checkpoint"):
                 random_numbers_of_checkpoints(self.run, name, args)
             if name in ("on_validation_end", "on_train_epoch_end", "on_test_end"):
                 self.run.rows.append([name, trainer.global_step, dict(trainer.callback_metrics)])
@@ -150,20 +150,18 @@ def random_numbers_of_checkpoints(run: Any, hook: str, args: tuple[Any, ...]) ->
     """Give Lightning's resumed run the random states that the checkpoint was written with.
 
     Ours has them in the checkpoint. Lightning's loses them (the guide says so), and no two resumed runs would agree.
+    They are put back before anything is drawn for the dataloaders, as in the run that went on.
     """
     if run.who == "ours":
         return
+    key = args[1]["epoch"], args[1]["global_step"]
     if hook == "on_save_checkpoint":
-        states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        run.random[args[1]["epoch"], args[1]["global_step"]] = states
-    elif hook == "on_load_checkpoint":
-        run.resumed = run.random.get((args[1]["epoch"], args[1]["global_step"]))
-    elif run.resumed is not None:
-        python, numbers, torchs = run.resumed
+        run.random[key] = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    elif key in run.random and run.entry.endswith("fit"):
+        python, numbers, torchs = run.random[key]
         random.setstate(python)
         numpy.random.set_state(numbers)
         torch.set_rng_state(torchs)
-        run.resumed = None
 
 
 def remember(self: Any, run: Any) -> None:

@@ -75,7 +75,8 @@ def case_command_line(run: Any) -> None:
     chemprop(f"predict -i {csv} -o {run.folder}/predicted.csv --model-paths {run.folder}/model/model_0/best.pt {here}")
     from_checkpoint = next((run.folder / "model" / "model_0" / "checkpoints").glob("best*.ckpt"))
     chemprop(f"predict -i {csv} -o {run.folder}/again.csv --model-paths {from_checkpoint} {here}")
-    chemprop(f"fingerprint -i {csv} -o {run.folder}/prints.csv --model-paths {from_checkpoint} {here}")
+    prints = f"{run.folder}/prints.csv --ffn-block-index 0"
+    chemprop(f"fingerprint -i {csv} -o {prints} --model-paths {from_checkpoint} {here}")
     for path in sorted(run.folder.rglob("*.csv")):
         if path.name != "metrics.csv":
             run.keep(str(path.relative_to(run.folder)), path.read_text())
