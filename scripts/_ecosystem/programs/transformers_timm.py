@@ -236,7 +236,7 @@ def images(count: int, size: int, seed: int, **options: Any) -> Any:
 
 def picture_classifier(run: Any, size: int, make: Any, **options: Any) -> None:
     """Fit, validate, reload, resume."""
-    train, val = images(32, size, 1, shuffle=True, drop_last=True), images(16, size, 2)
+    train, val = images(24, size, 1, shuffle=True, drop_last=True), images(16, size, 2)
 
     def callbacks() -> list[Any]:
         return [LearningRateMonitor(), ModelCheckpoint(monitor="val_average", save_last=True)]
@@ -254,7 +254,7 @@ def picture_classifier(run: Any, size: int, make: Any, **options: Any) -> None:
 
 def case_resnet(run: Any) -> None:
     """resnet18 of timm, its LAMB and cosine schedule, mixup, EMA in on_before_zero_grad"""
-    picture_classifier(run, 32, lambda: Images("resnet18", "lamb", 2e-3), gradient_clip_val=1.0)
+    picture_classifier(run, 16, lambda: Images("resnet18", "lamb", 2e-3), gradient_clip_val=1.0)
 
 
 def case_vit(run: Any) -> None:
@@ -270,4 +270,4 @@ def case_optimizers(run: Any) -> None:
     """timm's Lookahead around RAdam, and Adan: optimizers that are more than a step"""
     for optimizer in ("lookahead_radam", "adan", "madgrad"):
         module = Images("resnet18", optimizer, 1e-3)
-        run.Trainer(max_epochs=2, limit_val_batches=1).fit(module, images(24, 32, 1), images(8, 32, 2))
+        run.Trainer(max_epochs=2).fit(module, images(16, 16, 1), images(8, 16, 2))
