@@ -128,9 +128,9 @@ def bert(run: Any, **options: Any) -> None:
     fitted = module()
     trainer = run.Trainer(max_epochs=2, callbacks=callbacks(), **options)
     trainer.fit(fitted, datamodule=Data())
+    path = trainer.checkpoint_callback.last_model_path  # afterwards it is what the best checkpoint has of it
     run.keep("test", trainer.test(ckpt_path="best", datamodule=Data(), weights_only=False, verbose=False))
     run.keep("predicted", trainer.predict(fitted, datamodule=Data(6)))
-    path = trainer.checkpoint_callback.last_model_path
     again = run.reload(Classifier, path)
     run.keep("loss", again.loss)
     run.reload(Data, path)
