@@ -43,6 +43,9 @@ class Run:
         self.columns: dict[str, dict[str, Any]] = {}
         self.calls: Counter[str] = Counter()
         self.rows: list[Any] = []
+        """What loggers were given."""
+        self.seen: list[Any] = []
+        """What callbacks saw at the ends of epochs and validations."""
         self.entry = ""
         self.entries = 0
         self.part: str | None = None
@@ -99,8 +102,9 @@ class Run:
     def end(self) -> None:
         """It is over: what was recorded meanwhile is kept."""
         self.note("metrics", "rows", self.rows)
+        self.note("metrics", "seen", self.seen)
         self.note("hooks", "calls", dict(sorted(self.calls.items())))
-        self.rows, self.calls = [], Counter()
+        self.rows, self.seen, self.calls = [], [], Counter()
         self.entry = ""
 
     def files(self) -> None:

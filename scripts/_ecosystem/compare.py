@@ -37,6 +37,11 @@ KNOWN = [
     Known("checkpoint", r"/loops/amp_trainer$", "Checkpoints: one more key, `loops.amp_trainer`"),
     Known(".*", r"/grad_norm(_step|_epoch)?(/|$)", "Arguments: with clipping, `grad_norm` is logged"),
     Known(
+        "resume",
+        r"^metrics: [^/]*: (callback_metrics|seen/\d+/2)/",
+        "Different on purpose: metrics of before a resume are still there",
+    ),
+    Known(
         "checkpoint",
         r"^files/(.*/)?(curves\.(json|png)|summary\.json|environment\.json|run\.json|metrics\.csv)$",
         "Callbacks: files of our default callbacks",

@@ -138,7 +138,7 @@ def recorder(base: type) -> type:
             if name in ("on_save_checkpoint", "on_load_checkpoint"):
                 random_numbers_of_checkpoints(self.run, name, args)
             if name in ("on_validation_end", "on_train_epoch_end", "on_test_end"):
-                self.run.rows.append([name, trainer.global_step, dict(trainer.callback_metrics)])
+                self.run.seen.append([name, trainer.global_step, dict(trainer.callback_metrics)])
 
         return hook
 

@@ -67,7 +67,9 @@ def train(run: Any, model: Any, train: Any, val: Any, **options: Any) -> None:
     run.keep("raw", raw.output.prediction)
     with run.resume():
         further = run.Trainer(**{**sizes, "max_epochs": 3})
-        further.fit(type(model).load_from_checkpoint(path, weights_only=False), train, val, ckpt_path=path)
+        further.fit(
+            type(model).load_from_checkpoint(path, weights_only=False), train, val, ckpt_path=path, weights_only=False
+        )
 
 
 def case_temporal_fusion_transformer(run: Any) -> None:

@@ -119,7 +119,9 @@ def bert(run: Any, **options: Any) -> None:
     config = {**sizes, "intermediate_size": 48, "max_position_embeddings": 16}
 
     def callbacks() -> list[Any]:
-        saver = ModelCheckpoint(monitor="val/loss", save_last=True, filename="{epoch}-{val/loss:.2f}")
+        saver = ModelCheckpoint(
+            monitor="val/loss", save_last=True, save_on_train_epoch_end=True, filename="{epoch}-{val/loss:.2f}"
+        )
         return [saver, LearningRateMonitor("step"), EarlyStopping("val/loss", patience=4)]
 
     def module() -> Classifier:
@@ -236,7 +238,7 @@ def images(count: int, size: int, seed: int, **options: Any) -> Any:
 
 def picture_classifier(run: Any, size: int, make: Any, **options: Any) -> None:
     """Fit, validate, reload, resume."""
-    train, val = images(24, size, 1, shuffle=True, drop_last=True), images(16, size, 2)
+    train, val = images(32, size, 1, shuffle=True, drop_last=True), images(16, size, 2)
 
     def callbacks() -> list[Any]:
         return [LearningRateMonitor(), ModelCheckpoint(monitor="val_average", save_last=True)]
