@@ -533,7 +533,8 @@ class Trainer(TrainerBase):
             self._attach(model, {_STAGES[fn]: dataloaders}, datamodule, ckpt_path)
             results = self.engine.launch(self._run, self.module, weights_only) or []
         if loop.verbose and self.is_global_zero:
-            print_results(results, fn.value)
+            view = self.test_loop if fn is TrainerFn.TESTING else self.validate_loop
+            print_results(results, fn.value, view.print_results)
         return results
 
     def _attach(
