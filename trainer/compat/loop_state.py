@@ -68,8 +68,13 @@ def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: boo
 
 
 def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
-    """``fit_loop.epoch_loop.manual_optimization.optim_step_progress``, whose ``current`` is the run's, too."""
-    return _Progress(*(_two(fit.optimizer_steps * by_hand) for _ in range(2)))
+    """``fit_loop.epoch_loop.manual_optimization.optim_step_progress``, whose ``current`` is the run's, too.
+
+    A module that steps optimizers past their wrappers adds to ``total.completed``, or else nothing would be saved.
+    """
+    total, current = (_two((fit.optimizer_steps - fit.own_steps) * by_hand) for _ in range(2))
+    total.completed = fit.optimizer_steps * by_hand
+    return _Progress(_Steps(total, {"completed": fit.count_own_steps}), _Steps(current, {}))
 
 
 def evaluation_of(progress: EvalProgress, epoch: int | None = None) -> _BatchProgress:
@@ -140,6 +145,7 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     progress.closing = False
     # one of them is 0, but in checkpoints from before 1.6.5, brought up to date, which have both
     progress.optimizer_steps = max(automatic["total"]["completed"], manual["total"]["completed"])
+    progress.own_steps = manual["total"]["completed"] - manual["total"]["ready"]
     windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
     # inside an epoch Lightning counts a window after all that may write a checkpoint; by hand, each batch is one
     closed = total["processed"] if manual["total"]["completed"] else progress.optimizer_steps
