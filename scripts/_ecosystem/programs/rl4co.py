@@ -15,6 +15,7 @@ from rl4co.utils.callbacks.speed_monitor import SpeedMonitor
 from rl4co.utils.trainer import RL4COTrainer
 
 REQUIRES = ("rl4co==0.7.0", "torch==2.15.0", "lightning==2.6.6")
+VARIES = (r"/time(/|$)",)
 
 
 def case_reinforce(run: Any) -> None:
