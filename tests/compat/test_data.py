@@ -213,6 +213,34 @@ def test_pinned_memory_and_workers_that_stay_do_not_go_with_reloading() -> None:
         ours(max_epochs=1, reload_dataloaders_every_n_epochs=1).fit(Learner(), loader)
 
 
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({}, "does not have many workers"),
+        ({"num_workers": 1}, "does not have many workers"),
+        ({"num_workers": 1, "multiprocessing_context": "spawn"}, "Consider setting `persistent_workers=True`"),
+        ({"num_workers": 2}, None),
+    ],
+)
+def test_the_same_advice_on_workers(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], advice: str | None
+) -> None:
+    source = "lightning.pytorch.trainer.connectors.data_connector"
+    monkeypatch.setattr(f"{source}.suggested_max_num_workers", lambda devices: 4)
+
+    def scenario(make: Any) -> Any:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer = make()
+            trainer.fit_loop.max_epochs = 0
+            trainer.fit(Learner(), data(4, **options))
+        return [str(one.message) for one in said if "workers" in str(one.message)]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert [str(advice) in one for one in mine] == ([] if advice is None else [True])
+
+
 def test_sequential_loaders_cannot_train() -> None:
     def scenario(make: Any) -> Any:
         trainer = make(max_epochs=1)

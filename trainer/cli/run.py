@@ -141,6 +141,8 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
         logging.getLogger(name).handlers.clear()  # the terminal and the file that Hydra has set up are enough
     # Whoever limits the batches, or has few, knows that a logger gets less than 50 steps; the recipes set what it gets.
     warnings.filterwarnings("ignore", "The number of training batches", UserWarning)
+    # `checks` measures what workers would gain, and the recipes have the number that suits their data.
+    warnings.filterwarnings("ignore", ".*does not have many workers", UserWarning)
     # A run that goes on from a checkpoint in a folder of its own keeps its own best checkpoints: meant to be so.
     warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)
     merge_recipes()

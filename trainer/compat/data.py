@@ -21,12 +21,12 @@ from lightning.pytorch.trainer.connectors.data_connector import (
     _parse_num_batches,
     _request_dataloader,
     _resolve_overfit_batches,
+    _worker_check,
 )
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
-from torch.utils.data import DataLoader
 
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
@@ -252,17 +252,9 @@ class DataSource:
                 " it is strongly recommended that you turn shuffling off for val/test dataloaders.",
                 category=PossibleUserWarning,
             )
-        reloads = self._trainer.reload_dataloaders_every_n_epochs > 0
-        if reloads and isinstance(loader, DataLoader) and loader.persistent_workers and loader.pin_memory:
-            rank_zero_warn(
-                "The combination of `DataLoader(`pin_memory=True`, `persistent_workers=True`) and `Trainer("
-                "reload_dataloaders_every_n_epochs > 0)` can lead to instability due to limitations in PyTorch"
-                " (https://github.com/pytorch/pytorch/issues/91252). We recommend setting `pin_memory=False` in this"
-                " case.",
-                category=PossibleUserWarning,
-            )
         loader = self.connector._prepare_dataloader(loader, shuffle=shuffled, mode=stage)
         loader = self._trainer.strategy.process_dataloader(loader)
+        _worker_check(self._trainer, loader, f"{stage.dataloader_prefix}_dataloader")
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
         outlive_signals(loader)
         return loader
