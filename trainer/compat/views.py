@@ -73,7 +73,7 @@ class LoopPlace(Generic[View]):
             raise ConfigurationError(
                 f"Got a loop of the class {type(loop).__name__} for `{self._name}`, expected one that overrides at most"
                 f" `_print_results`, not {', '.join(sorted(own - {'_print_results'}))}: the loops that run are our own."
-                " Use hooks of the module or of a callback; docs/architecture.md says which loop does what."
+                " Use hooks of the module or of a callback."
             )
         if own:
             vars(holder)[self._name].print_results = getattr(loop, "_print_results")  # noqa: B009
