@@ -24,7 +24,8 @@ class Known:
         column: where it shows, as a regular expression.
         where: the place in the record, likewise.
         row: what the guide calls it.
-        kind: ``"more"`` if only we have it, ``"less"`` if only Lightning does, ``"other"`` if the values differ.
+        kind: ``"more"`` if only we have it, ``"less"`` if only Lightning does, ``"plain"`` if a number of numpy has
+            become a plain one, ``"other"`` if the values differ.
     """
 
     column: str
@@ -37,9 +38,21 @@ KNOWN = [
     Known("checkpoint", r"/loops/amp_trainer$", "Checkpoints: one more key, `loops.amp_trainer`"),
     Known(".*", r"/grad_norm(_step|_epoch)?(/|$)", "Arguments: with clipping, `grad_norm` is logged"),
     Known(
+        "checkpoint|reload",
+        r"hyper[_-]parameters/|\.ckpt/",
+        "Different on purpose: hyper-parameters: numbers of numpy become plain ones",
+        "plain",
+    ),
+    Known(
         "resume",
         r"^metrics: [^/]*: (callback_metrics|seen/\d+/2)/",
         "Different on purpose: metrics of before a resume are still there",
+    ),
+    Known(
+        "resume",
+        r"^metrics: [^/]*: rows/\d+/1/without epoch$",
+        "Different on purpose: the number of logged evaluation batches goes on after a resume",
+        kind="other",
     ),
     Known(
         "checkpoint",
@@ -126,6 +139,8 @@ def walk(column: str, where: str, theirs: Any, ours: Any, found: list[Difference
         elif not same_bits(theirs, ours):
             distance = largest_difference(theirs, ours)
             add(show(theirs), f"{distance} apart" if theirs.numel() > 1 else show(ours))
+    elif isinstance(theirs, dict) and theirs.keys() == {"class", "value"} and same_value(theirs["value"], ours):
+        add(show(theirs), show(ours), "plain" if str(theirs["class"]).startswith("numpy.") else "other")
     elif type(theirs) is not type(ours) or not same_value(theirs, ours):
         add(show(theirs), show(ours))
 

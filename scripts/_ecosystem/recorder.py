@@ -122,7 +122,8 @@ def record_rows(run: Any, cls: type) -> None:
 
     @functools.wraps(original)
     def log_metrics(self: Any, metrics: Any, step: Any = None, *args: Any, **kwargs: Any) -> Any:
-        run.rows.append(["logger", step, dict(metrics)])
+        # Lightning adds the epoch but to what single batches of an evaluation log, whose steps are those batches
+        run.rows.append(["logger", step if "epoch" in metrics else {"without epoch": step}, dict(metrics)])
         return original(self, metrics, step, *args, **kwargs)
 
     cls.log_metrics = log_metrics  # type: ignore[attr-defined]
