@@ -51,6 +51,8 @@ class Describer:
             return [] if not value else [kind, *map(self, value)] if kind != "builtins.list" else [*map(self, value)]
         if isinstance(value, Set):
             return [kind, *sorted(map(repr, map(self, value)))]
+        if library == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
+            return {"class": kind, "value": value.item()}
         if library == "numpy":
             return self.array(value, kind)
         if library == "pandas" and hasattr(value, "to_numpy"):

@@ -136,6 +136,18 @@ def test_what_the_guide_names_is_known():
     assert [one.known for one in differences(ours, theirs)] == ["", ""]  # the other way round it is not
 
 
+def test_plain_numbers_are_known_in_checkpoints_only():
+    for column, known in (("checkpoint", True), ("results", False)):
+        (one,) = differences(
+            record(**{column: {"a.ckpt": {"n": np.int64(3)}}}), record(**{column: {"a.ckpt": {"n": 3}}})
+        )
+        assert bool(one.known) is known
+        (one,) = differences(
+            record(**{column: {"a.ckpt": {"n": np.int64(3)}}}), record(**{column: {"a.ckpt": {"n": 4}}})
+        )
+        assert not one.known
+
+
 def test_what_varies_is_left_out():
     theirs, ours = record(results={"id": 1, "x": 2}), record(results={"id": 3, "x": 4})
     assert [one.where for one in differences(theirs, ours, ("^id$",))] == ["x"]
@@ -155,6 +167,7 @@ def test_descriptions():
     assert describe({1: 2, ("a",): 3}) == {"1": 2, "('a',)": 3}
     assert describe(partial(Thing, 1))["args"] == ["builtins.tuple", 1]
     assert torch.equal(describe(np.arange(3)), torch.arange(3))
+    assert describe(np.float32(0.5)) == {"class": "numpy.float32", "value": 0.5}
     assert describe(np.array(["a", None], dtype=object))["values"] == ["a", "None"]
 
 
