@@ -104,8 +104,8 @@ def case_deepar(run: Any) -> None:
         categorical_encoders={"series": NaNLabelEncoder().fit(series().series)},
     )
     model = DeepAR.from_dataset(
-        dataset, learning_rate=0.05, hidden_size=8, rnn_layers=2, loss=NormalDistributionLoss(), log_interval=4,
-        log_val_interval=1, optimizer="adamw", reduce_on_plateau_patience=None,
+        dataset, learning_rate=[0.05, 0.04, 0.03], hidden_size=8, rnn_layers=2, loss=NormalDistributionLoss(), log_interval=4,
+        log_val_interval=1, optimizer="adamw",
     )  # fmt: skip
     path = train(run, model, training, validation, gradient_clip_algorithm="value")
     go_on(run, DeepAR, path, training, validation, gradient_clip_algorithm="value")
@@ -115,8 +115,8 @@ def case_nbeats(run: Any) -> None:
     """N-BEATS: the library's own optimizer, backcast loss, accumulation"""
     _, training, validation = loaders(target_normalizer=GroupNormalizer(groups=["series"]))
     model = NBeats.from_dataset(
-        training.dataset, learning_rate=0.01, widths=[16, 64], backcast_loss_ratio=0.1, log_interval=4,
-        log_gradient_flow=True, weight_decay=1e-2, reduce_on_plateau_patience=None,
+        training.dataset, learning_rate=[0.01, 0.005], widths=[16, 64], backcast_loss_ratio=0.1, log_interval=4,
+        log_gradient_flow=True, weight_decay=1e-2,
     )  # fmt: skip
     path = train(run, model, training, validation, accumulate_grad_batches=2)
     go_on(run, NBeats, path, training, validation, accumulate_grad_batches=2)
