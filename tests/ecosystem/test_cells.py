@@ -118,14 +118,18 @@ class Resampled(DataLoader[Any]):
 
 
 class Network(nn.Module):
-    """An autoencoder with noise."""
+    """An autoencoder with noise; the first batch that it sees draws a part of it, as a guide of Pyro's does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder, self.warm = nn.Linear(5, 2), nn.Linear(2, 5), 0
+        self.encoder, self.decoder, self.seen = nn.Linear(5, 2), nn.Linear(2, 5), 0
+        self.register_buffer("shift", torch.zeros(2))
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.encoder(features)
+        if not self.seen:
+            self.shift.normal_()
+        self.seen += 1
+        hidden = self.encoder(features) + self.shift
         hidden = hidden + torch.randn_like(hidden) * 0.1
         return hidden, (self.decoder(hidden) - features).pow(2).sum(1)
 
@@ -190,7 +194,6 @@ class WarmUp(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for batch in trainer.datamodule.train_dataloader():
             pl_module.module(batch[0].to(pl_module.device))
-            pl_module.module.warm += 1
             break
 
 
@@ -234,7 +237,7 @@ def trained(base: type[Any], plan: Plan, **arguments: Any) -> dict[str, Any]:
         "steps": trainer.global_step,
         "random": torch.rand(()),
         "resampled": Resampled.times - before,
-        "warm": plan.module.warm,
+        "seen": plan.module.seen,
         "rates": [[group["lr"] for group in one.param_groups] for one in trainer.optimizers],
         "stopped": trainer.early_stopping_callback is not None and trainer.early_stopping_callback.stopped_epoch,
     }
