@@ -1028,8 +1028,7 @@ class Trainer(TrainerBase):
 
     def _dump(self, weights_only: bool) -> dict[str, Any]:
         self.loop.settle()
-        val_progress, automatic = self.eval_loops[RunningStage.VALIDATING].progress, self._module.automatic_optimization
-        loops = loop_state.loops_of(self.progress, val_progress, self.loop.window, automatic)
+        loops = loop_state.loops_of(self)
         loops["fit_loop"]["state_dict"].update(self.data.state_dict())
         as_lightning = hparams.as_lightning(loops, self.module, self.datamodule)
         scope = ModuleScope(self._module)

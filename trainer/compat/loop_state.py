@@ -23,6 +23,7 @@ from lightning.pytorch.loops.progress import (
     _SchedulerProgress,
     _StartedTracker,
 )
+from lightning.pytorch.trainer.states import RunningStage
 
 from trainer.accumulation import AccumulationWindow
 from trainer.progress import EpochStart, EvalProgress, FitProgress
@@ -108,11 +109,16 @@ def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow,
     }
 
 
-def loops_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow, automatic: bool) -> dict[str, Any]:
-    """The ``loops`` part of a checkpoint; the arguments are those of :func:`fit_loop_of`."""
-    loops: dict[str, Any] = {"fit_loop": fit_loop_of(fit, val, window, automatic)}
-    for name in ("validate", "test", "predict"):  # their checkpoints are those of a fit that has been
-        batches = evaluation_of(EvalProgress()).state_dict()
+def loops_of(trainer: Any) -> dict[str, Any]:
+    """The ``loops`` part of a checkpoint of ``trainer``, without what is ours alone."""
+    automatic = trainer.lightning_module is None or trainer.lightning_module.automatic_optimization
+    done = {stage: loop.progress for stage, loop in trainer.eval_loops.items()}
+    fit_loop = fit_loop_of(trainer.progress, done[RunningStage.VALIDATING], trainer.loop.window, automatic)
+    loops: dict[str, Any] = {"fit_loop": fit_loop}
+    # our one loop for all validations is that of the fit; what was tested or predicted since, a later save has, too
+    after = {"validate": EvalProgress(), "test": done[RunningStage.TESTING], "predict": done[RunningStage.PREDICTING]}
+    for name, progress in after.items():
+        batches = evaluation_of(progress).state_dict()
         if name == "predict":
             del batches["is_last_batch"]
         loops[f"{name}_loop"] = {"state_dict": {}, "batch_progress": batches}
