@@ -14,6 +14,7 @@ from torchmetrics import MeanAbsoluteError
 
 PYTORCH_LIGHTNING = True
 REQUIRES = ("darts==0.48.1", "torch==2.15.0", "pytorch-lightning==2.6.6")
+VARIES = (r"/_fs_token_$",)
 
 
 def case_nbeats(run: Any) -> None:

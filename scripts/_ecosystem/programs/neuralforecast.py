@@ -38,7 +38,7 @@ def case_nhits_lstm(run: Any) -> None:
 
 def case_checkpoint(run: Any) -> None:
     """NHITS with a ModelCheckpoint: load_from_checkpoint, cross-validation with a refit of each window"""
-    saver = ModelCheckpoint(run.folder / "best", monitor="valid_loss", save_last=True)
+    saver = ModelCheckpoint(run.folder / "best", monitor="ptl/val_loss", save_last=True)
     model = NHITS(mlp_units=[[16, 16]] * 3, callbacks=[saver], enable_checkpointing=True, logger=False, **QUICK)
     forecasts = NeuralForecast(models=[model], freq="D")
     forecasts.fit(series(), val_size=14)
