@@ -23,41 +23,45 @@ class Known:
     Attributes:
         column: where it shows, as a regular expression.
         where: the place in the record, likewise.
-        row: what the guide calls it.
+        section: the guide's section.
+        quote: what the guide says there, word for word.
         kind: ``"more"`` if only we have it, ``"less"`` if only Lightning does, ``"plain"`` if a number of numpy has
             become a plain one, ``"other"`` if the values differ.
     """
 
     column: str
     where: str
-    row: str
+    section: str
+    quote: str
     kind: str = "more"
 
 
+GO_ON = "metrics, and the number of logged evaluation batches, after a resume"
 KNOWN = [
-    Known("checkpoint", r"/loops/amp_trainer$", "Checkpoints: one more key, `loops.amp_trainer`"),
-    Known(".*", r"/grad_norm(_step|_epoch)?(/|$)", "Arguments: with clipping, `grad_norm` is logged"),
+    Known(
+        "checkpoint", r"/loops/amp_trainer$", "Checkpoints", "The same keys, and one more inside `loops`, `amp_trainer`"
+    ),
+    Known(".*", r"/grad_norm(_step|_epoch)?(/|$)", "Arguments", "the norm before clipping is logged as `grad_norm`"),
     Known(
         "checkpoint|reload",
         r"hyper[_-]parameters/|\.ckpt/",
-        "Different on purpose: hyper-parameters: numbers of numpy become plain ones",
+        "Different on purpose",
+        "numbers of numpy become plain ones",
         "plain",
     ),
+    Known("resume", r"^metrics: [^/]*: (callback_metrics|seen/\d+/2)/", "Different on purpose", GO_ON),
+    Known("resume", r"^metrics: [^/]*: rows/\d+/1/without epoch$", "Different on purpose", GO_ON, "other"),
     Known(
-        "resume",
-        r"^metrics: [^/]*: (callback_metrics|seen/\d+/2)/",
-        "Different on purpose: metrics of before a resume are still there",
-    ),
-    Known(
-        "resume",
-        r"^metrics: [^/]*: rows/\d+/1/without epoch$",
-        "Different on purpose: the number of logged evaluation batches goes on after a resume",
-        kind="other",
+        "checkpoint",
+        r"^files/(.*/)?(curves\.(json|png)|(summary|environment)\.json)$",
+        "Callbacks",
+        "Their files lie in the first logger's folder",
     ),
     Known(
         "checkpoint",
-        r"^files/(.*/)?(curves\.(json|png)|summary\.json|environment\.json|run\.json|metrics\.csv)$",
-        "Callbacks: files of our default callbacks",
+        r"^files/(.*/)?metrics\.csv$",
+        "Arguments",
+        "the rows of the default one are also in a `metrics.csv`",
     ),
 ]
 
@@ -82,7 +86,8 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], varies: tuple[str,
         one, other = theirs.get(column, {}), ours.get(column, {})
         walk(column, "", one, without_known_metrics(column, one, other, found), found)
         for difference in found[before:]:
-            difference.known = next((known.row for known in KNOWN if fits(known, difference)), "")
+            known = next((known for known in KNOWN if fits(known, difference)), None)
+            difference.known = f"{known.section}: {known.quote}" if known else ""
     return [one for one in found if not any(re.search(place, one.where) for place in varies)]
 
 

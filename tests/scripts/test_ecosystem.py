@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from _ecosystem.compare import differences
+from _ecosystem.compare import KNOWN, differences
 from _ecosystem.describe import Describer
 from _ecosystem.environments import package
 
@@ -74,10 +74,10 @@ def test_runs_a_program_with_both_and_names_what_differs(tmp_path):
     unknown = [(one["column"], one["where"], one["theirs"]) for one in row["differences"] if not one["known"]]
     assert unknown == [("results", "class", "'lightning.pytorch.trainer.trainer'")]
     text = page.read_text()
-    assert "| tiny | tiny | same | same (1) | same | same (2) (3) | same | same (1) | **differs** |" in text
-    assert "(1) Arguments: with clipping, `grad_norm` is logged." in text
+    assert "| tiny | tiny | same | same (1) | same | same (2) (3) (4) | same | same (1) | **differs** |" in text
+    assert "(1) Arguments: the norm before clipping is logged as `grad_norm`." in text
     assert f"tiny: torch {torch.__version__.partition('+')[0]}" in text
-    assert "old" not in text
+    assert "\nold\n" not in text
     saved = torch.load(tmp_path / "kept" / "tiny" / "tiny" / "ours" / "record.pt", weights_only=False)
     assert saved["hooks"]["1. fit: calls"]["Tiny.training_step"] == 3
     assert (
@@ -146,6 +146,13 @@ def test_plain_numbers_are_known_in_checkpoints_only():
             record(**{column: {"a.ckpt": {"n": np.int64(3)}}}), record(**{column: {"a.ckpt": {"n": 4}}})
         )
         assert not one.known
+
+
+def test_known_differences_are_quoted_from_the_guide():
+    guide = (ROOT / "docs" / "migrating-from-lightning.md").read_text()
+    sections = {part.partition("\n")[0]: " ".join(part.split()) for part in guide.split("\n## ")}
+    for known in KNOWN:
+        assert known.quote in sections[known.section]
 
 
 def test_what_varies_is_left_out():

@@ -104,8 +104,8 @@ def case_deepar(run: Any) -> None:
         categorical_encoders={"series": NaNLabelEncoder().fit(series().series)},
     )
     model = DeepAR.from_dataset(
-        dataset, learning_rate=[0.05, 0.04, 0.03], hidden_size=8, rnn_layers=2, loss=NormalDistributionLoss(), log_interval=4,
-        log_val_interval=1, optimizer="adamw",
+        dataset, learning_rate=[0.05, 0.04, 0.03], hidden_size=8, rnn_layers=2, loss=NormalDistributionLoss(),
+        log_interval=4, log_val_interval=1, optimizer="adamw",
     )  # fmt: skip
     path = train(run, model, training, validation, gradient_clip_algorithm="value")
     go_on(run, DeepAR, path, training, validation, gradient_clip_algorithm="value")
