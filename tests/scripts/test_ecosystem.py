@@ -78,6 +78,10 @@ def test_runs_a_program_with_both_and_names_what_differs(tmp_path):
     assert "(1) Arguments: the norm before clipping is logged as `grad_norm`." in text
     assert f"tiny: torch {torch.__version__.partition('+')[0]}" in text
     assert "\nold\n" not in text
+    words = ["--table-only", "--merge", tmp_path / "kept" / "results.json", "--markdown", page]
+    page.write_text("<!-- ecosystem: start -->\n<!-- ecosystem: end -->\n")
+    assert subprocess.run([*command[:2], *map(str, words)], capture_output=True, timeout=60).returncode == 1
+    assert page.read_text().strip() in text  # the same table again
     saved = torch.load(tmp_path / "kept" / "tiny" / "tiny" / "ours" / "record.pt", weights_only=False)
     assert saved["hooks"]["1. fit: calls"]["Tiny.training_step"] == 3
     assert (
