@@ -13,6 +13,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 PYTORCH_LIGHTNING = True
 REQUIRES = ("neuralforecast==3.3.0", "torch==2.15.0", "pytorch-lightning==2.6.6")
+VARIES = (r"hyper[-_]parameters/callbacks(/|$)",)  # a list that Lightning's Trainer adds to, also what records the run
 
 QUICK = {
     "h": 7, "input_size": 21, "max_steps": 24, "val_check_steps": 6, "early_stop_patience_steps": 3, "batch_size": 2,
