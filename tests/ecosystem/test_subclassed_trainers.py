@@ -488,6 +488,12 @@ def test_a_model_that_builds_a_trainer_for_each_fit_and_keeps_one_for_prediction
     assert mine == theirs
 
 
+def test_a_list_of_callbacks_stays_as_it_is() -> None:
+    callbacks = [ModelCheckpoint()]
+    Trainer(callbacks=callbacks, accelerator="cpu", logger=False)
+    assert [type(callback) for callback in callbacks] == [ModelCheckpoint]
+
+
 def test_replacing_the_trainer_in_lightnings_package_reaches_what_subclasses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
