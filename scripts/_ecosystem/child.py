@@ -173,7 +173,10 @@ def main(program: str, who: str, folder: Path, timeout: int, old_name: bool, cas
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(0)  # who asked reads the files
-        os.waitpid(pid, 0)
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if ended:
+            how = f"not done after {timeout} seconds" if ended == -signal.SIGALRM else f"ended with status {ended}"
+            (place / "outcome.json").write_text(json.dumps({"error": how, "seconds": timeout}))
 
 
 def run_case(case: Callable[[Run], None], run: Run, folder: Path) -> None:

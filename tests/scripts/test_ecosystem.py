@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = '''
 """A tiny module."""
 
+import os
+import signal
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
@@ -56,6 +59,11 @@ def case_tiny(run):
         Trainer(max_epochs=2, accelerator="cpu", enable_progress_bar=False).fit(Tiny(), data, ckpt_path=path)
     run.keep("class", type(trainer).__module__)
     run.keep("number", id(trainer))
+
+
+def case_killed(run):
+    """Ends early."""
+    os.kill(os.getpid(), signal.SIGKILL)
 '''
 
 
@@ -68,8 +76,9 @@ def test_runs_a_program_with_both_and_names_what_differs(tmp_path):
     command = [sys.executable, str(ROOT / "scripts" / "ecosystem"), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 1, done.stderr[-2000:]
-    (row,) = json.loads((tmp_path / "kept" / "results.json").read_text())
+    row, killed = json.loads((tmp_path / "kept" / "results.json").read_text())
     assert row["errors"] == {}
+    assert [error.strip() for error in killed["errors"].values()] == ["ended with status -9"] * 2
     assert row["columns"] == ["weights", "metrics", "hooks", "checkpoint", "reload", "resume", "results"]
     unknown = [(one["column"], one["where"], one["theirs"]) for one in row["differences"] if not one["known"]]
     assert unknown == [("results", "class", "'lightning.pytorch.trainer.trainer'")]
@@ -82,6 +91,7 @@ def test_runs_a_program_with_both_and_names_what_differs(tmp_path):
     page.write_text("<!-- ecosystem: start -->\n<!-- ecosystem: end -->\n")
     assert subprocess.run([*command[:2], *map(str, words)], capture_output=True, timeout=60).returncode == 1
     assert page.read_text().strip() in text  # the same table again
+    assert "| tiny | killed | fails |" in text
     saved = torch.load(tmp_path / "kept" / "tiny" / "tiny" / "ours" / "record.pt", weights_only=False)
     assert saved["hooks"]["1. fit: calls"]["Tiny.training_step"] == 3
     assert (
