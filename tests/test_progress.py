@@ -66,14 +66,14 @@ def test_every_counter_of_a_fit(tmp_path):
 
 def test_the_state_inside_an_epoch():
     progress = FitProgress(
-        epoch=3, epochs_trained=3, batch_idx=6, batches=37, optimizer_steps=18, skipped_steps=2, windows=17,
-        in_batch=True, closing=True, is_last_batch=True,
+        epoch=3, epochs_trained=3, batch_idx=6, batches=37, optimizer_steps=18, own_steps=3, skipped_steps=2,
+        windows=17, in_batch=True, closing=True, is_last_batch=True,
     )  # fmt: skip
     state = progress.state_dict()
     assert state == {
-        "epoch": 3, "batch_idx": 6, "batches": 37, "optimizer_steps": 18, "skipped_steps": 2, "windows": 18,
-        "closing": False, "zero_grads": 0, "schedule_steps": 0, "epoch_start": [0] * 6, "is_last_batch": True,
-        "cut_short": 0, "is_followed_up": True, "owes_validation": False, "has_validated": False,
+        "epoch": 3, "batch_idx": 6, "batches": 37, "optimizer_steps": 18, "own_steps": 3, "skipped_steps": 2,
+        "windows": 18, "closing": False, "zero_grads": 0, "schedule_steps": 0, "epoch_start": [0] * 6,
+        "is_last_batch": True, "cut_short": 0, "is_followed_up": True, "owes_validation": False, "has_validated": False,
     }  # fmt: skip
     restored = FitProgress(in_batch=True, closing=True, is_last_batch=True)
     restored.load_state_dict(state)
@@ -84,6 +84,7 @@ def test_the_state_inside_an_epoch():
         batches=37,
         batches_started=37,
         optimizer_steps=18,
+        own_steps=3,
         skipped_steps=2,
         windows=18,
         is_last_batch=True,

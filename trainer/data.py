@@ -279,6 +279,11 @@ def _with_last(source: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
     yield batch, True
 
 
+def as_it_is(value: Any = None, *_: Any) -> Any:
+    """Stands where a loop has nothing to do."""
+    return value
+
+
 class Transfer:
     """Moves batches to the device, through the user's hooks where there are any.
 

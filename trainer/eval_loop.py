@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data import EndOfPass, Loaders
+from trainer.data import EndOfPass, Loaders, as_it_is
 from trainer.engine import Engine
 from trainer.hooks import NO_HOOKS, Hooks
 from trainer.metrics import MetricStore, PublishedMetrics, Recorder
@@ -65,10 +65,10 @@ class EvalLoop:
         # what belongs to one run; see prepare
         self.hooks: Hooks = NO_HOOKS
         self.module: nn.Module = nn.Module()
-        self.transfer: Callable[[Any, int], Any] = _as_it_is
+        self.transfer: Callable[[Any, int], Any] = as_it_is
         self.loaders: Loaders | None = None
         self.inference_mode = False
-        self.step: Callable[..., Any] = _as_it_is
+        self.step: Callable[..., Any] = as_it_is
         self.on_batch_start = NO_HOOKS.of(f"on_{stage}_batch_start")
         self.on_batch_end = NO_HOOKS.of(f"on_{stage}_batch_end")
 
@@ -97,7 +97,7 @@ class EvalLoop:
         self.loaders = loaders
         self.inference_mode = inference_mode
         self.progress.seen_batches.clear()
-        self.step = self.engine.step_function(f"{self.stage}_step") if loaders is not None else _as_it_is
+        self.step = self.engine.step_function(f"{self.stage}_step") if loaders is not None else as_it_is
         self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
         self.on_batch_end = hooks.of(f"on_{self.stage}_batch_end")
 
@@ -227,7 +227,3 @@ class EvalLoop:
 def _put_back(modes: dict[nn.Module, bool]) -> None:
     for part, training in modes.items():
         part.training = training
-
-
-def _as_it_is(batch: Any, *_: Any) -> Any:
-    return batch

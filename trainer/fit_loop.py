@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainer import optimization
 from trainer.accumulation import AccumulationWindow
-from trainer.data import TrainingBatches
+from trainer.data import TrainingBatches, as_it_is
 from trainer.engine import Engine
 from trainer.hooks import NO_HOOKS, Hook, Hooks
 from trainer.limits import FitLimits
@@ -73,14 +73,15 @@ class FitLoop:
         # what belongs to one run
         self.hooks: Hooks = NO_HOOKS
         self.batches = TrainingBatches(None)
-        self.transfer: Callable[[Any], Any] = _as_it_is  # to the device, through the user's transfer hooks
+        self.transfer: Callable[[Any], Any] = as_it_is  # to the device, through the user's transfer hooks
         self.optimizers: list[Optimizer] = []  # bare torch optimizers; a live list
-        self.schedules = Schedules([], _as_it_is, dict)
+        self.schedules = Schedules([], as_it_is, dict)
         self.clip_gradients: Clip | None = None  # between `on_before_optimizer_step` and the step
         self.validate: Callable[[], None] | None = None  # one validation, where there is anything to validate
         self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has of this process
         self.train: Callable[[Any, int, bool], None] = self.train_batch
-        self.training_step: Callable[..., Any] = _as_it_is
+        self.choose_way: Callable[[], Any] = as_it_is  # sets `train` anew, where exchanged optimizers want that
+        self.training_step: Callable[..., Any] = as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
         self.zero_grad: Callable[[Optimizer], None] = optimization.clear_gradients
@@ -101,7 +102,7 @@ class FitLoop:
         self.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unsettled, self.outcome, self.grad_norms = (), None, {}
         self.window.reset()
-        self.schedules = schedules
+        self.schedules, self.choose_way = schedules, as_it_is
         self.take_optimizers()
         self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
         self.train = self.train_batch
@@ -115,6 +116,7 @@ class FitLoop:
         self.optimizers = self.engine.optimizers
         self.zero_grad = optimization.zero_grad_of(self.optimizers)
         self.schedules.follow(self.engine.schedules)
+        self.choose_way()
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
@@ -148,6 +150,8 @@ class FitLoop:
         if progress.batches_this_epoch == 0:
             progress.begin_epoch()
             self.hooks.on_train_epoch_start()
+            if self.optimizers is not self.engine.optimizers:
+                self.take_optimizers()
             return
         if not progress.is_followed_up:
             self.follow_up()
@@ -354,7 +358,3 @@ class FitLoop:
             self.advance_by_step()
             self.progress.windows += 1
         self.window.reset()
-
-
-def _as_it_is(value: Any, *_: Any) -> Any:
-    return value

@@ -38,6 +38,8 @@ class FitProgress:
         optimizer_steps: optimizer steps attempted, skipped ones included, each optimizer counted; windows without a
             loss count as well, and an ``optimizer_step`` of the module's own once a call; ``trainer.global_step``. The
             fit loop, at each step of an optimizer.
+        own_steps: those of them that the module has counted itself, as it steps optimizers past their wrappers. Who
+            writes Lightning's count (``compat/loop_state.py``).
         skipped_steps: weight updates skipped because a gradient was not finite. The fit loop, when a step settles.
         windows: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
             window's last batch (after that batch is logged).
@@ -63,6 +65,7 @@ class FitProgress:
     batches_started: int = 0
     batches: int = 0
     optimizer_steps: int = 0
+    own_steps: int = 0
     skipped_steps: int = 0
     windows: int = 0
     zero_grads: int = 0
@@ -108,6 +111,11 @@ class FitProgress:
         if self.owes_validation:
             self.owes_validation, self.has_validated = False, True
 
+    def count_own_steps(self, steps: int) -> None:
+        """The module says how many optimizer steps there have been."""
+        self.own_steps += steps - self.optimizer_steps
+        self.optimizer_steps = steps
+
     def jump_to_batch(self, count: int) -> None:
         """As if ``count`` batches of the epoch had started."""
         self.batch_idx, self.batches_started = count - 1, self.epoch_start.batches_started + count
@@ -140,6 +148,7 @@ class FitProgress:
             "batch_idx": -1 if over else self.batches_trained_this_epoch - 1,
             "batches": self.batches,
             "optimizer_steps": self.optimizer_steps,
+            "own_steps": self.own_steps,
             "skipped_steps": self.skipped_steps,
             "windows": self.windows + (self.closing and not follows),
             "closing": self.closing and follows,
@@ -169,7 +178,7 @@ class FitProgress:
         start = EpochStart(*state.get("epoch_start", ()))
         self.epoch_start = replace(start, batches_started=start.batches)  # a batch that was under way is no more
         self.batches = self.batches_started = state["batches"]
-        self.optimizer_steps = state["optimizer_steps"]
+        self.optimizer_steps, self.own_steps = state["optimizer_steps"], state.get("own_steps", 0)
         self.skipped_steps = state["skipped_steps"]
         self.windows = state["windows"]
         self.is_last_batch = state.get("is_last_batch", False)

@@ -117,6 +117,9 @@ class ClosureOptimization:
             :meth:`step`.
         wrapped: returns the optimizers in the form the module knows them in (Lightning's wrappers).
 
+    Attributes:
+        evaluates_again: whether an optimizer does, several times a step.
+
     Raises:
         ConfigurationError: an optimizer evaluates the loss several times a step, and the loss is scaled: an overflow
             in one of the evaluations could not be undone.
@@ -127,7 +130,7 @@ class ClosureOptimization:
         self._optimizer_step = optimizer_step
         self._wrapped = wrapped
         self._stepped: list[Optimizer] = []
-        self._evaluates_again = any(needs_closure(optimizer) for optimizer in loop.optimizers)
+        self.evaluates_again = any(needs_closure(optimizer) for optimizer in loop.optimizers)
         self._earlier: list[_Pass] = []
         _refuse_impossible_closures(loop)
 
@@ -148,7 +151,7 @@ class ClosureOptimization:
                 self._earlier.clear()  # nobody will want them again
             else:
                 self._evaluate(this)
-                if self._evaluates_again:
+                if self.evaluates_again:
                     self._earlier.append(this)
         _finish_update(loop, self._stepped)
         loop.end_batch(this.outputs, batch, batch_idx)
@@ -211,7 +214,7 @@ class ClosureOptimization:
         last.is_evaluated = True
         loss = self._evaluate(last)
         shares = [one.share * self._loop.window.correction for one in self._earlier if one.share is not None]
-        if not shares and not (loss is None and self._evaluates_again):
+        if not shares and not (loss is None and self.evaluates_again):
             return loss
         zero = torch.zeros((), device=self._loop.engine.device)  # what there is nothing to learn from is no number
         return sum(shares, zero if loss is None else loss)

@@ -533,7 +533,8 @@ class Trainer(TrainerBase):
             self._attach(model, {_STAGES[fn]: dataloaders}, datamodule, ckpt_path)
             results = self.engine.launch(self._run, self.module, weights_only) or []
         if loop.verbose and self.is_global_zero:
-            print_results(results, fn.value)
+            view = self.test_loop if fn is TrainerFn.TESTING else self.validate_loop
+            print_results(results, fn.value, view.print_results)
         return results
 
     def _attach(
@@ -724,16 +725,8 @@ class Trainer(TrainerBase):
             validate=self._validate_inside_fit if self.enable_validation else None,
             resume=None if self._process_state is None else self._resume_process,
         )
-        side_door: ManualOptimization | ClosureOptimization | None = None
-        if not module.automatic_optimization:
-            side_door = ManualOptimization(loop)
-        elif hooks.override_of("optimizer_step") or self._optimizer_takes_closure:
-            optimizer_step = with_closure(hooks.of_module("optimizer_step"))
-            side_door = ClosureOptimization(loop, optimizer_step, lambda: self.engine.wrapped_optimizers)
-        self.engine.adapter.side_door = side_door
-        self.process.kept_batches = side_door if isinstance(side_door, ClosureOptimization) else None
-        if side_door is not None:
-            loop.train = side_door.train_batch
+        side_door = self._take_way(hooks)
+        loop.choose_way = partial(self._follow_optimizers, hooks)
         if (halving := self._first_callback(HalveOnOutOfMemory)) is not None:
             halving.check(side_door, isinstance(loaders, DrawnLoaderSet))
             parts = SplitBatches(loop, halving.limit, halving.measure, halving.split, halving.announce)
@@ -745,6 +738,38 @@ class Trainer(TrainerBase):
         if profiling is not None:
             profiling.watch_fit(loop, hooks, side_door)
             self._session.callback(profiling.leave_fit, loop)
+
+    def _take_way(self, hooks: Hooks) -> ManualOptimization | ClosureOptimization | None:
+        """Have batches take the way that module and optimizers want. Returns the side door, if it is one."""
+        side_door: ManualOptimization | ClosureOptimization | None = None
+        if not self._module.automatic_optimization:
+            side_door = ManualOptimization(self.loop)
+        elif hooks.override_of("optimizer_step") or self._optimizer_takes_closure:
+            optimizer_step = with_closure(hooks.of_module("optimizer_step"))
+            side_door = ClosureOptimization(self.loop, optimizer_step, lambda: self.engine.wrapped_optimizers)
+        self.engine.adapter.side_door = side_door
+        self.process.kept_batches = side_door if isinstance(side_door, ClosureOptimization) else None
+        self.loop.train = self.loop.train_batch if side_door is None else side_door.train_batch
+        return side_door
+
+    def _follow_optimizers(self, hooks: Hooks) -> None:
+        """Take another way where somebody has exchanged the optimizers, and these want another one."""
+        before = self.engine.adapter.side_door
+        wants = bool(hooks.override_of("optimizer_step")) or self._optimizer_takes_closure
+        again = any(map(needs_closure, self.optimizers))
+        if isinstance(before, ManualOptimization) or (
+            not wants if before is None else wants and before.evaluates_again == again
+        ):
+            return
+        draws = isinstance(self.loop.batches.loaders, DrawnLoaderSet)
+        if self.progress.in_batch or draws or self._profiling or self._first_callback(HalveOnOutOfMemory):
+            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            raise ConfigurationError(
+                f"The optimizers have been exchanged for {names}, one of which evaluates the loss itself, or did so"
+                " before. Do this in `on_train_epoch_start` or between two epochs; and not with a profiler,"
+                " `HalveOnOutOfMemory` or a `training_step` that draws its own batches."
+            )
+        self._take_way(hooks)
 
     def _prepare_evaluation(self, hooks: Hooks, stage: RunningStage, inference_mode: bool) -> None:
         module, loop = self._module, self.eval_loops[stage]
@@ -1003,8 +1028,7 @@ class Trainer(TrainerBase):
 
     def _dump(self, weights_only: bool) -> dict[str, Any]:
         self.loop.settle()
-        val_progress, automatic = self.eval_loops[RunningStage.VALIDATING].progress, self._module.automatic_optimization
-        loops = loop_state.loops_of(self.progress, val_progress, self.loop.window, automatic)
+        loops = loop_state.loops_of(self)
         loops["fit_loop"]["state_dict"].update(self.data.state_dict())
         as_lightning = hparams.as_lightning(loops, self.module, self.datamodule)
         scope = ModuleScope(self._module)

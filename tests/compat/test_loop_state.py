@@ -194,3 +194,19 @@ def test_a_run_that_counts_steps_goes_on_where_its_last_step_was(saver: Any, tmp
     theirs, mine = run_both(scenario)
     assert mine == theirs
     assert mine == [(0, 1), (0, 2), "epoch", (1, 0), "epoch", (1, 0), (1, 1), (1, 2)]
+
+
+def test_what_was_predicted_and_tested_is_counted_in_what_is_saved_afterwards(tmp_path: Path) -> None:
+    def scenario(make: Any) -> Any:
+        trainer, module = make(max_epochs=1), Classifier()
+        trainer.fit(module, data(4), data(4))
+        trainer.test(module, data(6), verbose=False)
+        for samples in (2, 8):
+            trainer.predict(module, data(samples))
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+        loops = torch.load(tmp_path / "after.ckpt", weights_only=True)["loops"]
+        return loops["test_loop"], loops["predict_loop"], loops["validate_loop"]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine[1]["batch_progress"]["total"]["completed"] == 5

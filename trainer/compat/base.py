@@ -31,7 +31,7 @@ from trainer.compat.logging import ResultsView
 from trainer.compat.precision import PrecisionAdapter
 from trainer.compat.signals import Signals
 from trainer.compat.tuning import CheckpointConnectorView
-from trainer.compat.views import EvalLoopView, FitLoopView
+from trainer.compat.views import EvalLoopView, FitLoopView, LoopPlace
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
 from trainer.metrics import MetricStore, PublishedMetrics, Recorder
@@ -74,10 +74,10 @@ class TrainerBase(LightningTrainer):
     val_check_interval: int | float
     num_sanity_val_steps: int | float
     reload_dataloaders_every_n_epochs: int
-    fit_loop: FitLoopView
-    validate_loop: EvalLoopView
-    test_loop: EvalLoopView
-    predict_loop: EvalLoopView
+    fit_loop = LoopPlace[FitLoopView]()
+    validate_loop = LoopPlace[EvalLoopView]()
+    test_loop = LoopPlace[EvalLoopView]()
+    predict_loop = LoopPlace[EvalLoopView]()
 
     barebones: bool
     enable_autolog_hparams: bool

@@ -8,7 +8,7 @@ its way here through :class:`ResultsView`.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -438,6 +438,9 @@ def _misuse(message: str) -> Exception:
     return MisconfigurationException(message)
 
 
-def print_results(results: list[dict[str, float]], stage: str) -> None:
-    """Print what an evaluation logged as a table, a column for each dataloader; as Lightning does."""
+def print_results(results: list[dict[str, float]], stage: str, own: Callable[..., None] | None = None) -> None:
+    """Print what an evaluation logged as a table, a column for each dataloader; as Lightning or ``own`` does."""
+    if own is not None:
+        own([{name: torch.tensor(value) for name, value in result.items()} for result in results], stage)
+        return
     _EvaluationLoop._print_results(results, stage)  # type: ignore[arg-type]  # tensors there, numbers here

@@ -23,6 +23,7 @@ from lightning.pytorch.loops.progress import (
     _SchedulerProgress,
     _StartedTracker,
 )
+from lightning.pytorch.trainer.states import RunningStage
 
 from trainer.accumulation import AccumulationWindow
 from trainer.progress import EpochStart, EvalProgress, FitProgress
@@ -68,8 +69,13 @@ def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: boo
 
 
 def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
-    """``fit_loop.epoch_loop.manual_optimization.optim_step_progress``, whose ``current`` is the run's, too."""
-    return _Progress(*(_two(fit.optimizer_steps * by_hand) for _ in range(2)))
+    """``fit_loop.epoch_loop.manual_optimization.optim_step_progress``, whose ``current`` is the run's, too.
+
+    A module that steps optimizers past their wrappers adds to ``total.completed``, or else nothing would be saved.
+    """
+    total, current = (_two((fit.optimizer_steps - fit.own_steps) * by_hand) for _ in range(2))
+    total.completed = fit.optimizer_steps * by_hand
+    return _Progress(_Steps(total, {"completed": fit.count_own_steps}), _Steps(current, {}))
 
 
 def evaluation_of(progress: EvalProgress, epoch: int | None = None) -> _BatchProgress:
@@ -103,11 +109,16 @@ def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow,
     }
 
 
-def loops_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow, automatic: bool) -> dict[str, Any]:
-    """The ``loops`` part of a checkpoint; the arguments are those of :func:`fit_loop_of`."""
-    loops: dict[str, Any] = {"fit_loop": fit_loop_of(fit, val, window, automatic)}
-    for name in ("validate", "test", "predict"):  # their checkpoints are those of a fit that has been
-        batches = evaluation_of(EvalProgress()).state_dict()
+def loops_of(trainer: Any) -> dict[str, Any]:
+    """The ``loops`` part of a checkpoint of ``trainer``, without what is ours alone."""
+    automatic = trainer.lightning_module is None or trainer.lightning_module.automatic_optimization
+    done = {stage: loop.progress for stage, loop in trainer.eval_loops.items()}
+    fit_loop = fit_loop_of(trainer.progress, done[RunningStage.VALIDATING], trainer.loop.window, automatic)
+    loops: dict[str, Any] = {"fit_loop": fit_loop}
+    # our one loop for all validations is that of the fit; what was tested or predicted since, a later save has, too
+    after = {"validate": EvalProgress(), "test": done[RunningStage.TESTING], "predict": done[RunningStage.PREDICTING]}
+    for name, progress in after.items():
+        batches = evaluation_of(progress).state_dict()
         if name == "predict":
             del batches["is_last_batch"]
         loops[f"{name}_loop"] = {"state_dict": {}, "batch_progress": batches}
@@ -140,6 +151,7 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     progress.closing = False
     # one of them is 0, but in checkpoints from before 1.6.5, brought up to date, which have both
     progress.optimizer_steps = max(automatic["total"]["completed"], manual["total"]["completed"])
+    progress.own_steps = manual["total"]["completed"] - manual["total"]["ready"]
     windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
     # inside an epoch Lightning counts a window after all that may write a checkpoint; by hand, each batch is one
     closed = total["processed"] if manual["total"]["completed"] else progress.optimizer_steps

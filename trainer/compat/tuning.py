@@ -98,10 +98,7 @@ class CheckpointConnectorView(_CheckpointConnector):
         self.trainer._checkpoint = checkpoint
 
     def _get_loops_state_dict(self) -> dict[str, Any]:
-        trainer = self.trainer
-        automatic = trainer.lightning_module is None or trainer.lightning_module.automatic_optimization
-        validation = trainer.eval_loops[RunningStage.VALIDATING].progress
-        return loop_state.loops_of(trainer.progress, validation, trainer.loop.window, automatic)
+        return loop_state.loops_of(self.trainer)
 
     def restore_callbacks(self) -> None:
         """Put back the callbacks' states."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
@@ -21,11 +22,13 @@ from lightning_utilities.core.rank_zero import WarningCache, rank_zero_debug, ra
 
 from trainer.compat import loop_state, tuning
 from trainer.compat.logging import ResultsView
+from trainer.errors import ConfigurationError
 from trainer.eval_loop import EvalLoop
 from trainer.fit_loop import FitLoop
 from trainer.side_doors import ForwardOnly
 
 _warnings = WarningCache()
+View = TypeVar("View")
 
 
 def is_automatic(trainer: Any) -> bool:
@@ -46,6 +49,46 @@ def announce_end(trainer: Any) -> None:
         rank_zero_debug("`Trainer.fit` stopped: `trainer.should_stop` was set.")
 
 
+class LoopPlace(Generic[View]):
+    """Where a Trainer, or a loop, has one of its loops: a view of ours.
+
+    Of a loop of Lightning's that a program puts there, the table of its results is taken, and it may override nothing
+    else: it would not run.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, holder: Any, owner: type | None = None) -> View:
+        place: Any = self if holder is None else vars(holder)[self._name]  # asked of the class it is the place itself
+        view: View = place
+        return view
+
+    def __set__(self, holder: Any, loop: Any) -> None:
+        if type(loop).__module__ == __name__ or not isinstance(loop, _Loop):  # a view, or nothing that could run
+            vars(holder)[self._name] = loop
+            return
+        own = _overrides_of(loop)
+        if own - {"_print_results"}:
+            raise ConfigurationError(
+                f"Got a loop of the class {type(loop).__name__} for `{self._name}`, expected one that overrides at most"
+                f" `_print_results`, not {', '.join(sorted(own - {'_print_results'}))}: the loops that run are our own."
+                " Use hooks of the module or of a callback."
+            )
+        if own:
+            vars(holder)[self._name].print_results = getattr(loop, "_print_results")  # noqa: B009
+
+
+def _overrides_of(loop: Any) -> set[str]:
+    """What the loop's class, or those between it and Lightning's, define anew."""
+    own: set[str] = set()
+    for cls in type(loop).__mro__:
+        if cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
+            break
+        own |= {name for name in vars(cls) if hasattr(_Loop, name) or not name.startswith("__")}
+    return own - set(vars(type("", (), {})))
+
+
 class EvalLoopView:
     """``trainer.validate_loop``, ``test_loop``, ``predict_loop`` and ``fit_loop.epoch_loop.val_loop``."""
 
@@ -53,6 +96,7 @@ class EvalLoopView:
         self.trainer = self._trainer = trainer
         self._loop = loop
         self._stage = stage
+        self.print_results: Callable[[list[dict[str, Any]], str], None] | None = None  # a table of somebody's own
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # the tuner asks what kind of loop it has
@@ -249,6 +293,8 @@ class ManualOptimizationView(_ManualOptimization):
 class EpochLoopView:
     """``fit_loop.epoch_loop``."""
 
+    val_loop = LoopPlace[EvalLoopView]()
+
     def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoopView) -> None:
         self.trainer = self._trainer = trainer
         self._loop = loop
@@ -360,6 +406,8 @@ class MonitoredMetrics(Mapping[str, Any]):
 
 class FitLoopView:
     """``trainer.fit_loop``."""
+
+    epoch_loop = LoopPlace[EpochLoopView]()
 
     def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoop) -> None:
         self.trainer = self._trainer = trainer

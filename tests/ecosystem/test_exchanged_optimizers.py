@@ -1,0 +1,152 @@
+"""Optimizers that libraries exchange, step past Lightning's wrappers, or count by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.ecosystem.test_subclassed_trainers import end_of
+from tests.parity import Learner, data, ours, run_both
+from trainer.errors import ConfigurationError
+
+
+class SwitchOptimizer(Callback):
+    """Another optimizer from an epoch on; a schedule of it, too."""
+
+    def __init__(self, kind: type, at: int = 1, **options: Any) -> None:
+        self.kind, self.at, self.options = kind, at, options
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == self.at:
+            trainer.strategy.optimizers = [self.kind(pl_module.parameters(), **self.options)]
+
+
+class SwitchSchedule(Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            new = torch.optim.lr_scheduler.StepLR(trainer.optimizers[0], 1, gamma=0.5)
+            trainer.lr_scheduler_configs[0].scheduler = new
+
+
+class Scheduled(Learner):
+    def __init__(self, kind: type = torch.optim.Adam, **options: Any) -> None:
+        super().__init__()
+        self.kind, self.options = kind, options
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(self.parameters(), **self.options)
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)]
+
+
+LBFGS = {"lr": 0.1, "max_iter": 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((torch.optim.Adam, {}), (torch.optim.SGD, {"lr": 0.1})),
+        ((torch.optim.Adam, {}), (torch.optim.LBFGS, LBFGS)),
+        ((torch.optim.LBFGS, LBFGS), (torch.optim.Adam, {})),
+        ((torch.optim.LBFGS, LBFGS), (torch.optim.LBFGS, {**LBFGS, "max_iter": 2})),
+    ],
+)
+def test_an_optimizer_is_exchanged_between_epochs(before: Any, after: Any) -> None:
+    def scenario(make: Any) -> Any:
+        module = Scheduled(before[0], **before[1])
+        trainer = make(max_epochs=3, callbacks=[SwitchOptimizer(after[0], **after[1])])
+        trainer.fit(module, data(6))
+        return end_of(trainer, module), type(trainer.optimizers[0]).__name__
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_a_schedule_is_exchanged_between_epochs() -> None:
+    def scenario(make: Any) -> Any:
+        module = Scheduled()
+        trainer = make(max_epochs=3, callbacks=[SwitchSchedule()])
+        trainer.fit(module, data(6))
+        return end_of(trainer, module), trainer.optimizers[0].param_groups[0]["lr"]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_an_optimizer_that_evaluates_the_loss_cannot_come_in_the_middle_of_a_batch() -> None:
+    class Switches(Scheduled):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.strategy.optimizers = [torch.optim.LBFGS(self.parameters())]
+
+    with pytest.raises(ConfigurationError, match=r"exchanged for LBFGS, .* Do this in `on_train_epoch_start`"):
+        ours(max_epochs=1).fit(Switches(), data(2))
+
+
+def test_an_optimizer_of_the_same_kind_may_come_in_the_middle_of_an_epoch() -> None:
+    class Renews(Learner):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1 / (1 + batch_idx))]
+
+    def scenario(make: Any) -> Any:
+        module, trainer = Renews(), make(max_epochs=2)
+        trainer.fit(module, data(6))
+        return end_of(trainer, module)
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+class Competitive(Learner):
+    """Two models against each other; steps plain optimizers and schedules, and keeps Lightning's count by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(4)
+        self.discriminator = torch.nn.Linear(4, 1)
+        self.pairs: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.net, self.discriminator)]
+        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5) for optimizer in optimizers]
+        self.pairs = list(zip(optimizers, schedules, strict=True))
+        return optimizers, schedules
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for sign, (optimizer, schedule) in zip((1, -1), self.pairs, strict=True):
+            optimizer.zero_grad()
+            loss = self.loss(batch) * self.discriminator(batch[0]).square().mean()
+            self.manual_backward(sign * loss)
+            optimizer.step()
+            schedule.step()
+        self.log("train_loss", loss.item(), on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        epoch_loop.manual_optimization.optim_step_progress.total.completed += 1
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_module_that_counts_its_steps_itself_is_saved_and_goes_on(tmp_path: Path) -> None:
+    def scenario(make: Any) -> Any:
+        folder = tmp_path / type(make()).__module__
+        saver = ModelCheckpoint(folder, save_last=True)
+        trainer, module = make(max_epochs=2, callbacks=[saver], enable_checkpointing=True), Competitive()
+        trainer.fit(module, data(6))
+        saved = torch.load(saver.best_model_path, weights_only=True)
+        counts = saved["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"]
+        again = Competitive()
+        resumed = make(max_epochs=3, callbacks=[ModelCheckpoint(folder / "resumed")], enable_checkpointing=True)
+        resumed.fit(again, data(6), ckpt_path=saver.best_model_path)
+        files = sorted(path.name for path in folder.rglob("*.ckpt"))
+        return end_of(trainer, module), counts, saved["global_step"], end_of(resumed, again), files
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert mine[1] == {"total": {"ready": 0, "completed": 6}, "current": {"ready": 0, "completed": 0}}
+    assert mine[4] == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt", "last.ckpt"]

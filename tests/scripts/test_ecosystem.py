@@ -1,0 +1,184 @@
+"""The ecosystem suite sees what is the same, and what is not. No library, no network: a program of this file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from _ecosystem.compare import KNOWN, differences
+from _ecosystem.describe import Describer
+from _ecosystem.environments import package
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = '''
+"""A tiny module."""
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+REQUIRES = ("torch", "lightning")
+VARIES = ("number$",)
+
+
+class Tiny(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+def case_tiny(run):
+    """Fit, reload, resume."""
+    data = DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=4, shuffle=True)
+    trainer = run.Trainer(max_epochs=1, gradient_clip_val=0.1)
+    trainer.fit(Tiny(), data)
+    path = trainer.checkpoint_callback.best_model_path
+    run.reload(Tiny, path)
+    with run.resume():
+        Trainer(max_epochs=2, accelerator="cpu", enable_progress_bar=False).fit(Tiny(), data, ckpt_path=path)
+    run.keep("class", type(trainer).__module__)
+    run.keep("number", id(trainer))
+'''
+
+
+def test_runs_a_program_with_both_and_names_what_differs(tmp_path):
+    program = tmp_path / "tiny.py"
+    program.write_text(PROGRAM)
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- ecosystem: start -->\nold\n<!-- ecosystem: end -->\nafter\n")
+    words = ["--here", "--program", program, "--keep", tmp_path / "kept", "--markdown", page]
+    command = [sys.executable, str(ROOT / "scripts" / "ecosystem"), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 1, done.stderr[-2000:]
+    (row,) = json.loads((tmp_path / "kept" / "results.json").read_text())
+    assert row["errors"] == {}
+    assert row["columns"] == ["weights", "metrics", "hooks", "checkpoint", "reload", "resume", "results"]
+    unknown = [(one["column"], one["where"], one["theirs"]) for one in row["differences"] if not one["known"]]
+    assert unknown == [("results", "class", "'lightning.pytorch.trainer.trainer'")]
+    text = page.read_text()
+    assert "| tiny | tiny | same | same (1) | same | same (2) (3) (4) | same | same (1) | **differs** |" in text
+    assert "(1) Arguments: the norm before clipping is logged as `grad_norm`." in text
+    assert f"tiny: torch {torch.__version__.partition('+')[0]}" in text
+    assert "\nold\n" not in text
+    saved = torch.load(tmp_path / "kept" / "tiny" / "tiny" / "ours" / "record.pt", weights_only=False)
+    assert saved["hooks"]["1. fit: calls"]["Tiny.training_step"] == 3
+    assert (
+        saved["resume"]["hooks: 2. fit: calls"]["callback.on_train_batch_end"] == 3
+    )  # what the library builds is ours
+
+
+@pytest.mark.parametrize("words", [["unheard_of"], ["--program", "nowhere.py"]])
+def test_says_what_it_does_not_know(words):
+    command = [sys.executable, str(ROOT / "scripts" / "ecosystem"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert words[-1] in done.stderr
+    assert "expected" in done.stderr
+
+
+def record(**columns):
+    return {name: Describer("/here")(value) for name, value in columns.items()}
+
+
+def test_equal_to_the_bit():
+    weights = {"w": torch.tensor([1.0, torch.nan]), "n": torch.tensor(3), "loss": float("nan")}
+    assert differences(record(weights=weights), record(weights=weights)) == []
+    other = {**weights, "w": torch.tensor([1.0 + 2**-23, torch.nan])}
+    (one,) = differences(record(weights=weights), record(weights=other))
+    assert (one.column, one.where, one.kind, one.known) == ("weights", "w", "other", "")
+    assert one.ours == "1.19e-07 apart"
+
+
+@pytest.mark.parametrize("other", [1, 1.0, True, "1", None, torch.tensor(1), torch.tensor(1.0), [1], {"1": 1}])
+def test_types_differ(other):
+    one = record(results={"x": 1.0})
+    assert bool(differences(one, record(results={"x": other}))) is not (type(other) is float)
+
+
+def test_what_the_guide_names_is_known():
+    theirs = record(
+        checkpoint={"a.ckpt": {"loops": {"fit_loop": 1}}},
+        metrics={"rows": [["logger", 0, {"loss": 1.0}]]},
+    )
+    ours = record(
+        checkpoint={"a.ckpt": {"loops": {"fit_loop": 1, "amp_trainer": 2}}},
+        metrics={
+            "rows": [
+                ["logger", 0, {"loss": 1.0, "grad_norm": 2.0}],
+                ["logger", 0, {"grad_norm_epoch": 2.0, "epoch": 0}],
+            ]
+        },
+    )
+    found = differences(theirs, ours)
+    assert [(one.where, bool(one.known)) for one in found] == [
+        ("rows/grad_norm", True),
+        ("rows/grad_norm_epoch", True),
+        ("a.ckpt/loops/amp_trainer", True),
+    ]
+    assert [one.known for one in differences(ours, theirs)] == ["", ""]  # the other way round it is not
+
+
+def test_plain_numbers_are_known_in_checkpoints_only():
+    for column, known in (("checkpoint", True), ("results", False)):
+        (one,) = differences(
+            record(**{column: {"a.ckpt": {"n": np.int64(3)}}}), record(**{column: {"a.ckpt": {"n": 3}}})
+        )
+        assert bool(one.known) is known
+        (one,) = differences(
+            record(**{column: {"a.ckpt": {"n": np.int64(3)}}}), record(**{column: {"a.ckpt": {"n": 4}}})
+        )
+        assert not one.known
+
+
+def test_known_differences_are_quoted_from_the_guide():
+    guide = (ROOT / "docs" / "migrating-from-lightning.md").read_text()
+    sections = {part.partition("\n")[0]: " ".join(part.split()) for part in guide.split("\n## ")}
+    for known in KNOWN:
+        assert known.quote in sections[known.section]
+
+
+def test_what_varies_is_left_out():
+    theirs, ours = record(results={"id": 1, "x": 2}), record(results={"id": 3, "x": 4})
+    assert [one.where for one in differences(theirs, ours, ("^id$",))] == ["x"]
+
+
+class Thing:
+    def __init__(self, value):
+        self.value, self.me = value, self
+
+
+def test_descriptions():
+    describe = Describer("/here")
+    assert describe("/here/a") == "FOLDER/a"
+    assert describe(Thing) == f"{__name__}.Thing"
+    assert describe(Thing(3)) == {"class": f"{__name__}.Thing", "value": 3, "me": f"<{__name__}.Thing again>"}
+    assert describe(defaultdict(list, a=(1,))) == {"class": "collections.defaultdict", "a": ["builtins.tuple", 1]}
+    assert describe({1: 2, ("a",): 3}) == {"1": 2, "('a',)": 3}
+    assert describe(partial(Thing, 1))["args"] == ["builtins.tuple", 1]
+    assert torch.equal(describe(np.arange(3)), torch.arange(3))
+    assert describe(np.float32(0.5)) == {"class": "numpy.float32", "value": 0.5}
+    assert describe(np.array(["a", None], dtype=object))["values"] == ["a", "None"]
+
+
+def test_packages():
+    assert [package(one) for one in ("torch==2.15.0", "scvi_tools[all]>=1", "a.b")] == ["torch", "scvi-tools", "a-b"]
+    with pytest.raises(ValueError, match="Got the requirement '=='"):
+        package("==")
