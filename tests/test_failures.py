@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.errors import ConfigurationError, DataLoaderError
-from trainer.failures import batch_size_of, is_out_of_memory
+from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
+from trainer.failures import batch_size_of
 
 
 class Numbers(Dataset[Tensor]):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -154,3 +156,14 @@ def test_a_network_file_system_is_that_of_the_longest_mount(tmp_path):
 )
 def test_workers(usable, gpus, workers):
     assert machine.suggested_workers(usable, gpus) == workers
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("freebsd", 1024), ("darwin", 1)])
+def test_unit_of_the_peak_memory_where_there_is_no_proc(monkeypatch, platform, unit):
+    def no_proc(*_, **__):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(machine.Path, "read_text", no_proc)
+    monkeypatch.setattr(machine.sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1000))
+    assert machine.peak_memory() == 1000 * unit

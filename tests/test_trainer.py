@@ -659,8 +659,9 @@ def test_inference_mode(given: bool) -> None:
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self.look("test")
 
-        def predict_step(self, batch: Any, batch_idx: int) -> None:
+        def predict_step(self, batch: Any, batch_idx: int) -> int:
             self.look("predict")
+            return batch_idx
 
     trainer, module = ours(max_epochs=1, inference_mode=given), Look()
     trainer.fit(module, data(2), data(2))
@@ -684,6 +685,7 @@ class CountsSteps(Learner):
         return loss
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, where a graph ends
 def test_a_compiled_module_is_accepted() -> None:
     plain, compiled = CountsSteps(), CountsSteps()
     ours(max_epochs=2).fit(plain, data(8))

@@ -6,6 +6,7 @@ Each message says what was given, what was expected, and what to do. Invariants 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from pickle import UnpicklingError
 from typing import Any
@@ -119,6 +120,15 @@ ONE_PACKAGE = (
     " module that the config names."
 )
 """What to do where ``pytorch_lightning`` and ``lightning.pytorch`` are two packages and should be one."""
+
+
+_NO_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)|_ALLOC_FAILED", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, had less memory than somebody asked for. Needs no torch."""
+    named = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
+    return named or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

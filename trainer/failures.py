@@ -8,14 +8,14 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
 import traceback
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.errors import DataLoaderError
+from trainer import machine
+from trainer.errors import DataLoaderError, is_out_of_memory
 
 DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) (?P<how>is killed by signal: [\w ]+|exited unexpectedly)"
@@ -23,7 +23,6 @@ DEAD_WORKER = re.compile(
 """What torch says of a worker that has died."""
 _HUNG = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _RAISED = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory thread)")
-_NO_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)|_ALLOC_FAILED", re.IGNORECASE)
 _ABOUT_BATCHES = (IndexError, RuntimeError, TypeError, ValueError)
 _SHAPES = re.compile(
     r"shape|sizes? (of|mismatch)|channels|dimension|out of bounds|scalar type|dtype|\d+D", re.IGNORECASE
@@ -105,13 +104,6 @@ def _shared_memory_left() -> str:
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, had less memory than somebody asked for."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def let_go(error: BaseException) -> None:
@@ -197,14 +189,8 @@ def _peak(device: torch.device) -> str:
     if device.type == "mps":
         used, total = torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory()
         return f" (torch holds {_readable(used)}, recommended are up to {_readable(total)})"
-    try:
-        import resource
-    except ImportError:  # Windows
-        return ""
-    unit = 1 if sys.platform == "darwin" else 1024
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f" (at its peak the process took {_readable(used)}, of {_readable(total)})"
+    used, most = machine.peak_memory(), machine.memory().most
+    return f" (at its peak the process took {_readable(used)}, of {_readable(most)})" if used and most else ""
 
 
 # --- where a run is -------------------------------------------------------------------------------------------

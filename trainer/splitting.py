@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.failures import add_note, free_memory, is_out_of_memory, let_go
+from trainer.errors import is_out_of_memory
+from trainer.failures import add_note, free_memory, let_go
 from trainer.fit_loop import FitLoop
 from trainer.step_output import NOTHING, loss_in, outputs_of
 

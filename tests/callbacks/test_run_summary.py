@@ -2,7 +2,6 @@ import io
 import json
 import os
 import re
-import resource
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,13 +308,6 @@ def test_cuda_memory_and_time(tmp_path, summary, monkeypatch):
     assert summary.summary["devices"] == "1 x NVIDIA X"
     assert calls[0] == "reset"
     assert calls.count("synchronize") == 1 + 2 * 2 + 1  # train start, around each validation, train end
-
-
-@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_unit_of_the_peak_memory(monkeypatch, platform, unit):
-    monkeypatch.setattr(run_summary.sys, "platform", platform)
-    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1000))
-    assert run_summary._peak_memory(torch.device("cpu")) == 1000 * unit
 
 
 @dataclass

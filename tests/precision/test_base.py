@@ -72,6 +72,7 @@ class Stepping(Regression):
 
     def validation_step(self, batch, batch_idx):
         self.calls.append("validation_step")
+        return batch_idx
 
     test_step = predict_step = validation_step
 

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shlex
-import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer import machine
 from trainer.callbacks.curves import Curves, folders_of_loggers, logging_folder
 from trainer.callbacks.pace import batch_size
 from trainer.environment import ENVIRONMENT, write_environment
@@ -242,12 +242,7 @@ def _peak_memory(device: torch.device) -> int | None:
     """In bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return None
-    import resource  # not there on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
+    return machine.peak_memory() or None
 
 
 def _paths(trainer: "pl.Trainer") -> dict[str, str | list[str]]:

@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Any
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.schema import describe
+from trainer.cli.schema import describe, either
 from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.errors import did_you_mean
 
@@ -155,7 +155,7 @@ def _check_kind(value: Any, hint: Any, default: Any, key: str, target: str) -> N
             return
         shown = [describe(word) for word in words]
         raise UsageError(
-            f"{key} is {describe(value)}, but {target} expects {_either(shown)}.{did_you_mean(str(value), shown)}"
+            f"{key} is {describe(value)}, but {target} expects {either(shown)}.{did_you_mean(str(value), shown)}"
         )
     kinds = {typing.get_origin(member) or member for member in members}
     if not kinds <= _KINDS.keys() or value is None or isinstance(value, dict) or (default is None and not kinds):
@@ -166,11 +166,7 @@ def _check_kind(value: Any, hint: Any, default: Any, key: str, target: str) -> N
     if type(value) not in accepted and not (isinstance(value, bool) and int in accepted):
         named = [_KINDS[typing.get_origin(member) or member] for member in members]
         shown = sorted(dict.fromkeys(named), key="null".__eq__)  # which comes last
-        raise UsageError(f"{key} is {describe(value)}, but {target} expects {_either(shown)}.")
-
-
-def _either(words: list[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+        raise UsageError(f"{key} is {describe(value)}, but {target} expects {either(shown)}.")
 
 
 def _make(node: Any, key: str, allowlist: Allowlist) -> Any:

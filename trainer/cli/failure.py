@@ -29,6 +29,7 @@ from trainer.errors import (
     NonFiniteError,
     ResumeError,
     TrainerError,
+    is_out_of_memory,
 )
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,6 @@ _IN_WORKER = re.compile(
 )
 """What a dataset's error looks like by the time it arrives, up to its message. The last traceback is its own: before it
 come those of its causes."""
-
-_NO_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)|_ALLOC_FAILED", re.IGNORECASE)
 
 _TOLD = ".failure"
 """In the folder of a run of several processes: one of them has told already what ended it."""
@@ -223,7 +222,7 @@ def paragraph(error: BaseException) -> str:
         lines.append(f"In {found['where']}.")
     if not isinstance(error, TrainerError) and (place := where(error)):
         lines.append(f"Raised in {place}")
-    is_memory = _is_out_of_memory(error)
+    is_memory = is_out_of_memory(error)
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
     lines += [note.partition("\n")[0] if is_memory else note for note in notes]
     if advice := _advice(error, text):
@@ -290,7 +289,7 @@ def _advice(error: BaseException, text: str) -> str:
             return str(advice(error) if callable(advice) else advice)
     if isinstance(error, TrainerError):
         return ""
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return _about_memory(error)
     for pattern, advice in _BY_MESSAGE:
         if re.search(pattern, text):
@@ -347,11 +346,6 @@ _BY_KIND: tuple[tuple[Any, Any], ...] = (
     (ModuleNotFoundError, _about_missing_module),
     ((ConnectionError, TimeoutError, OSError), _about_system),
 )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    named = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
-    return named or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
 def _from_run(error: BaseException) -> BaseException:

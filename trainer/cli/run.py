@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import redaction
+from trainer import machine, redaction
 from trainer.cli import failure
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import build, check
@@ -367,9 +367,5 @@ def _peak_memory() -> dict[str, int]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return {"gpu": torch.cuda.max_memory_allocated()}
-    try:
-        import resource
-    except ImportError:  # Windows
-        return {}
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peak = machine.peak_memory()
+    return {"process": peak} if peak else {}

@@ -201,7 +201,7 @@ def mistake(settings: Mapping[str, Any]) -> str | None:
             written = [describe(word) for word in words]
             shown = written if len(written) < 10 else [*written[:3], "another of Lightning's"]
             return (
-                f"trainer.{name} is {describe(value)}, expected {_either(shown)}."
+                f"trainer.{name} is {describe(value)}, expected {either(shown)}."
                 f"{did_you_mean(describe(value), written)}"
             )
     for name, other in (("val_check_interval", "a number of batches, a share of an epoch, "), ("max_time", "")):
@@ -280,10 +280,11 @@ def expected(annotation: str) -> str:
         "None": "null",
         "Any": "a value",
     }
-    return _either([words.get(part, part) for part in annotation.split(" | ")])
+    return either([words.get(part, part) for part in annotation.split(" | ")])
 
 
-def _either(words: list[str]) -> str:
+def either(words: list[str]) -> str:
+    """``a, b or c``."""
     words = ", ".join(words).split(", ")
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 

@@ -121,11 +121,6 @@ class Record:
         """Why it failed; empty where it did not."""
         return str(self.result.get("error") or self.summary.get("error") or "")
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has said how it ended."""
-        return self.status not in ("running", "killed", "unfinished")
-
     @cached_property
     def objective(self) -> tuple[str, str] | None:
         """The metric that matters and which way it is better, "min" or "max"; None where nothing says so."""

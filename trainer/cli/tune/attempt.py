@@ -45,8 +45,7 @@ from trainer.cli.run import assemble
 from trainer.cli.tune import RangeTest, Try
 from trainer.cli.tune.apart import Tell
 from trainer.cli.tune.lr_range import LearningRateSweep
-from trainer.errors import ConfigurationError, PrecisionError
-from trainer.failures import is_out_of_memory
+from trainer.errors import ConfigurationError, PrecisionError, is_out_of_memory
 
 # Of the user's callbacks those stay that change what a step takes: activation checkpointing, averages of the weights,
 # whatever is the user's own. These save, log, stop, or do something else than to fail when memory runs out.

@@ -20,9 +20,6 @@ from trainer.cli.tune.search import largest
 
 _MARGIN = 0.9  # of the host's free memory: the rest is the system's, and what other processes grow by
 
-Attempt = Callable[[dict[str, Any]], Message]
-"""Runs a few training steps with a config, and says what came of it (`trainer.cli.tune.attempt.try_batch_size`)."""
-
 
 @dataclass
 class Tried:
