@@ -26,7 +26,7 @@ class Known:
         section: the guide's section.
         quote: what the guide says there, word for word.
         kind: ``"more"`` if only we have it, ``"less"`` if only Lightning does, ``"plain"`` if a number of numpy has
-            become a plain one, ``"other"`` if the values differ.
+            become a plain one, ``"plateau"`` in the state of a plateau schedule, ``"other"`` if the values differ.
     """
 
     column: str
@@ -50,6 +50,13 @@ KNOWN = [
         "plain",
     ),
     Known("resume", r"^metrics: [^/]*: (callback_metrics|seen/\d+/2)/", "Different on purpose", GO_ON),
+    Known(
+        "resume|checkpoint",
+        r"scheduler?s/\d+/(last_epoch|best|num_bad_epochs)$",
+        "Different on purpose",
+        "without the step of a plateau schedule",
+        "plateau",
+    ),
     Known("resume", r"^metrics: [^/]*: rows/\d+/1/without epoch$", "Different on purpose", GO_ON, "other"),
     Known(
         "checkpoint",
@@ -127,6 +134,7 @@ def walk(column: str, where: str, theirs: Any, ours: Any, found: list[Difference
         found.append(Difference(column, where, one, other, kind))
 
     if isinstance(theirs, dict) and isinstance(ours, dict):
+        before = len(found)
         for key in [*theirs, *(key for key in ours if key not in theirs)]:
             place = f"{where}/{key}" if where else key
             if key not in ours:
@@ -135,6 +143,9 @@ def walk(column: str, where: str, theirs: Any, ours: Any, found: list[Difference
                 found.append(Difference(column, place, "nothing", show(ours[key]), "more"))
             else:
                 walk(column, place, theirs[key], ours[key], found)
+        if {"best", "num_bad_epochs"} <= theirs.keys():
+            for one in found[before:]:
+                one.kind = "plateau" if one.kind == "other" else one.kind
     elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
         for index, (one, other) in enumerate(zip(theirs, ours, strict=True)):
             walk(column, f"{where}/{index}", one, other, found)

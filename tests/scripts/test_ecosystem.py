@@ -162,6 +162,15 @@ def test_plain_numbers_are_known_in_checkpoints_only():
         assert not one.known
 
 
+def test_a_plateau_schedule_is_known_in_resumed_runs_only():
+    theirs, ours = ({"schedules/0": {"best": 1.0, "num_bad_epochs": 0, "last_epoch": last}} for last in (2, 3))
+    (one,) = differences(record(resume=theirs), record(resume=ours))
+    assert (one.where, one.kind, bool(one.known)) == ("schedules/0/last_epoch", "plateau", True)
+    assert not differences(record(weights=theirs), record(weights=ours))[0].known
+    theirs, ours = ({"schedules/0": {"last_epoch": last}} for last in (2, 3))  # another schedule
+    assert not differences(record(resume=theirs), record(resume=ours))[0].known
+
+
 def test_known_differences_are_quoted_from_the_guide():
     guide = (ROOT / "docs" / "migrating-from-lightning.md").read_text()
     sections = {part.partition("\n")[0]: " ".join(part.split()) for part in guide.split("\n## ")}
