@@ -415,7 +415,7 @@ class Trainer(TrainerBase):
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         with self.profiler.profile("save_checkpoint"), training_weights(self.callbacks, self._module):
-            checkpoint = self._dump(bool(weights_only))
+            checkpoint = self._checkpoint_connector.dump_checkpoint(weights_only)
             if not weights_only:
                 savers.note(self, checkpoint, filepath)
             if self.resume:

@@ -475,3 +475,16 @@ def test_the_connector_knows_what_a_path_means(tmp_path: Path) -> None:
     theirs, mine = run_both(scenario)
     assert mine == theirs
     assert [Path(path).name for path in mine] == ["on_exception.ckpt", "a.ckpt", "hpc_ckpt_12.ckpt", "hpc_ckpt_13.ckpt"]
+
+
+def test_what_a_program_dumps_in_the_connectors_place_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scenario(make: Any) -> Any:
+        trainer = make(max_epochs=1)
+        trainer.fit(Learner(), data(2))
+        dump = trainer._checkpoint_connector.dump_checkpoint
+        monkeypatch.setattr(trainer._checkpoint_connector, "dump_checkpoint", lambda *args: {**dump(*args), "more": 1})
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        return torch.load(tmp_path / "x.ckpt", weights_only=True)["more"]
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs == 1
