@@ -247,7 +247,7 @@ class Curves(Callback):
         return folder
 
     def _folder(self, trainer: "pl.Trainer") -> Path | None:
-        return Path(self._dirpath).absolute() if self._dirpath else logging_folder(trainer)
+        return folder_of_files(trainer, self._dirpath)
 
     def _record(self, trainer: "pl.Trainer", stage: str) -> None:
         for name, value in trainer.callback_metrics.items():
@@ -327,12 +327,15 @@ class Curves(Callback):
         label_ends(axes, labels)
 
 
-def logging_folder(trainer: "pl.Trainer") -> Path | None:
-    """Where a run's files go: to those of its first logger, or ``trainer.default_root_dir``. Asks no other process.
+def folder_of_files(trainer: "pl.Trainer", given: str | os.PathLike[str] | None) -> Path | None:
+    """Where a callback writes the files of a run. Asks no other process.
 
-    A logger counts that names a folder of this machine, in a str or a Path: not an address, and not what a mock says.
-    None where ``default_root_dir`` is an address, too.
+    That is the folder that the callback was given, else that of the first logger, else ``trainer.default_root_dir``. A
+    logger counts if it names a folder of this machine, in a str or a Path: not an address, and not what a mock says.
+    None if ``default_root_dir`` is an address, too.
     """
+    if given:
+        return Path(given).absolute()
     folder = next(iter(folders_of_loggers(trainer)), str(trainer.default_root_dir))
     return None if "://" in folder else Path(folder).absolute()
 

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from trainer.callbacks.curves import logging_folder
+from trainer.callbacks.curves import folder_of_files
 from trainer.callbacks.pace import batch_size
 from trainer.errors import ConfigurationError
 
@@ -118,7 +117,7 @@ class InferenceSpeed(Callback):
             "inference_mode": torch.is_inference_mode_enabled(),
         }
         rank_zero_info(in_words(self.result))
-        folder = Path(self._dirpath) if self._dirpath else logging_folder(trainer)
+        folder = folder_of_files(trainer, self._dirpath)
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callbacks.curves import logging_folder
+from trainer.callbacks.curves import folder_of_files
 from trainer.errors import ConfigurationError, LossScaleCollapse
 from trainer.optimization import StepOutcome
 from trainer.postmortem.examine import examine
@@ -223,7 +223,7 @@ class OverflowReport(Callback):
         raise LossScaleCollapse("\n".join(lines))
 
     def _folder(self, trainer: Any) -> Path | None:
-        return Path(self.dirpath) if self.dirpath else logging_folder(trainer)
+        return folder_of_files(trainer, self.dirpath)
 
 
 class _BeforeSkips:

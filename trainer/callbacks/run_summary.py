@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer import machine
-from trainer.callbacks.curves import Curves, folders_of_loggers, logging_folder
+from trainer.callbacks.curves import Curves, folder_of_files, folders_of_loggers
 from trainer.callbacks.pace import batch_size
 from trainer.environment import ENVIRONMENT, write_environment
 
@@ -155,13 +155,12 @@ class RunSummary(Callback):
                 log.warning("The run's summary could not be written.", exc_info=True)
 
     def _folder(self, trainer: "pl.Trainer") -> Path | None:
-        return Path(self._dirpath).absolute() if self._dirpath else logging_folder(trainer)
+        return folder_of_files(trainer, self._dirpath)
 
     def _tell_environment(self, trainer: "pl.Trainer") -> None:
         folder = self._folder(trainer)
-        if (
-            folder is None or (folder / ENVIRONMENT).exists()
-        ):  # the command line has written it before it built anything
+        # the command line has written it before it built anything
+        if folder is None or (folder / ENVIRONMENT).exists():
             return
         with suppress(OSError):  # no reason to fail a fit, whose end will tell
             write_environment(folder)

@@ -283,7 +283,7 @@ def files_of(strategy: Strategy) -> CheckpointFiles | None:
 def without_objects(strategy: Strategy, path: str | Path) -> Iterator[None]:
     """Have ``strategy`` read the checkpoint ``path`` with stand-ins for the objects among its hyper-parameters.
 
-    Not one that is downloaded (``http://...``), which is read once.
+    A checkpoint at an address of the web (``http://...``) is read without them: it would be downloaded twice.
     """
     if (own := files_of(strategy)) is not None:
         own.wait()
