@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from tests.parity import Classifier, Learner, data, ours, plain, run_both
-from trainer.assembly import in_opening_order
+from trainer.compat.defaults import in_opening_order
 
 
 class Diary(Logger):

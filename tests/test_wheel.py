@@ -32,7 +32,7 @@ def run(words, installed, folder):
 def test_holds_the_packages_and_their_configs(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
-        "trainer/fit_loop.py",
+        "trainer/loops/fit.py",
         "trainer/py.typed",
         "trainer/conf/recipe/resnet50.yaml",
         "trainer/cli/report/template/page.css",

@@ -17,7 +17,7 @@ from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
     from trainer.compat.checkpoint_io import CheckpointFiles
-    from trainer.optimization import StepOutcome
+    from trainer.engine.optimization import StepOutcome
     from trainer.precision import LossScaler, Precision
     from trainer.trainer import Trainer
 
@@ -28,7 +28,7 @@ _HOMES = {
     "CheckpointFiles": "trainer.compat.checkpoint_io",
     "LossScaler": "trainer.precision.scaler",
     "Precision": "trainer.precision.base",
-    "StepOutcome": "trainer.optimization",
+    "StepOutcome": "trainer.engine.optimization",
     "Trainer": "trainer.trainer",
 }
 

@@ -33,8 +33,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer import arguments, assembly, failures, redaction
-from trainer.accumulation import AccumulationWindow, count_windows
+from trainer import arguments, diagnosis, redaction
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
@@ -42,7 +41,17 @@ from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.plain import readable
 from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
-from trainer.compat import checkpoint_folders, hparams, loop_state, modules, registry, restored_paths, resuming, savers
+from trainer.compat import (
+    checkpoint_folders,
+    defaults,
+    hparams,
+    loop_state,
+    modules,
+    registry,
+    restored_paths,
+    resuming,
+    savers,
+)
 from trainer.compat.averaging import attach_averaging, detach_averaging, training_weights
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import select_path
@@ -52,26 +61,27 @@ from trainer.compat.environment import defaults_from_environment, log_devices
 from trainer.compat.errors import TunerExit
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import ModuleScope, attach_log, detach_log, no_log, print_results
-from trainer.compat.metric_objects import MetricObjects
 from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
 from trainer.compat.signals import Signals
 from trainer.compat.tuning import CheckpointConnectorView
 from trainer.compat.views import EvalLoopView, FitLoopView, MonitoredMetrics, announce_end
-from trainer.data import Loaders, TrainingBatches, Transfer
+from trainer.data.batches import Loaders, TrainingBatches, Transfer
+from trainer.engine.optimization import Schedules, StepOutcome, clip_gradients, needs_closure, takes_closure
 from trainer.errors import ConfigurationError
-from trainer.eval_loop import EvalLoop
-from trainer.fit_loop import Clip, FitLoop
-from trainer.hooks import Hook, Hooks
-from trainer.limits import FitLimits
-from trainer.metrics import PublishedMetrics, Recorder, to_scalars
-from trainer.optimization import Schedules, StepOutcome, clip_gradients, needs_closure, takes_closure
+from trainer.loops.accumulation import AccumulationWindow, count_windows
+from trainer.loops.evaluation import EvalLoop
+from trainer.loops.fit import Clip, FitLoop
+from trainer.loops.hooks import Hook, Hooks
+from trainer.loops.side_doors import ClosureOptimization, ManualOptimization, draw_in_evaluation, draw_in_fit
+from trainer.loops.splitting import SplitBatches
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
-from trainer.progress import FitProgress
-from trainer.side_doors import ClosureOptimization, ManualOptimization, draw_in_evaluation, draw_in_fit
-from trainer.splitting import SplitBatches
+from trainer.state.metric_objects import MetricObjects
+from trainer.state.metrics import PublishedMetrics, Recorder, to_scalars
+from trainer.state.progress import FitProgress
+from trainer.state.stopping import FitLimits
 
 Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """What ``plugins`` may hold. A precision is no plugin here: it is the argument ``precision``."""
@@ -228,7 +238,7 @@ class Trainer(TrainerBase):
         self.dataloader_timeout = arguments.parse_timeout(dataloader_timeout)
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
-        self.profiler = assembly.build_profiler(profiler)
+        self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
         self.module: LightningModule | None = None
@@ -246,7 +256,7 @@ class Trainer(TrainerBase):
         self._profiling: Profiling | None = None
         self._session = ExitStack()
 
-        callbacks = assembly.build_callbacks(
+        callbacks = defaults.build_callbacks(
             callbacks,
             accumulate_grad_batches=accumulate_grad_batches,
             gradient_clip_val=gradient_clip_val,
@@ -268,7 +278,7 @@ class Trainer(TrainerBase):
         self.published = PublishedMetrics()
         self.log_metric = no_log
         self.recorder = Recorder(self.published, self.progress)
-        self.recorder.loggers = assembly.build_loggers(logger, self._default_root_dir, fast_dev_run=bool(fast_dev_run))
+        self.recorder.loggers = defaults.build_loggers(logger, self._default_root_dir, fast_dev_run=bool(fast_dev_run))
         shared: dict[str, Any] = {
             "engine": self.engine,
             "precision": plugin,
@@ -683,7 +693,7 @@ class Trainer(TrainerBase):
     def _call_setup_hooks(self) -> None:
         module = self._module
         modules.announce_device(self, module)
-        for logger in assembly.in_opening_order(self.loggers):
+        for logger in defaults.in_opening_order(self.loggers):
             _ = getattr(logger, "experiment", None)
         checkpoint_folders.claim(self, self._session)
         self.engine.barrier("pre_setup")
@@ -957,7 +967,7 @@ class Trainer(TrainerBase):
                 self.engine.kill()
             sys.exit(1)
         except BaseException as error:
-            named = failures.explain(error, self)
+            named = diagnosis.explain(error, self)
             with self._signal_connector.ending(error):
                 self._interrupt(named or error)
             if named is not None:
@@ -1056,7 +1066,7 @@ class Trainer(TrainerBase):
     def _set_clipping(self, limit: float | None, algorithm: str | None) -> None:
         self._gradient_clip_val, self._gradient_clip_algorithm = limit, algorithm
         others = [callback for callback in self.callbacks if not isinstance(callback, GradientClipping)]
-        self.callbacks = ordering.in_order([*others, *assembly.build_clipping(limit, algorithm)])
+        self.callbacks = ordering.in_order([*others, *defaults.build_clipping(limit, algorithm)])
 
     def _announce(self) -> None:
         """Say what the arguments mean that change much, and what the machine has."""

@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
-from trainer import assembly
 from trainer.callbacks import AlignmentAdvisor, alignment_advisor
 from trainer.callbacks.alignment_advisor import Misaligned, misaligned
+from trainer.compat import defaults
 from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 
@@ -126,7 +126,7 @@ def test_impossible_arguments(max_lines):
 
 
 def advisors(uses_tensor_cores: bool, given=None) -> list[AlignmentAdvisor]:
-    callbacks = assembly.build_callbacks(
+    callbacks = defaults.build_callbacks(
         given, accumulate_grad_batches=None, gradient_clip_val=None, gradient_clip_algorithm=None, max_time=None,
         enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False, writes_logs=False,
         default_checkpoint=ModelCheckpoint, barebones=False, scales_loss=False, detect_anomaly=False,

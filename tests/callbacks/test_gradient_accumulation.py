@@ -1,4 +1,4 @@
-"""GradientAccumulation as a callback; that its arithmetic is exact is in tests/test_fit_loop.py."""
+"""GradientAccumulation as a callback; that its arithmetic is exact is in tests/loops/test_fit.py."""
 
 from __future__ import annotations
 

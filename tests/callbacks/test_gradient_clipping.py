@@ -1,4 +1,4 @@
-"""GradientClipping as a callback; that its arithmetic is torch's, to the bit, is in tests/test_fit_loop.py."""
+"""GradientClipping as a callback; that its arithmetic is torch's, to the bit, is in tests/loops/test_fit.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a part of a batch; how parts are run is in ``tests/test_splitting.py``."""
+"""What is a part of a batch; how parts are run is in ``tests/loops/test_splitting.py``."""
 
 from __future__ import annotations
 

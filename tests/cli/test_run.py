@@ -221,7 +221,7 @@ def test_what_the_trainer_refuses_is_told_without_a_traceback(capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["trainer.cli.run._execute", "trainer.fit_loop.FitLoop.run"])
+@pytest.mark.parametrize("where", ["trainer.cli.run._execute", "trainer.loops.fit.FitLoop.run"])
 def test_interrupted(where, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from tests.parity import Classifier, Learner, RecordingLogger, data, ours, run_both, weights
 from trainer.compat.loaders import LoaderSet
-from trainer.data import TrainingBatches
+from trainer.data.batches import TrainingBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 

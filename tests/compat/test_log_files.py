@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from trainer.assembly import in_opening_order
 from trainer.compat import log_files
-from trainer.default_logger import default_logger
+from trainer.compat.default_logger import default_logger
+from trainer.compat.defaults import in_opening_order
 
 MAKE = {
     "default": lambda folder: default_logger(str(folder)),

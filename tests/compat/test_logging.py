@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.parity import Learner
 from trainer.compat.logging import ModuleLog, ModuleScope, ResultsView, attach_log, detach_log
-from trainer.metrics import MetricStore
+from trainer.state.metrics import MetricStore
 
 
 def stand_in(module: Any, *, training: bool = True, world_size: int = 1) -> Any:

@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
-from tests.test_hooks import Manual, Scheduled
-from trainer.accumulation import AccumulationWindow
+from tests.loops.test_hooks import Manual, Scheduled
 from trainer.compat.loop_state import fit_loop_of, progress_from
-from trainer.progress import EpochStart, EvalProgress, FitProgress
+from trainer.loops.accumulation import AccumulationWindow
+from trainer.state.progress import EpochStart, EvalProgress, FitProgress
 
 BETWEEN_EPOCHS = FitProgress(epoch=2, epochs_trained=2, batches=12, optimizer_steps=6, windows=6, is_last_batch=True)
 IN_AN_EPOCH = FitProgress(

@@ -24,8 +24,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.parity import Classifier, Learner, assert_same_weights, data, ours, run_both
 from trainer import Trainer
+from trainer.data.worker_signals import Outliving
 from trainer.errors import RequeueError
-from trainer.worker_signals import Outliving
 
 
 @pytest.fixture(autouse=True)

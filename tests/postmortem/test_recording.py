@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from tests.support import Regression, fit_and_watch, make_batches, native_fp16
-from trainer import rng
-from trainer.accumulation import AccumulationWindow
 from trainer.callbacks import OverflowReport
+from trainer.loops.accumulation import AccumulationWindow
 from trainer.postmortem.recording import Recorder
+from trainer.state import random_states
 
 
 class Fit:
@@ -127,7 +127,7 @@ def test_how_things_stood():
     (recorded,) = recorder.take()
     after = torch.rand(3)
     recorded.state.restore()
-    rng.restore(recorded.random_state)
+    random_states.restore(recorded.random_state)
     assert torch.equal(fit.module.running_mean, mean)
     torch.randn(4, 2)  # what the step drew
     assert torch.equal(torch.rand(3), after)

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.optimization import StepOutcome
+from trainer.engine.optimization import StepOutcome
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.replay import backward, rewind, run, undisturbed
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from trainer import rng
-from trainer.accumulation import AccumulationWindow
+from trainer.engine.optimization import StepOutcome, needs_closure
 from trainer.errors import ConfigurationError, NonFiniteError
-from trainer.optimization import StepOutcome, needs_closure
+from trainer.loops.accumulation import AccumulationWindow
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.report import Report, names_of
 from trainer.postmortem.state import ObjectState
 from trainer.precision.guard import StepGuard
+from trainer.state import random_states
 
 _POLICIES = ("stop", "skip", "go_on")
 
@@ -219,7 +219,7 @@ class _Window:
 
     def recorded(self, trainer: Any) -> list[RecordedBatch]:
         """The batches for a replay, with the module as it is now."""
-        state, others = ObjectState([trainer.lightning_module]), rng.capture(trainer.engine.device)
+        state, others = ObjectState([trainer.lightning_module]), random_states.capture(trainer.engine.device)
         return [
             RecordedBatch(one.batch, one.batch_idx, one.step, one.window, others | one.generators, state)
             for one in self.batches

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.callbacks.curves import folder_of_files
+from trainer.engine.optimization import StepOutcome
 from trainer.errors import ConfigurationError, LossScaleCollapse
-from trainer.optimization import StepOutcome
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of

@@ -23,7 +23,7 @@ from rich.text import Text
 from trainer import machine
 from trainer.callbacks.curves import Curves, folder_of_files, folders_of_loggers
 from trainer.callbacks.pace import batch_size
-from trainer.environment import ENVIRONMENT, write_environment
+from trainer.record.environment import ENVIRONMENT, write_environment
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class RunSummary(Callback):
     """Prints one table when a fit has ended, in whatever way, and writes the same as ``summary.json``.
 
-    When a fit begins it writes ``environment.json`` beside it (`trainer.environment`), if there is none yet.
+    When a fit begins it writes ``environment.json`` beside it (`trainer.record.environment`), if there is none yet.
 
     Per batch it costs one addition. Only rank zero prints and writes. Put it behind `Curves` among the
     callbacks, so that it can say where the picture is.

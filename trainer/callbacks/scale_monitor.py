@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.engine.optimization import StepOutcome, total_norm
 from trainer.errors import ConfigurationError
-from trainer.optimization import StepOutcome, total_norm
 from trainer.precision.underflow import Underflow, UnderflowProbe
 
 

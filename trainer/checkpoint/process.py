@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer import rng
-from trainer.accumulation import gradients_of
 from trainer.checkpoint import modes
-from trainer.metrics import MetricStore
-from trainer.optimization import StepOutcome
+from trainer.engine.optimization import StepOutcome
+from trainer.loops.accumulation import gradients_of
+from trainer.state import random_states
+from trainer.state.metrics import MetricStore
 
 
 class MetricObjects(Protocol):
@@ -39,7 +39,7 @@ class MetricObjects(Protocol):
 
 
 class KeptBatches(Protocol):
-    """The batches of an accumulation window that are going to be evaluated again (``trainer.side_doors``)."""
+    """The batches of an accumulation window that are going to be evaluated again (``trainer.loops.side_doors``)."""
 
     def state_dict(self) -> dict[str, Any]:
         """The batches, and what is known of them."""
@@ -76,7 +76,7 @@ class ProcessState:
         run = self._run
         self._training_modes = modes.modes_of(run.lightning_module)
         counts = self._metric_objects(run.lightning_module).counts()
-        self._before_validation = rng.capture(run.engine.device), counts, self._seen_batches()
+        self._before_validation = random_states.capture(run.engine.device), counts, self._seen_batches()
 
     def dump(self) -> dict[str, Any]:
         """The state of this process, as it is between two batches."""
@@ -86,7 +86,7 @@ class ProcessState:
         is_over = progress.epochs_trained > progress.epoch  # what was logged is about to be forgotten
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
         unfinished = {name for one in loops for name in _names_in(one.metrics, metrics)}
-        random_state, seen_batches = rng.capture(engine.device), self._seen_batches()
+        random_state, seen_batches = random_states.capture(engine.device), self._seen_batches()
         if progress.owes_validation and self._before_validation is not None:
             random_state, counts, seen_batches = self._before_validation
             unfinished |= {name for name, count in metrics.counts().items() if count != counts.get(name)}
@@ -158,7 +158,7 @@ class ProcessState:
         if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
             self.kept_batches.load_state_dict(kept, device, exact=run.exact_resume)
         modes.restore(run.lightning_module, state.get("modes", {}))
-        rng.restore(state["rng"], device)
+        random_states.restore(state["rng"], device)
 
     def _modes(self) -> modes.Modes:
         """What the run has changed about the module, as it is between two batches."""

@@ -28,7 +28,7 @@ import torch
 
 from trainer import redaction
 from trainer.checkpoint.process import ProcessState
-from trainer.engine import Engine
+from trainer.engine.protocol import Engine
 from trainer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -36,7 +36,7 @@ from trainer.errors import (
     ResumeError,
     UnsafeCheckpointError,
 )
-from trainer.progress import FitProgress
+from trainer.state.progress import FitProgress
 
 OUR_KEY = "amp_trainer"
 FORMAT = 1

@@ -28,8 +28,8 @@ from trainer.cli.restore import recipe_of
 from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
-from trainer.environment import write_environment
 from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean
+from trainer.record.environment import write_environment
 
 ADVICE = "lightning.pytorch.advice"
 """The logger of advice, which conf/hydra/job_logging/trainer.yaml lets through to the terminal."""

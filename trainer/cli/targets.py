@@ -64,7 +64,7 @@ _PARTS = (
     "torchvision.transforms",
     "torchvision.tv_tensors",
     "trainer.callbacks",
-    "trainer.default_logger",
+    "trainer.compat.default_logger",
     "trainer.precision",
     "trainer.trainer",
 )

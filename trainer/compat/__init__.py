@@ -9,6 +9,6 @@ Lightning it stands for:
 ``logging``      ``LightningModule.log`` and the name of the hook that runs
 ``callbacks``    the order of callbacks, ``configure_callbacks``
 ``loop_state``   the ``loops`` part of a checkpoint
-``views``        ``trainer.fit_loop`` and its relatives, as stock callbacks read them
+``views``        ``trainer.loops.fit`` and its relatives, as stock callbacks read them
 ``base``         the base class of ``Trainer``: attributes that modules, callbacks and loggers expect of it
 """

@@ -32,11 +32,11 @@ from trainer.compat.precision import PrecisionAdapter
 from trainer.compat.signals import Signals
 from trainer.compat.tuning import CheckpointConnectorView
 from trainer.compat.views import EvalLoopView, FitLoopView, LoopPlace
-from trainer.eval_loop import EvalLoop
-from trainer.fit_loop import FitLoop
-from trainer.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.loops.evaluation import EvalLoop
+from trainer.loops.fit import FitLoop
 from trainer.precision.scaler import LossScaler
-from trainer.progress import FitProgress
+from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.state.progress import FitProgress
 
 adopt()
 

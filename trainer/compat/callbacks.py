@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from trainer.arguments import refuse_other_package
 from trainer.compat.averaging import follows_outcomes
 from trainer.compat.logging import ModuleScope
-from trainer.hooks import Hook
+from trainer.loops.hooks import Hook
 
 _BASES = (Callback, LightningModule, LightningDataModule)
 

@@ -30,9 +30,9 @@ from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_al
 
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
-from trainer.compat.workers import bound, bounded
+from trainer.data.worker_signals import outlive_signals
+from trainer.data.workers import bound, bounded
 from trainer.errors import ConfigurationError
-from trainer.worker_signals import outlive_signals
 
 
 class _Connector(_DataConnector):

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.agreement import Agreement
 from trainer.arguments import refuse_other_package
 from trainer.compat.checkpoint_io import adopt, without_objects
 from trainer.compat.checkpoints import up_to_date
@@ -35,9 +34,10 @@ from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
 from trainer.compat.processes import WatchedLauncher, leave_group_at_exit, others
 from trainer.compat.signals import signals_passed_on
-from trainer.engine import Weight
+from trainer.engine.agreement import Agreement
+from trainer.engine.optimization import ScheduleConfig
+from trainer.engine.protocol import Weight
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
-from trainer.optimization import ScheduleConfig
 from trainer.precision.base import Precision
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ _BACKWARD = Strategy.backward
 
 
 class LightningEngine:
-    """Devices and processes by one of Lightning's strategies. Implements ``trainer.engine.Engine``.
+    """Devices and processes by one of Lightning's strategies. Implements ``trainer.engine.protocol.Engine``.
 
     Args:
         trainer: the Trainer, which strategies and launchers ask for its state.

@@ -1,4 +1,4 @@
-"""The dataloaders of one stage, ready to run: ``trainer.data.Loaders`` over Lightning's CombinedLoader."""
+"""The dataloaders of one stage, ready to run: ``trainer.data.batches.Loaders`` over Lightning's CombinedLoader."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch.utils.data import SequentialSampler
 
-from trainer.compat.data_position import Place, SampledPlace, StatefulPlace, place_of
-from trainer.data import Batch
+from trainer.data.batches import Batch
+from trainer.data.position import Place, SampledPlace, StatefulPlace, place_of
 
 Watch = Callable[[Iterable[Any]], Iterable[Any]]
 """Puts a profiler's clock around the fetching of each item."""
@@ -32,7 +32,7 @@ _FETCHING = {
 
 
 class LoaderSet:
-    """The dataloaders of one stage, ready to run. Implements ``trainer.data.Loaders``.
+    """The dataloaders of one stage, ready to run. Implements ``trainer.data.batches.Loaders``.
 
     Args:
         combined: the dataloaders, prepared.
@@ -251,7 +251,7 @@ class LoaderSet:
 
 
 class DrawnLoaderSet(LoaderSet):
-    """Dataloaders whose batches a step draws itself. Implements ``trainer.data.DrawnLoaders``.
+    """Dataloaders whose batches a step draws itself. Implements ``trainer.data.batches.DrawnLoaders``.
 
     Args:
         combined: the dataloaders, prepared.

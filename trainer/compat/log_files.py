@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 from trainer.compat.checkpoint_io import local_path
-from trainer.default_logger import rows_beside
+from trainer.compat.default_logger import rows_beside
 
 CHECKPOINTS = "checkpoints/*.ckpt"  # below the folder of a logger: where ModelCheckpoint writes by default
 

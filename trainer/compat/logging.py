@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainer.metrics import LoggedValue, LogOptions, MetricStore, accumulation_dtype, to_scalars
+from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, accumulation_dtype, to_scalars
 
 _REDUCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max",
                "avg": "mean", sum: "sum", min: "min", max: "max"}  # fmt: skip
@@ -52,7 +52,7 @@ def _keep_out_of_graphs(function: Any) -> None:
 
 
 class ModuleScope:
-    """Tells a LightningModule which hook it is in. Implements ``trainer.hooks.HookScope``.
+    """Tells a LightningModule which hook it is in. Implements ``trainer.loops.hooks.HookScope``.
 
     Writes the module's dictionary: ``nn.Module.__setattr__`` would take a microsecond, twice a hook.
 

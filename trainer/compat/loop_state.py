@@ -25,8 +25,8 @@ from lightning.pytorch.loops.progress import (
 )
 from lightning.pytorch.trainer.states import RunningStage
 
-from trainer.accumulation import AccumulationWindow
-from trainer.progress import EpochStart, EvalProgress, FitProgress
+from trainer.loops.accumulation import AccumulationWindow
+from trainer.state.progress import EpochStart, EvalProgress, FitProgress
 
 
 def epochs_of(fit: FitProgress) -> _Progress:

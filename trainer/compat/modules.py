@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.arguments import refuse_other_package
 from trainer.compat.loaders import DrawnLoaderSet
-from trainer.data import Loaders
+from trainer.data.batches import Loaders
 from trainer.precision.base import Precision
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.compat.callbacks import overrides
+from trainer.engine.optimization import needs_closure
 from trainer.errors import ConfigurationError
-from trainer.optimization import needs_closure
 
 
 class MultipleOptimizersError(ConfigurationError, RuntimeError):

@@ -15,10 +15,10 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from trainer.eval_loop import EvalLoop
-from trainer.fit_loop import FitLoop
-from trainer.hooks import Hook, Hooks
-from trainer.side_doors import ManualOptimization
+from trainer.loops.evaluation import EvalLoop
+from trainer.loops.fit import FitLoop
+from trainer.loops.hooks import Hook, Hooks
+from trainer.loops.side_doors import ManualOptimization
 
 Call = Callable[..., Any]
 

@@ -22,12 +22,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from trainer.agreement import Agreement
 from trainer.compat.processes import last_words, others
-from trainer.data import Loaders
+from trainer.data.batches import Loaders
+from trainer.engine.agreement import Agreement
 from trainer.errors import NonFiniteError, RequeueError
-from trainer.eval_loop import EvalLoop
-from trainer.limits import FitLimits
+from trainer.loops.evaluation import EvalLoop
+from trainer.state.stopping import FitLimits
 
 INTERRUPTED = "interrupted.ckpt"
 """The file that an interrupted fit leaves in the folder of its first ModelCheckpoint."""

@@ -18,8 +18,8 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import loop_state
-from trainer.data import TrainingBatches
-from trainer.metrics import MetricStore
+from trainer.data.batches import TrainingBatches
+from trainer.state.metrics import MetricStore
 
 
 def rerun(trainer: Any, stage: RunningStage) -> None:

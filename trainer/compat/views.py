@@ -1,4 +1,4 @@
-"""``trainer.fit_loop`` and its relatives, as stock callbacks, loggers and the tuner read and write them.
+"""``trainer.loops.fit`` and its relatives, as stock callbacks, loggers and the tuner read and write them.
 
 Each view holds nothing of its own: it shows the loop's state under Lightning's names.
 """
@@ -23,9 +23,9 @@ from lightning_utilities.core.rank_zero import WarningCache, rank_zero_debug, ra
 from trainer.compat import loop_state, tuning
 from trainer.compat.logging import ResultsView
 from trainer.errors import ConfigurationError
-from trainer.eval_loop import EvalLoop
-from trainer.fit_loop import FitLoop
-from trainer.side_doors import ForwardOnly
+from trainer.loops.evaluation import EvalLoop
+from trainer.loops.fit import FitLoop
+from trainer.loops.side_doors import ForwardOnly
 
 _warnings = WarningCache()
 View = TypeVar("View")
@@ -405,7 +405,7 @@ class MonitoredMetrics(Mapping[str, Any]):
 
 
 class FitLoopView:
-    """``trainer.fit_loop``."""
+    """``trainer.loops.fit``."""
 
     epoch_loop = LoopPlace[EpochLoopView]()
 

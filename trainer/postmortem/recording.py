@@ -6,9 +6,9 @@ import math
 from copy import copy
 from typing import Any, NamedTuple
 
-from trainer import rng
-from trainer.accumulation import AccumulationWindow
+from trainer.loops.accumulation import AccumulationWindow
 from trainer.postmortem.state import ObjectState
+from trainer.state import random_states
 
 
 class RecordedBatch(NamedTuple):
@@ -19,7 +19,7 @@ class RecordedBatch(NamedTuple):
         batch_idx: zero-based, within the epoch.
         step: ``trainer.global_step`` at the time.
         window: a copy; it weights the loss.
-        random_state: of all generators (``trainer.rng.capture``).
+        random_state: of all generators (``trainer.state.random_states.capture``).
         state: of the module.
     """
 
@@ -85,6 +85,6 @@ class Recorder:
             if window.is_first and self._module.automatic_optimization:
                 kept.clear()  # of a window in which every training_step returned None: no update came of it
             state = ObjectState([self._module], parameters=self._parameters)
-            random_state = rng.capture(self._trainer.engine.device)
+            random_state = random_states.capture(self._trainer.engine.device)
             kept.append(RecordedBatch(batch, batch_idx, steps, copy(window), random_state, state))
         return self._training_step(batch, batch_idx)

@@ -14,10 +14,10 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from trainer import rng
+from trainer.loops.step_output import loss_in
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState
-from trainer.step_output import loss_in
+from trainer.state import random_states
 
 OnLoss = Callable[[Tensor], None]
 
@@ -36,7 +36,7 @@ def undisturbed(trainer: Any) -> Iterator[ObjectState]:
     batch.
     """
     module, adapter, device = trainer.lightning_module, trainer.precision_plugin, trainer.engine.device
-    random_state = rng.capture(device)
+    random_state = random_states.capture(device)
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     state = ObjectState([module, *schedules], groups, parameters=True)
@@ -61,14 +61,14 @@ def undisturbed(trainer: Any) -> Iterator[ObjectState]:
             state.restore()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            rng.restore(random_state, device)
+            random_states.restore(random_state, device)
 
 
 def rewind(trainer: Any, now: ObjectState, recorded: RecordedBatch) -> None:
     """Make things as they were just before the batch's ``training_step``; what was not recorded, as it is now."""
     now.restore()  # an earlier replay may have left its traces
     recorded.state.restore()
-    rng.restore(recorded.random_state, trainer.engine.device)
+    random_states.restore(recorded.random_state, trainer.engine.device)
 
 
 def run(trainer: Any, recorded: RecordedBatch, on_loss: OnLoss) -> None:
@@ -131,7 +131,7 @@ def backward(
 
 
 class _NoSteps:
-    """Stands in the place of a side door (``trainer.side_doors``): closures run, optimizers do not step."""
+    """Stands in the place of a side door (``trainer.loops.side_doors``): closures run, optimizers do not step."""
 
     def step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Evaluate the closure."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import UsageError
 from trainer.cli.results import RESULT, read_result
-from trainer.environment import ENVIRONMENT
+from trainer.record.environment import ENVIRONMENT
 
 _OF_A_RUN = (RESULT, ENVIRONMENT, "curves.json", "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
 _OF_A_SWEEP = ("multirun.yaml", "compare.json", "optimization_results.yaml")

@@ -20,7 +20,7 @@ from trainer.cli.report.curve import Curve, read_rows
 from trainer.cli.report.overflow import PATTERN, Overflow, read_overflow
 from trainer.cli.results import RESULT, read_result
 from trainer.cli.sweep import shown
-from trainer.environment import ENVIRONMENT
+from trainer.record.environment import ENVIRONMENT
 
 _ENDS = {"finished": "completed"}  # summary.json's word for it
 _LOG_LINES = 400

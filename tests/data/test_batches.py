@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+
+import pytest
+import torch
+
+from trainer.data.batches import TrainingBatches, Transfer
+from trainer.errors import ResumeError
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class Counted:
+    """Loaders whose source counts how many batches were drawn; they can skip ``skips`` of them without drawing."""
+
+    is_sequential = False
+
+    def __init__(self, length, *, limit=None, known=True, skips=0):
+        self.length, self.limit, self.has_length, self.skips = length, limit, known, skips
+        self.drawn, self.begins_at, self.epochs = 0, 0, []
+        self.reasons, self.calls, self.is_still_used, self.opened = [], [], True, 0
+
+    def num_batches(self):
+        known = self.length if self.has_length else float("inf")
+        return known if self.limit is None else min(self.limit, known)
+
+    def start_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def open(self):
+        self.opened += 1
+
+    def training_pass(self):
+        for i in range(self.begins_at, self.length):
+            self.drawn += 1
+            yield f"batch {i}"
+
+    def skip(self, count):
+        self.begins_at = min(count, self.skips)
+        return count - self.begins_at
+
+    def position(self):
+        return {"drawn": self.drawn}
+
+    def recall(self, position, epoch):
+        self.calls.append(("recall", position, epoch))
+        return self.is_still_used
+
+    def begin_after(self, position):
+        self.calls.append(("begin_after", position))
+
+    def take_up(self, position, consumed):
+        torch.rand(3)
+        self.calls.append(("take_up", position, consumed))
+        self.begins_at = position["drawn"] if consumed is None else consumed
+        return self.reasons
+
+
+def numbered(*indices, last):
+    return [(f"batch {i}", i, i == last) for i in indices]
+
+
+def test_each_pass_is_opened_when_it_is_iterated_but_one_that_was_before():
+    loaders = Counted(3)
+    batches = TrainingBatches(loaders, opened_for=0)
+    opened = []
+    for epoch in range(3):
+        batches.start_epoch(epoch, skip=0)
+        assert len(list(batches)) == 3
+        opened.append(loaders.opened)
+    assert opened == [0, 1, 2]
+
+
+def test_the_state_before_the_first_batch_is_that_of_the_pass_that_was_opened():
+    loaders = Counted(3)
+    assert TrainingBatches(loaders).state_dict() == {}
+    state = TrainingBatches(loaders, opened_for=0).state_dict()
+    assert state == {"epoch": 0, "batches": 0, "is_over": False, "position": {"drawn": 0}}
+    resumed = TrainingBatches(Counted(3), opened_for=0)
+    resumed.load_state_dict(state)
+    resumed.start_epoch(0, skip=0)
+    assert resumed.loaders.calls == [("recall", {"drawn": 0}, 0), ("take_up", {"drawn": 0}, None)]
+
+
+def test_a_pass_over_batches_of_known_number():
+    loaders = Counted(3)
+    batches = TrainingBatches(loaders)
+    assert batches
+    assert (batches.num_batches, batches.has_length) == (3, True)
+    batches.start_epoch(7, skip=0)
+    assert list(batches) == numbered(0, 1, 2, last=2)
+    assert loaders.epochs == [7]
+
+
+def test_a_limit_draws_no_batch_too_many():
+    loaders = Counted(5, limit=2)
+    batches = TrainingBatches(loaders)
+    batches.start_epoch(0, skip=0)
+    assert list(batches) == numbered(0, 1, last=1)
+    assert loaders.drawn == 2
+
+
+@pytest.mark.parametrize("skips", [0, 1, 2])
+@pytest.mark.parametrize("known", [True, False])
+def test_batches_that_the_loaders_cannot_skip_are_drawn_and_dropped(known, skips):
+    loaders = Counted(4, known=known, skips=skips)
+    batches = TrainingBatches(loaders)
+    batches.start_epoch(0, skip=2)
+    assert list(batches) == numbered(2, 3, last=3)
+    assert loaders.drawn == 4 - skips
+
+
+def test_batches_are_drawn_one_by_one_where_their_number_is_known():
+    """Drawing one ahead would change the order of random numbers against a plain loop."""
+    loaders = Counted(3)
+    batches = TrainingBatches(loaders)
+    batches.start_epoch(0, skip=0)
+    iterator = iter(batches)
+    for drawn in (1, 2, 3):
+        next(iterator)
+        assert loaders.drawn == drawn
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_the_last_of_an_unknown_number_is_known_by_looking_one_ahead(length):
+    loaders = Counted(length, known=False)
+    batches = TrainingBatches(loaders)
+    assert batches.num_batches == float("inf")
+    batches.start_epoch(0, skip=0)
+    iterator = iter(batches)
+    for i in range(length):
+        assert next(iterator) == (f"batch {i}", i, i == length - 1)
+        assert loaders.drawn == min(i + 2, length)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+@pytest.mark.parametrize(("limit", "last"), [(2, 1), (3, 2), (10, 2)])
+def test_a_limit_on_an_unknown_number(limit, last):
+    batches = TrainingBatches(Counted(3, known=False, limit=limit))
+    assert batches.num_batches == limit
+    batches.start_epoch(0, skip=0)
+    assert list(batches) == numbered(*range(last + 1), last=last)
+
+
+def test_nothing_to_train_on():
+    assert not TrainingBatches(None)
+    assert not TrainingBatches(Counted(3, limit=0))
+    empty = TrainingBatches(Counted(0, known=False))
+    empty.start_epoch(0, skip=0)
+    assert list(empty) == []
+
+
+# --- the state of a pass ------------------------------------------------------------------------------------------
+
+
+def after(count, epoch=3, length=5):
+    """The batches of an epoch of which ``count`` have been handed out."""
+    batches = TrainingBatches(Counted(length))
+    batches.start_epoch(epoch, 0)
+    deque(islice(batches, count), maxlen=0)
+    return batches
+
+
+def test_the_state_says_how_many_batches_of_which_epoch_were_handed_out():
+    batches = TrainingBatches(Counted(5))
+    assert batches.state_dict() == {}
+    batches.start_epoch(0, 0)
+    assert batches.state_dict() == {}
+    assert after(2).state_dict() == {"epoch": 3, "batches": 2, "is_over": False, "position": {"drawn": 2}}
+    assert after(5).state_dict()["is_over"]
+    assert TrainingBatches(None).state_dict() == {}
+
+
+def test_a_pass_is_taken_up_where_it_was_and_draws_nothing():
+    state, loaders = after(2).state_dict(), Counted(5)
+    batches = TrainingBatches(loaders)
+    batches.load_state_dict(state)
+    assert batches.state_dict() == state  # until the pass begins, it is where it was
+    random_state = torch.get_rng_state()
+    batches.start_epoch(3, skip=2)
+    assert batches.state_dict() == state
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert list(batches) == numbered(2, 3, 4, last=4)
+    assert loaders.calls == [("recall", {"drawn": 2}, 3), ("take_up", {"drawn": 2}, None)]
+    assert batches.state_dict()["batches"] == 5
+    batches.start_epoch(4, 0)
+    assert len(loaders.calls) == 2  # a state is for once
+
+
+def test_a_pass_that_was_over_is_begun_after():
+    batches = TrainingBatches(loaders := Counted(2))
+    batches.load_state_dict(after(5).state_dict())
+    batches.start_epoch(4, skip=0)
+    assert loaders.calls == [("recall", {"drawn": 5}, 4), ("begin_after", {"drawn": 5})]
+    assert list(batches) == numbered(0, 1, last=1)
+
+
+def test_what_dataloaders_were_is_nothing_to_those_that_come_after_them():
+    batches = TrainingBatches(loaders := Counted(2))
+    loaders.is_still_used = False
+    batches.load_state_dict(after(5).state_dict())
+    batches.start_epoch(4, skip=0)
+    assert loaders.calls == [("recall", {"drawn": 5}, 4)]
+    renewed = Counted(2)
+    batches = TrainingBatches(Counted(2), lambda: renewed)
+    batches.load_state_dict(after(5).state_dict())
+    batches.start_epoch(4, skip=0)
+    assert renewed.calls == []
+
+
+def test_a_pass_that_has_had_its_last_batch_is_over():
+    state, loaders = after(5).state_dict(), Counted(5)
+    batches = TrainingBatches(loaders)
+    batches.load_state_dict(state)
+    batches.start_epoch(3, skip=5)
+    assert list(batches) == []
+    assert batches.state_dict() == {**state, "position": {"drawn": 0}}  # as the loaders have it now
+    assert loaders.calls[1:] == [("begin_after", {"drawn": 5})]
+    batches.start_epoch(4, skip=0)
+    assert loaders.calls[2:] == [("recall", {"drawn": 5}, 4)]
+    assert len(list(batches)) == 5
+
+
+def resumed_for_reasons(skip, **exact):
+    loaders = Counted(5)
+    loaders.reasons = ["the one", "the other"]
+    batches = TrainingBatches(loaders)
+    batches.load_state_dict(after(2).state_dict(), **exact)
+    batches.start_epoch(3, skip)
+    assert loaders.calls[-1] == ("take_up", {"drawn": 2}, None if skip == 2 else skip)
+    return [i for _, i, _ in batches]
+
+
+@pytest.mark.parametrize(("skip", "exact"), [(2, False), (1, True), (1, False)])
+def test_attention_is_drawn_to_what_is_not_exact(skip, exact):
+    """Also where a checkpoint was written inside a batch: whoever did that had no choice."""
+    with pytest.warns(UserWarning, match="not those that would have followed: the one; the other"):
+        assert resumed_for_reasons(skip, exact=exact) == list(range(skip, 5))
+
+
+def test_what_cannot_be_shown_to_be_exact_is_refused():
+    with pytest.raises(ResumeError, match=r"after batch 2 of epoch 3 .*: the one; the other\..*exact_resume=False"):
+        resumed_for_reasons(2)
+
+
+def unmoved(batch, device):
+    raise AssertionError(f"{batch} was on the device already")
+
+
+def test_what_is_on_the_device_already_is_not_moved():
+    transfer, tensor = Transfer(CPU, lambda batch: batch, unmoved), torch.ones(1)
+    for batch in (tensor, [tensor, tensor], (tensor,)):
+        assert transfer(batch) is batch
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.ones(1), [torch.ones(1)], {"x": torch.ones(1)}, [torch.ones(1), "text"], [[torch.ones(1)]], "text"],
+)
+def test_everything_else_is_moved(batch):
+    moved = []
+    transfer = Transfer(META, lambda batch: batch, lambda *args: moved.append(args) or "moved")
+    assert transfer(batch) == "moved"
+    assert moved == [(batch, META)]
+
+
+def test_the_users_hooks_and_their_order():
+    calls = []
+
+    def note(name, result):
+        def hook(*args):
+            calls.append((name, *args))
+            return result
+
+        return hook
+
+    transfer = Transfer(
+        META,
+        note("convert", "converted"),
+        note("move", "moved"),
+        note("before", "prepared"),
+        note("transfer", "transferred"),
+        note("after", "done"),
+    )
+    assert transfer("batch", 3) == "done"
+    assert calls == [
+        ("convert", "batch"),
+        ("before", "converted", 3),
+        ("transfer", "prepared", META, 3),
+        ("after", "transferred", 3),
+    ]

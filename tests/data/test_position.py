@@ -1,0 +1,659 @@
+"""A pass over the data that is taken up by another process, against one that was never left, to the bit."""
+
+from __future__ import annotations
+
+import io
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from trainer.compat.loaders import LoaderSet
+from trainer.data.batches import TrainingBatches
+from trainer.data.position import CountedPlace, SampledPlace, StatefulPlace, place_of
+from trainer.errors import ResumeError
+from trainer.state import generators, random_states
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
+
+
+def noise() -> list[float]:
+    """A number of each generator."""
+    return [random.random(), float(np.random.rand()), float(torch.rand((), dtype=torch.float64))]
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Samples that know their index, and their worker's seed, and are augmented at random."""
+
+    def __init__(self, length: int = 7) -> None:
+        self.length = length
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.loaded.append(index)
+        info = get_worker_info()
+        return torch.tensor([index, *noise(), info.seed % 997 if info else 0], dtype=torch.float64)
+
+
+class Carries(Noisy):
+    """Generators of its own, which augment, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transforms = [np.random.default_rng(1), random.Random(2), torch.Generator().manual_seed(3)]
+        self.transforms.append(np.random.RandomState(4))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        numbers, python, tensors, old = self.transforms
+        own = [numbers.random(), python.random(), torch.rand((), generator=tensors).item(), old.rand()]
+        return torch.cat([super().__getitem__(index), torch.tensor(own)])
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __init__(self, length: int, has_length: bool = False) -> None:
+        self.length, self.has_length = length, has_length
+
+    def __len__(self) -> int:
+        if not self.has_length:
+            raise TypeError
+        return self.length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(self.length):
+            yield torch.tensor([number, *noise()], dtype=torch.float64)
+
+
+class Bookmarked(Stream):
+    """Keeps its place."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < self.length:
+            self.at += 1
+            yield torch.tensor([self.at, *noise()], dtype=torch.float64)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class EagerlyShuffled(Sampler[int]):
+    """Draws as soon as it is asked for an iterator, and not from torch's generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        indices = list(range(7))
+        random.shuffle(indices)
+        return iter(indices)
+
+    def __len__(self) -> int:
+        return 7
+
+
+class Restless(Sampler[int]):
+    """Draws again for each sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(8):
+            yield random.randrange(7)
+
+    def __len__(self) -> int:
+        return 8
+
+
+class NoLength(BatchSampler):
+    __len__ = None  # type: ignore[assignment]
+
+
+def seeded(seed: int = 5) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def batches_of(loaders: Any, limit: float = inf) -> TrainingBatches:
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    lengths = []
+    for loader in combined.flattened:
+        try:
+            lengths.append(float(len(loader)))
+        except TypeError:
+            lengths.append(inf)
+    return TrainingBatches(LoaderSet(combined, [min(length, limit) for length in lengths], inf not in lengths))
+
+
+Step = tuple[int, int, list[Any], list[float]]
+"""Epoch, batch_idx, the batch, what a model draws."""
+
+
+def step(epoch: int, batch_idx: int, batch: Any) -> Step:
+    leaves = [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(batch)]
+    return epoch, batch_idx, leaves, noise()
+
+
+def seed_everything() -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+
+
+def by_hand(make: Callable[[], Any], epochs: int, limit: float = inf) -> list[Step]:
+    """A plain loop."""
+    seed_everything()
+    loader, steps = make(), []
+    for epoch in range(epochs):
+        for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        for batch_idx, batch in enumerate(loader):
+            steps.append(step(epoch, batch_idx, batch))
+            if batch_idx + 1 == limit:
+                break
+    return steps
+
+
+def saved(batches: TrainingBatches, epoch: int, trained: int) -> bytes:
+    file = io.BytesIO()
+    torch.save([epoch, trained, batches.state_dict(), random_states.capture()], file)
+    return file.getvalue()
+
+
+def trained(make: Callable[[], Any], epochs: int, limit: float = inf) -> tuple[list[Step], list[tuple[int, bytes]]]:
+    """A run that is never left; and after how many steps it wrote which checkpoint: after each, and between epochs."""
+    seed_everything()
+    batches, steps, checkpoints = batches_of(make(), limit), [], []
+    for epoch in range(epochs):
+        batches.start_epoch(epoch, 0)
+        for batch, batch_idx, _ in batches:
+            steps.append(step(epoch, batch_idx, batch))
+            checkpoints.append((len(steps), saved(batches, epoch, batch_idx + 1)))
+        checkpoints.append((len(steps), saved(batches, epoch + 1, 0)))
+    return steps, checkpoints
+
+
+def resumed(loaders: Any, checkpoint: bytes, epochs: int, limit: float = inf, **exact: bool) -> list[Step]:
+    """What a new process does with a checkpoint."""
+    first, trained, state, random_state = torch.load(io.BytesIO(checkpoint), weights_only=True)
+    batches, steps = batches_of(loaders, limit), []
+    batches.load_state_dict(state, **exact)
+    random_states.restore(random_state)
+    for epoch in range(first, epochs):
+        batches.start_epoch(epoch, trained if epoch == first else 0)
+        steps += [step(epoch, batch_idx, batch) for batch, batch_idx, _ in batches]
+    return steps
+
+
+def check(make: Callable[[], Any], *, epochs: int = 2, limit: float = inf, only: Any = slice(None)) -> list[Step]:
+    """Each checkpoint of a run leads to the steps that followed it."""
+    steps, checkpoints = trained(make, epochs, limit)
+    assert len(steps) > epochs
+    for number, checkpoint in checkpoints[only]:
+        assert resumed(make(), checkpoint, epochs, limit) == steps[number:]
+    return steps
+
+
+SAMPLED: dict[str, Callable[..., Any]] = {
+    "in order": lambda **how: DataLoader(Noisy(), 2, **how),
+    "shuffled": lambda **how: DataLoader(Noisy(), 2, shuffle=True, **how),
+    "whole batches": lambda **how: DataLoader(Noisy(), 2, shuffle=True, drop_last=True, **how),
+    "unbatched": lambda **how: DataLoader(Noisy(5), None, shuffle=True, **how),
+    "own generator": lambda **how: DataLoader(Noisy(), 2, shuffle=True, generator=seeded(), **how),
+    "with replacement": lambda **how: DataLoader(
+        Noisy(), 8, sampler=RandomSampler(range(7), True, 40, generator=seeded()), **how
+    ),
+    "longer than the data": lambda **how: DataLoader(
+        Noisy(3), 2, sampler=RandomSampler(range(3), num_samples=8, generator=seeded()), **how
+    ),
+    "weighted": lambda **how: DataLoader(Noisy(), 2, sampler=WeightedRandomSampler(torch.ones(7), 9), **how),
+    "a subset": lambda **how: DataLoader(Noisy(), 2, sampler=SubsetRandomSampler(range(1, 6)), **how),
+    "batch sampler": lambda **how: DataLoader(
+        Noisy(), batch_sampler=BatchSampler(RandomSampler(range(7)), 2, True), **how
+    ),
+    "eager sampler": lambda **how: DataLoader(Noisy(), 2, sampler=EagerlyShuffled(), **how),
+    "distributed": lambda **how: DataLoader(Noisy(9), 2, sampler=DistributedSampler(range(9), 2, 1, seed=4), **how),
+    "distributed by Lightning": lambda **how: DataLoader(
+        Noisy(9), 2, sampler=DistributedSamplerWrapper(RandomSampler(range(9)), 2, 1), **how
+    ),
+    "own augmentation": lambda **how: DataLoader(Carries(), 2, shuffle=True, **how),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_a_map_style_loader(kind: str) -> None:
+    assert check(SAMPLED[kind], epochs=3) == by_hand(SAMPLED[kind], 3)
+
+
+def test_a_limit_on_the_batches_of_an_epoch() -> None:
+    make = SAMPLED["own generator"]
+    assert check(make, epochs=3, limit=3) == by_hand(make, 3, limit=3)
+
+
+@pytest.mark.parametrize("how", [{"num_workers": 2}, {"num_workers": 3, "prefetch_factor": 1}], ids=str)
+def test_workers(how: dict[str, Any]) -> None:
+    make = lambda: SAMPLED["shuffled"](**how)  # noqa: E731
+    assert check(make, epochs=2, only=slice(-6, -1)) == by_hand(make, 2)
+
+
+@pytest.mark.parametrize("kind", ["unbatched", "with replacement", "eager sampler", "own augmentation"])
+def test_workers_and_samplers(kind: str) -> None:
+    make = lambda: SAMPLED[kind](num_workers=2)  # noqa: E731
+    assert check(make, only=slice(1, 4, 2)) == by_hand(make, 2)
+
+
+@pytest.mark.parametrize("limit", [inf, 3])
+def test_workers_that_stay_have_their_random_states_from_one_epoch_to_the_next(limit: float) -> None:
+    """Also the numbers that they drew for batches which, because of a limit, nobody asked for."""
+    make = lambda: SAMPLED["shuffled"](num_workers=2, persistent_workers=True, prefetch_factor=1)  # noqa: E731
+    assert check(make, epochs=3, limit=limit, only=slice(2, 8)) == by_hand(make, 3, limit)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SAMPLED["own generator"](),
+        lambda: [DataLoader(Noisy(4), 2, shuffle=True), DataLoader(Noisy(9), 2, shuffle=True)],
+        lambda: SAMPLED["shuffled"](num_workers=1, persistent_workers=True),
+    ],
+    ids=["one", "several", "workers that stay"],
+)
+def test_a_run_that_was_resumed_is_resumed_again(make: Any) -> None:
+    steps, checkpoints = trained(make, 2)
+    for _ in range(3):
+        number, checkpoint = checkpoints[1]
+        assert resumed(make(), checkpoint, 2) == steps[number:]
+        first, done, state, random_state = torch.load(io.BytesIO(checkpoint), weights_only=True)
+        batches = batches_of(make())
+        batches.load_state_dict(state)
+        random_states.restore(random_state)
+        steps, checkpoints = steps[number:], []
+        for epoch in range(first, 2):
+            batches.start_epoch(epoch, done if epoch == first else 0)
+            for batch, batch_idx, _ in batches:
+                step(epoch, batch_idx, batch)
+                checkpoints.append((len(checkpoints) + 1, saved(batches, epoch, batch_idx + 1)))
+
+
+@pytest.mark.parametrize("how", [{"generator": None}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_who_looks_into_the_data_between_two_epochs_changes_what_follows(how: dict[str, Any]) -> None:
+    """As it would have in the run that was never left: also where a checkpoint was written just before."""
+
+    def run(state: Any = None) -> tuple[list[Step], list[Any]]:
+        how_here = {**how, "generator": seeded()} if "generator" in how else how
+        loader = SAMPLED["shuffled"](**how_here)
+        batches, steps, states = batches_of(loader), [], []
+        if state is None:
+            seed_everything()
+        else:
+            batches.load_state_dict(state[0])
+            random_states.restore(state[1])
+        for epoch in range(2):
+            batches.start_epoch(epoch, 0 if state is None or epoch else 4)
+            steps += [step(epoch, batch_idx, batch) for batch, batch_idx, _ in batches]
+            states.append([batches.state_dict(), random_states.capture()])
+            next(iter(loader))
+            states.append([batches.state_dict(), random_states.capture()])
+        return steps, states
+
+    steps, states = run()
+    rest, states_again = run(states[0])
+    assert rest == steps[4:]
+    for was, now in zip(states[1:], states_again[1:], strict=True):
+        assert generators.is_same(was[0]["position"]["loaders"][0]["own"], now[0]["position"]["loaders"][0]["own"])
+        assert (was[0]["epoch"], was[0]["batches"]) == (now[0]["epoch"], now[0]["batches"])
+
+
+def test_one_worker_that_need_not_keep_the_order() -> None:
+    make = lambda: SAMPLED["shuffled"](num_workers=1, in_order=False)  # noqa: E731
+    check(make, only=slice(1, 3))
+
+
+# --- several, unknown length, own state ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize("shape", [list, lambda loaders: dict(zip("abc", loaders, strict=True))], ids=["list", "dict"])
+def test_several_loaders(shape: Any, mode: Any) -> None:
+    def make() -> CombinedLoader:
+        generator = seeded()
+        return CombinedLoader(
+            shape([DataLoader(Noisy(n), 2, shuffle=True, generator=generator if n > 5 else None) for n in (4, 9, 6)]),
+            mode,
+        )
+
+    check(make, epochs=3)
+
+
+def test_several_loaders_with_workers() -> None:
+    check(
+        lambda: [SAMPLED["shuffled"](num_workers=1), DataLoader(Noisy(3), 2, shuffle=True, num_workers=1)],
+        only=slice(1, 4),
+    )
+
+
+UNSIZED: dict[str, Callable[[], Any]] = {
+    "iterable": lambda: DataLoader(Stream(7), 2),
+    "batch sampler": lambda: DataLoader(Noisy(), batch_sampler=NoLength(RandomSampler(range(7)), 2, False)),
+    "several": lambda: [DataLoader(Stream(7), 2), DataLoader(Stream(3), 2), DataLoader(Noisy(5), 2, shuffle=True)],
+    "own state": lambda: StatefulDataLoader(Bookmarked(7), 2),
+    "own place": lambda: Bookmarked(5),
+}
+
+
+@pytest.mark.parametrize("limit", [inf, 2])
+@pytest.mark.parametrize("kind", UNSIZED)
+@pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
+def test_loaders_of_unknown_length_which_are_read_one_ahead(kind: str, limit: float) -> None:
+    check(UNSIZED[kind], epochs=3, limit=limit)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Stream(8), 2, num_workers=2),
+        lambda: DataLoader(Noisy(), batch_sampler=NoLength(RandomSampler(range(7)), 2, False), num_workers=2),
+    ],
+    ids=["iterable", "batch sampler"],
+)
+@pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
+def test_workers_and_unknown_length(make: Any) -> None:
+    check(make, only=slice(1, 3))
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_batches_that_have_to_be_loaded_again_are_announced_once(has_length: bool) -> None:
+    make = lambda: DataLoader(Stream(6, has_length), 2)  # noqa: E731
+    steps, checkpoints = trained(make, 1)
+    with pytest.warns(
+        PossibleUserWarning, match=r"DataLoader cannot skip.* first 2 are loaded and dropped"
+    ) as all_said:
+        assert resumed(make(), checkpoints[1][1], 1) == steps[2:]
+    assert len([said for said in all_said if said.category is PossibleUserWarning]) == 1
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator"])
+def test_a_stateful_dataloader(kind: str) -> None:
+    def make() -> Any:
+        generator = seeded() if kind == "own generator" else None
+        return StatefulDataLoader(Noisy(), 2, shuffle=True, generator=generator)
+
+    assert check(make, epochs=3) == by_hand(make, 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StatefulDataLoader(Noisy(), 2, shuffle=True, num_workers=2),
+        lambda: StatefulDataLoader(Bookmarked(4), 2, num_workers=2),
+    ],
+    ids=["map-style", "iterable"],
+)
+def test_the_workers_of_a_stateful_dataloader(make: Any) -> None:
+    check(make, only=slice(1, 3))
+
+
+# --- what is not loaded, not touched, not sent --------------------------------------------------------------------
+
+
+def test_samples_that_are_skipped_are_not_loaded() -> None:
+    _, checkpoints = trained(SAMPLED["shuffled"], 1)
+    loader = SAMPLED["shuffled"]()
+    rest = resumed(loader, checkpoints[2][1], 1)
+    assert loader.dataset.loaded == [int(sample[0]) for _, _, (batch,), _ in rest for sample in batch]
+    assert len(loader.dataset.loaded) == 1
+
+
+class Counts(Noisy):
+    """Counts what all processes load."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.count = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.count += 1
+        return super().__getitem__(index)
+
+
+def test_samples_that_are_skipped_are_not_loaded_in_workers() -> None:
+    make = lambda: DataLoader(Counts(), 2, shuffle=True, num_workers=1)  # noqa: E731
+    _, checkpoints = trained(make, 1)
+    loader = make()
+    resumed(loader, checkpoints[2][1], 1)
+    assert loader.dataset.count == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_is_left_as_it_was(workers: int) -> None:
+    loader = DataLoader(Noisy(), 2, shuffle=True, num_workers=workers, worker_init_fn=int)
+    before = dict(vars(loader))
+    place = place_of(loader)
+    next(iter(place))
+    assert vars(loader) == before
+    assert len(place) == 4
+
+
+def test_who_iterates_a_loader_whose_workers_stay_gets_plain_batches() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)), 2, num_workers=1, persistent_workers=True)
+    place = place_of(loader)
+    list(place)
+    assert [batch[0].tolist() for batch in loader] == [[0, 1], [2, 3]]
+    del place
+    assert [batch[0].tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_workers_that_somebody_else_has_started_are_used_and_not_known() -> None:
+    def make() -> Any:
+        loader = SAMPLED["shuffled"](num_workers=1, persistent_workers=True)
+        list(loader)
+        return loader
+
+    steps, checkpoints = trained(make, 1)
+    assert steps[0][1] == 0
+    with pytest.raises(ResumeError, match="had drawn is not known"):
+        resumed(make(), checkpoints[1][1], 1)
+
+
+class Draws(Noisy):
+    """Draws from one generator."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+
+@pytest.mark.parametrize(("dataset", "sent"), [(TensorDataset(torch.zeros(4)), set()), (Draws(4), {"torch"})])
+def test_workers_send_what_has_changed(dataset: Any, sent: set[str]) -> None:
+    place = place_of(DataLoader(dataset, 2, num_workers=2))
+    deque(place, maxlen=0)
+    workers = place.state_dict()["workers"]
+    assert {name for states in workers.values() for name in states} == sent
+    assert set(workers) == ({0, 1} if sent else set())
+
+
+class Fails(Noisy):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise ZeroDivisionError("of the user")
+
+
+def test_errors_in_workers_are_what_they_were() -> None:
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        next(iter(place_of(DataLoader(Fails(), 2, num_workers=1))))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_a_position_samples_are_skipped_all_the_same(workers: int) -> None:
+    loader = DataLoader(Noisy(), 2, num_workers=workers)
+    batches = batches_of(loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # its order is fixed
+        batches.start_epoch(0, skip=2)
+    assert [(i, batch[:, 0].tolist()) for batch, i, _ in batches] == [(2, [4, 5]), (3, [6])]
+    assert loader.dataset.loaded == ([] if workers else [4, 5, 6])
+
+
+def test_without_a_position_several_loaders_skip_what_they_can() -> None:
+    def rest(skip: int) -> list[Any]:
+        loaders = {"a": DataLoader(range(8), 2), "b": DataLoader(range(4), 2)}
+        batches = batches_of(loaders)
+        batches.start_epoch(0, skip)
+        return [(i, batch["a"].tolist(), batch["b"].tolist()) for batch, i, _ in batches]
+
+    everything = rest(0)
+    assert [rest(skip) for skip in (1, 2, 3)] == [everything[skip:] for skip in (1, 2, 3)]
+
+
+def test_kinds_of_places() -> None:
+    class Doubles(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (2 * batch for batch in super().__iter__())
+
+    loaders = [SAMPLED["shuffled"](), Doubles(Noisy()), DataLoader(Stream(2)), range(3), Bookmarked(3)]
+    kinds = [SampledPlace, CountedPlace, CountedPlace, CountedPlace, StatefulPlace]
+    assert [type(place_of(loader)) for loader in loaders] == kinds
+    assert [place_of(loader).drops for loader in loaders] == [False, True, True, False, False]
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def shuffled(dataset: Any = None, **how: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy() if dataset is None else dataset, **{"batch_size": 2, "shuffle": True, **how})
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "num_workers": (lambda: shuffled(num_workers=1), "num_workers was 0 and is 1"),
+    "batch_size": (lambda: shuffled(batch_size=3), "batch_size was 2 and is 3; the first .* samples"),
+    "drop_last": (lambda: shuffled(drop_last=True), "drop_last was False and is True"),
+    "samples": (lambda: shuffled(Noisy(8)), "the number of samples was 7 and is 8"),
+    "order": (lambda: shuffled(shuffle=False), r"first .* had the samples \[.*it is \[0, 1\]"),
+    "world size": (
+        lambda: shuffled(shuffle=False, sampler=DistributedSampler(range(7), 2, 0)),
+        "the world size was 1 and is 2",
+    ),
+    "kind": (lambda: Bookmarked(9), "of another kind .* now a Bookmarked"),
+    "number": (lambda: [shuffled(), shuffled()], "there were 1 dataloaders and are 2"),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_would_not_be_exact_is_refused_inside_an_epoch_and_taken_between_two(change: str) -> None:
+    make, reason = REFUSED[change]
+    _, checkpoints = trained(shuffled, 1)
+    with pytest.raises(ResumeError, match=rf"after batch 2 of epoch 0 would not be exact: .*{reason}.*exact_resume"):
+        resumed(make(), checkpoints[1][1], 1)
+    with pytest.warns(UserWarning, match=reason):
+        rest = resumed(make(), checkpoints[1][1], 1, exact=False)
+    assert [batch_idx for _, batch_idx, *_ in rest][:1] == ([] if change == "world size" else [2])
+    assert resumed(make(), checkpoints[-1][1], 2)
+
+
+@pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+def test_what_has_no_sampler_is_refused_in_another_batch_size(loader: Any) -> None:
+    _, checkpoints = trained(lambda: loader(Bookmarked(8), 2), 1)
+    with pytest.raises(ResumeError, match="batch_size was 2 and is 3"):
+        resumed(loader(Bookmarked(8), 3), checkpoints[1][1], 1)
+
+
+def test_generators_that_are_not_there_any_more_are_missed() -> None:
+    _, checkpoints = trained(lambda: SAMPLED["own augmentation"](), 1)
+    with pytest.raises(ResumeError, match="had 4 random generators of its own and has 0"):
+        resumed(SAMPLED["shuffled"](), checkpoints[1][1], 1)
+
+
+def test_a_seed_that_changed_is_seen_in_the_samples() -> None:
+    _, checkpoints = trained(lambda: DataLoader(Noisy(), 2, sampler=SubsetRandomSampler([1, 2, 3, 4, 5])), 1)
+    with pytest.raises(ResumeError, match="the first trained batch"):
+        resumed(DataLoader(Noisy(), 2, sampler=SubsetRandomSampler([2, 3, 4, 5, 6])), checkpoints[1][1], 1)
+
+
+def test_an_order_that_is_another_one_later_is_seen() -> None:
+    def loader(*indices: int) -> DataLoader[Any]:
+        return DataLoader(Noisy(), 1, sampler=list(indices))
+
+    _, checkpoints = trained(lambda: loader(0, 1, 2, 3), 1)
+    with pytest.raises(ResumeError, match=r"the last trained batch .* \[2\]; .*, but here it is \[3\]"):
+        resumed(loader(0, 1, 3, 2), checkpoints[2][1], 1)
+
+
+def test_a_sampler_that_draws_as_it_goes_cannot_be_asked_again() -> None:
+    make = lambda: DataLoader(range(8), 2, sampler=Restless())  # noqa: E731
+    _, checkpoints = trained(make, 1)
+    with pytest.raises(ResumeError, match="draws from the global random state"):
+        resumed(make(), checkpoints[2][1], 1)
+
+
+FIXED = TensorDataset(torch.arange(8))
+
+
+@pytest.mark.parametrize(
+    "dataset", [FIXED, Subset(FIXED, range(7)), ConcatDataset([FIXED, FIXED])], ids=["plain", "subset", "two"]
+)
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 2), (1, 0)])
+def test_another_number_of_workers_is_exact_where_nothing_is_drawn(dataset: Any, before: int, after: int) -> None:
+    steps, checkpoints = trained(lambda: shuffled(dataset, num_workers=before), 2)
+    number, checkpoint = checkpoints[1]
+    assert resumed(shuffled(dataset, num_workers=after), checkpoint, 2) == steps[number:]
+
+
+def test_a_checkpoint_from_inside_a_batch() -> None:
+    def resumed_inside(dataset: Any) -> list[Any]:
+        _, checkpoints = trained(lambda: shuffled(dataset), 1)
+        epoch, done, state, random_state = torch.load(io.BytesIO(checkpoints[2][1]), weights_only=True)
+        file = io.BytesIO()
+        torch.save([epoch, done - 1, state, random_state], file)
+        return [batch for _, _, batch, _ in resumed(shuffled(dataset), file.getvalue(), 1)]
+
+    assert resumed_inside(FIXED) == [batch for _, _, batch, _ in by_hand(lambda: shuffled(FIXED), 1)[2:]]
+    with pytest.warns(UserWarning, match="written inside a batch"):  # an exception may have done it, where it could
+        assert len(resumed_inside(Noisy())) == 2
+
+
+def test_workers_that_need_not_keep_the_order_lose_and_repeat_nothing() -> None:
+    make = lambda: shuffled(Noisy(20), num_workers=2, in_order=False)  # noqa: E731
+    seed_everything()
+    batches = batches_of(make())
+    batches.start_epoch(0, 0)
+    iterator = iter(batches)
+    seen = [int(sample) for batch, *_ in islice(iterator, 3) for sample in batch[:, 0]]
+    checkpoint = saved(batches, 0, 3)
+    del iterator
+    with pytest.raises(ResumeError, match="in_order=False"):
+        resumed(make(), checkpoint, 1)
+    with pytest.warns(UserWarning, match="in_order=False"):
+        rest = resumed(make(), checkpoint, 1, exact=False)
+    assert sorted(seen + [int(sample[0]) for _, _, (batch,), _ in rest for sample in batch]) == list(range(20))

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from trainer.data import workers
+from trainer.data.workers import bounded
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(12), **{"num_workers": 1} | options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_dataloaders_that_are_not_bounded() -> None:
+    free, alone, own = loader(), loader(num_workers=0), loader(timeout=7)
+    with bounded([free, alone, own, range(3)], 5), bounded([free], 9):
+        assert "_get_iterator" in vars(free)
+        assert not {"_get_iterator"} & (vars(alone).keys() | vars(own).keys())
+    with bounded([free], 0):
+        assert "_get_iterator" not in vars(free)
+
+
+def test_an_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc: None) -> None:
+    data = loader()
+    with bounded([data], 5):
+        iterator = iter(data)
+        next(iterator)
+    (worker,) = iterator._workers
+    del iterator
+    assert not worker.is_alive()
+    assert "_get_iterator" not in vars(data)
+
+
+class Slow:
+    """An iterator for which time passes."""
+
+    def __init__(self, clock: list[float], answers: list[bool]) -> None:
+        self.clock, self.answers = clock, answers
+
+    def _try_get_data(self, timeout: float) -> tuple[bool, Any]:
+        arrived = self.answers.pop(0)
+        self.clock[0] += 0.5 if arrived else timeout
+        return arrived, None
+
+
+def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(workers.time, "monotonic", lambda: clock[0])
+    slow = Slow(clock, [False, True, *[False] * 8])
+    look = workers._Patience(slow, 36)
+    assert [look()[0], look()[0]] == [False, True]  # the time that it took for this one is forgotten
+    look()
+    with pytest.warns(UserWarning, match="sent nothing for 10 seconds. After 36 the run ends"):
+        look()
+    assert [look()[0] for _ in range(5)] == [False] * 5  # it is said once
+    with pytest.raises(RuntimeError, match="DataLoader timed out after 36 seconds"):
+        look()
+    assert clock == [145.5]
+
+
+def test_one_that_dies_while_its_batch_is_on_the_way() -> None:
+    killed: list[int] = []
+
+    class Broken:
+        _workers = [SimpleNamespace(pid=1, exitcode=None, join=lambda timeout: None, kill=lambda: killed.append(1)),
+                    SimpleNamespace(pid=2, exitcode=-9, join=lambda timeout: None, kill=lambda: None)]  # fmt: skip
+
+        def _try_get_data(self, timeout: float) -> Any:
+            raise ConnectionResetError
+
+    broken = Broken()
+    with pytest.raises(RuntimeError, match=r"worker \(pid\(s\) 2\) is killed by signal: Killed"):
+        workers._Patience(broken, 36)()
+    assert killed == [1]  # it may wait for a lock that the other one held
+    Broken._workers = Broken._workers[:1]
+    with pytest.raises(ConnectionResetError):
+        workers._Patience(broken, 36)()
+
+
+def test_who_hangs_is_not_waited_for_at_the_end_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(workers.time, "monotonic", lambda: clock[0])
+    slow, killed = Slow(clock, [False]), []
+    slow._workers = [SimpleNamespace(kill=lambda: killed.append(True))]
+    with pytest.raises(RuntimeError, match="timed out"):
+        workers._Patience(slow, 1)()
+    assert killed == [True]

@@ -1,0 +1,303 @@
+"""Windows alone: their borders, and their arithmetic against the mean over one big batch."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import ConfigurationError
+from trainer.loops.accumulation import AccumulationWindow, zero_loss
+from trainer.loops.step_output import weight_in
+
+FIRST, MIDDLE, LAST = (True, False), (False, False), (False, True)
+
+
+class Processes:
+    """An engine whose other processes have added up ``others``."""
+
+    def __init__(self, model, others=0.0, world_size=1):
+        self.model = model
+        self.world_size = world_size
+        self._others = others
+        self.sums = 0
+
+    def expect_backward(self, loss):
+        assert loss.item() == 0.0
+
+    def sum(self, value):
+        self.sums += 1
+        return value + self._others
+
+
+def windows(batches, *, size, known=True, window=None):
+    """(position is first, is last, size) of each batch of an epoch."""
+    window = window or AccumulationWindow(size)
+    window.reset()
+    seen = []
+    for i in range(batches):
+        window.advance(batches - i if known else float("inf"), i + 1 == batches)
+        seen.append((window.is_first, window.is_last, window.size))
+    return seen
+
+
+def test_windows_of_one():
+    assert windows(3, size=1) == [(True, True, 1)] * 3
+
+
+def test_the_last_window_holds_what_is_left():
+    full = [(True, False, 3), (False, False, 3), (False, True, 3)]
+    assert windows(6, size=3) == full * 2
+    assert windows(5, size=3) == [*full, (True, False, 2), (False, True, 2)]
+    assert windows(4, size=3) == [*full, (True, True, 1)]
+    assert windows(2, size=3) == [(True, False, 2), (False, True, 2)]
+
+
+def test_nobody_knows_how_long_the_last_window_is():
+    full = [(True, False, 3), (False, False, 3), (False, True, 3)]
+    assert windows(6, size=3, known=False) == full * 2
+    assert windows(5, size=3, known=False) == [*full, (True, False, 3), (False, True, 3)]
+
+
+def test_a_reset_window_starts_anew():
+    window = AccumulationWindow(3)
+    window.advance(10, False)
+    assert window.is_open
+    window.reset()
+    assert not window.is_open
+    window.advance(10, False)
+    assert window.is_first
+
+
+def test_a_new_number_of_batches_holds_from_the_next_window_on():
+    window = AccumulationWindow(2)
+    window.advance(9, False)
+    window.batches = 4
+    window.advance(8, False)
+    assert (window.is_last, window.size) == (True, 2)
+    window.advance(7, False)
+    assert (window.is_first, window.is_last, window.size) == (True, False, 4)
+
+
+@pytest.mark.parametrize("batches", [0, -1, 1.5, True, "2"])
+def test_impossible_windows(batches):
+    with pytest.raises(ConfigurationError, match=r"Got accumulate_grad_batches=.*at least 1"):
+        AccumulationWindow(batches)
+
+
+def test_a_window_goes_on_in_the_next_epoch_if_asked_to():
+    window, seen = AccumulationWindow(4, straddles_epochs=True), []
+    for epoch in range(3):
+        for i in range(3):
+            window.advance(3 - i, i == 2, is_final_epoch=epoch == 2)
+            seen.append((window.is_first, window.is_last))
+    assert seen == [FIRST, MIDDLE, MIDDLE, LAST, FIRST, MIDDLE, MIDDLE, LAST, (True, True)]
+    assert window.size == 1  # what the last epoch has left
+
+
+# --- the mean -------------------------------------------------------------------------------------------------------
+
+
+def accumulate(batches, *, size, known=True, weigh=float, engine=None, stop=None):
+    """The gradient and the shares of one window over the losses ``(p * x).mean()``; None is a batch without a loss."""
+    p = nn.Parameter(torch.ones(3))
+    engine = engine or Processes(p)
+    engine.model = nn.ParameterList([p])
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    window, shares = AccumulationWindow(size), []
+    for i, x in enumerate(batches):
+        window.advance(len(batches) - i if known else math.inf, i + 1 == len(batches) and stop is None)
+        loss = None if x is None else window.share((p * x).sum(1).mean(), weigh(len(x)))
+        if window.is_last:
+            loss = window.close(loss, [optimizer], engine)
+        if loss is not None:
+            loss.backward()
+        shares.append(loss if loss is None else loss.item())
+    if stop is not None:
+        window.close(None, [optimizer], engine)
+    return p.grad, shares, window
+
+
+def unweighted(n):
+    return None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_full_window_is_what_one_writes_by_hand(size):
+    batches = [torch.randn(4, 3) for _ in range(size)]
+    gradient, shares, window = accumulate(batches, size=size, weigh=unweighted)
+    p = nn.Parameter(torch.ones(3))
+    for x, share in zip(batches, shares, strict=True):
+        loss = (p * x).sum(1).mean()
+        loss = loss if size == 1 else loss / size
+        loss.backward()
+        assert loss.item() == share
+    assert torch.equal(gradient, p.grad)
+    assert window.backwards == size
+
+
+def test_a_window_of_one_leaves_the_loss_alone():
+    window, loss = AccumulationWindow(1), torch.tensor(0.7)
+    window.advance(2, False)
+    assert window.share(loss) is loss
+    assert window.close(loss, [], Processes(None)) is loss
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("missing", [(), (0,), (1,), (3,), (0, 1), (2, 3), (0, 3), (0, 1, 2), (1, 2, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("weigh", [lambda n: n, lambda n: torch.tensor(n), unweighted])
+def test_batches_without_a_loss_are_not_counted(missing, known, weigh):
+    """In any position, also in a window that turns out shorter than planned."""
+    dice = random.Random(0)
+    sizes = [5] * 4 if weigh is unweighted else [dice.randint(1, 9) for _ in range(4)]
+    batches = [None if i in missing else torch.randn(n, 3) for i, n in enumerate(sizes)]
+    weigh = (lambda n, w=weigh: weight_in({"weight": w(n)})) if weigh is not unweighted else weigh
+    gradient, _, window = accumulate(batches, size=4 if known else 6, known=known, weigh=weigh)
+    there = [x for x in batches if x is not None]
+    assert window.backwards == len(there)
+    if not there:
+        assert gradient is None
+    else:
+        assert torch.allclose(gradient, torch.cat(there).mean(0), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("unit", [1.0, 512.0, 1e6, 1e-3])
+def test_the_loss_keeps_its_size_whatever_the_unit_of_the_weights(unit):
+    batches = [torch.ones(n, 3) for n in (4, 8, 2)]
+    gradient, shares, _ = accumulate(batches, size=3, weigh=lambda n: n * unit)
+    assert shares[:2] == pytest.approx([3 / 3, 3 * 2 / 3])
+    assert torch.allclose(gradient, torch.ones(3))
+
+
+def test_weights_that_are_all_the_same_are_none():
+    batches = [torch.randn(4, 3) for _ in range(3)]
+    one, *_ = accumulate(batches, size=3, weigh=lambda n: 12.0)
+    other, *_ = accumulate(batches, size=3, weigh=unweighted)
+    assert torch.equal(one, other)
+
+
+def on_device(n):
+    """A weight as it comes from a GPU: one that is not read."""
+    return torch.tensor(float(n))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_on_a_device_are_not_read(monkeypatch, processes):
+    sizes = (4, 8, 2)
+    batches = [torch.randn(n, 3) for n in sizes]
+    engines = [Processes(None, others=other, world_size=processes) for other in (6.0, torch.tensor(6.0))]
+    expected, *_ = accumulate(batches, size=3, weigh=float, engine=engines[0])
+    p = nn.Parameter(torch.ones(3))
+    window, optimizer = AccumulationWindow(3), torch.optim.SGD([p], lr=1.0)
+    with monkeypatch.context() as patched:
+        for name in ("item", "tolist", "__bool__", "__float__"):
+            patched.setattr(torch.Tensor, name, None)
+        for i, x in enumerate(batches):
+            window.advance(3 - i, i == 2)
+            loss = window.share((p * x).sum(1).mean(), on_device(len(x)))
+            if window.is_last:
+                loss = window.close(loss, [optimizer], engines[1])
+            loss.backward()
+    assert torch.allclose(p.grad, expected, rtol=1e-6)
+
+
+def test_a_device_may_say_that_a_batch_counts_nothing():
+    """In the first place too, where the others would be measured by it."""
+    batches = [torch.randn(n, 3) for n in (3, 4, 5)]
+    weights = iter((0.0, 4.0, 5.0))
+    gradient, *_ = accumulate(batches, size=3, weigh=lambda n: on_device(next(weights)))
+    assert torch.allclose(gradient, torch.cat(batches[1:]).mean(0), rtol=1e-6, atol=1e-7)
+    gradient, *_ = accumulate(batches, size=3, weigh=lambda n: on_device(0.0))
+    assert torch.equal(gradient, torch.zeros(3))
+
+
+def test_a_window_that_is_left_early_is_the_mean_of_what_came():
+    batches = [torch.randn(4, 3) for _ in range(3)]
+    gradient, *_ = accumulate(batches, size=8, known=False, weigh=unweighted, stop=3)
+    assert torch.allclose(gradient, torch.cat(batches).mean(0), rtol=1e-6, atol=1e-7)
+
+
+def test_a_loss_that_is_evaluated_again_counts_once():
+    window, loss = AccumulationWindow(2), torch.tensor(1.0)
+    window.advance(2, False)
+    window.share(loss, 4.0)
+    window.advance(1, True)
+    for _ in range(3):
+        share = window.share(loss, 8.0)
+    assert window.backwards == 2
+    assert window.close(share, [], Processes(None)).item() == pytest.approx(8 / 12)
+
+
+@pytest.mark.parametrize("weights", [(None, 3.0), (3.0, None)])
+def test_weights_for_all_batches_or_for_none(weights):
+    window, loss = AccumulationWindow(2), torch.tensor(1.0)
+    window.advance(2, False)
+    window.share(loss, weights[0])
+    window.advance(1, True)
+    with pytest.raises(ConfigurationError, match="expected one for all of them or for none"):
+        window.share(loss, weights[1])
+    window.advance(2, False)  # a new window may be of the other kind
+    window.share(loss, weights[1])
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+
+def test_the_mean_goes_over_the_processes_too():
+    """Two of them, whose gradients DDP averages: so this one's part is twice its share of the whole."""
+    mine, theirs = [torch.randn(n, 3) for n in (3, 5)], [torch.randn(n, 3) for n in (1, 8)]
+    gradients = []
+    for own, other in ((mine, theirs), (theirs, mine)):
+        engine = Processes(None, others=float(sum(len(x) for x in other)), world_size=2)
+        gradients.append(accumulate(own, size=2, engine=engine)[0])
+        assert engine.sums == 1
+    assert torch.allclose(sum(gradients) / 2, torch.cat(mine + theirs).mean(0), rtol=1e-6, atol=1e-6)
+
+
+def test_complete_windows_are_not_corrected_on_several_processes_either():
+    batches = [torch.randn(4, 3) for _ in range(3)]
+    alone, shares, _ = accumulate(batches, size=3, weigh=unweighted)
+    engine = Processes(None, others=3.0, world_size=2)
+    together, same, _ = accumulate(batches, size=3, weigh=unweighted, engine=engine)
+    assert torch.equal(alone, together)
+    assert shares == same
+
+
+@pytest.mark.parametrize("last", [None, torch.ones(4, 3)])
+def test_a_process_without_a_loss_takes_part_in_the_synchronisation(last):
+    """Its last backward pass is over zeros, and what it has counts against what the others have."""
+    engine = Processes(None, others=2.0, world_size=2)
+    gradient, shares, _ = accumulate([torch.ones(4, 3), last], size=2, weigh=unweighted, engine=engine)
+    if last is None:
+        assert shares[-1] == 0.0
+        assert torch.allclose(gradient, torch.full((3,), 2 / 3))  # one of three batches, times two processes
+    else:
+        assert torch.equal(gradient, torch.ones(3))
+
+
+def test_a_window_that_is_empty_everywhere_has_no_update():
+    nothing = [None, None]
+    assert accumulate(nothing, size=2, engine=Processes(None, others=0.0, world_size=2))[:2] == (None, [None, None])
+    gradient, shares, _ = accumulate(nothing, size=2, engine=Processes(None, others=1.0, world_size=2))
+    assert shares == [None, 0.0]
+    assert torch.equal(gradient, torch.zeros(3))
+
+
+def parameters_with(*gradients):
+    return [nn.Parameter(torch.zeros(2)) for _ in gradients]
+
+
+def test_zero_loss_has_exact_zeros_for_every_trainable_parameter():
+    one, frozen, other = parameters_with(None, None, None)
+    frozen.requires_grad_(False)
+    with torch.no_grad():
+        other.fill_(float("inf"))
+    loss = zero_loss([one, frozen, other])
+    assert loss == 0
+    loss.backward()
+    assert torch.equal(one.grad, torch.zeros(2))
+    assert torch.equal(other.grad, torch.zeros(2))
+    assert frozen.grad is None

@@ -1,0 +1,162 @@
+"""Optimizers of other libraries are given a closure that trains: to the bit what Lightning's Trainer makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from tests.parity import Learner, data, ours, run_both, weights
+from trainer.engine.optimization import needs_closure, takes_closure
+from trainer.errors import ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+
+
+class SharpnessAware(SGD):
+    """Steps on the gradients of a place nearby (SAM): it evaluates the loss there once more."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise RuntimeError("SAM needs a closure")
+        evaluate = torch.enable_grad()(closure)
+        loss = evaluate()
+        moved = [(p, 0.05 * p.grad.sign()) for group in self.param_groups for p in group["params"]]
+        for p, offset in moved:
+            p.add_(offset)
+        evaluate()
+        for p, offset in moved:
+            p.sub_(offset)
+        super().step()
+        return loss
+
+
+class Perturbing(SharpnessAware):
+    """Moves first, by the gradients that are there, and evaluates once."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise RuntimeError("SAM needs a closure")
+        moved = [(p, 0.05 * p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p, offset in moved:
+            p.add_(offset)
+        loss = torch.enable_grad()(closure)()
+        for p, offset in moved:
+            p.sub_(offset)
+        SGD.step(self)
+        return loss
+
+
+class Insisting(Adam):
+    """Has no default for its closure."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
+class Usual(Optimizer):
+    """What most libraries' do: they call it once, and first."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad.sign(), alpha=-group["lr"])
+        return loss
+
+
+class Wrapper(Optimizer):
+    """Leaves the step to another one, and does something of its own afterwards (Lookahead)."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.inner = SharpnessAware(params, lr=lr)
+        super().__init__(self.inner.param_groups, {"lr": lr})
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self.inner.step(*args, **kwargs)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.999)
+        return loss
+
+
+class Other(Learner):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind, self.evaluations = kind, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.evaluations += 1
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(self.parameters(), lr=0.1)
+        return [optimizer], [StepLR(optimizer, 1, 0.9)]
+
+
+KINDS = [SharpnessAware, Perturbing, Insisting, Usual, Wrapper]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 3}], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_of_another_library_is_lightnings_to_the_bit(
+    kind: type[Optimizer], precision: Any, arguments: dict[str, Any]
+) -> None:
+    def train(make: Any) -> Any:
+        module = Other(kind)
+        trainer = make(precision=precision, max_epochs=2, **arguments)
+        trainer.fit(module, data(12))
+        return weights(module), module.evaluations, trainer.global_step
+
+    (theirs, *their_counts), (mine, *my_counts) = run_both(train)
+    assert my_counts == their_counts
+    assert all(map(torch.equal, theirs, mine))
+
+
+def test_who_is_given_a_closure() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+
+    class Same(Adam):
+        """Only its constructor is new."""
+
+    assert [takes_closure(kind(parameters, lr=0.1)) for kind in KINDS] == [True] * len(KINDS)
+    assert [needs_closure(kind(parameters, lr=0.1)) for kind in KINDS] == [False, False, True, False, False]
+    scheduled = SGD(parameters, lr=0.1)
+    StepLR(scheduled, 1)  # puts itself around the step
+    plain = [Same(parameters), torch.optim.AdamW(parameters), torch.optim.NAdam(parameters), scheduled]
+    assert [takes_closure(one) for one in plain] == [False] * len(plain)
+    assert takes_closure(torch.optim.LBFGS(parameters))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_beside_others_and_with_a_scaler_it_gets_none(precision: Any) -> None:
+    class Several(Other):
+        def configure_optimizers(self) -> Any:
+            if precision == "16-mixed":
+                return Usual(self.parameters(), lr=0.1)
+            return [Usual(self.net[0].parameters(), lr=0.1), SGD(self.net[2].parameters(), lr=0.1)]
+
+    module, before = Several(Usual), weights(Several(Usual))
+    trainer = ours(max_epochs=1, precision=precision)
+    trainer.fit(module, data(6))
+    assert trainer.loop.train == trainer.loop.train_batch
+    assert module.evaluations == 3
+    assert not any(map(torch.equal, weights(module), before))
+
+
+def test_with_a_scaler_one_that_insists_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="Got the optimizer Insisting with precision='16-mixed'"):
+        ours(max_epochs=1, precision="16-mixed").fit(Other(Insisting), data(6))

@@ -1,0 +1,259 @@
+"""The evaluation loop by itself, over stand-ins; whole runs against Lightning's are in the parity suite."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parity import Classifier, RecordingLogger, data, lightning, ours
+from trainer.loops.evaluation import EvalLoop
+from trainer.loops.hooks import CALLBACK_HOOKS, Hooks
+from trainer.precision import FullPrecision, MixedPrecision
+from trainer.state.metrics import LoggedValue, LogOptions, PublishedMetrics, Recorder
+from trainer.state.progress import FitProgress
+
+
+class Loaders:
+    """Dataloaders of the given lengths, one after the other; a batch is (dataloader, number)."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.limits = [float(length) for length in lengths]
+        self.is_sequential = True
+        self.epochs: list[int] = []
+
+    def num_batches(self) -> float:
+        return sum(self.limits)
+
+    def start_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def batches(self, limit: float = float("inf")) -> Iterator[tuple[Any, int, int]]:
+        for dataloader, length in enumerate(self.limits):
+            for number in range(int(min(length, limit))):
+                yield torch.tensor([float(dataloader), float(number)]), number, dataloader
+
+    def only(self) -> None:
+        return None
+
+
+class Scope:
+    def enter(self, name: str | None) -> str | None:
+        return None
+
+
+class Module(nn.Module):
+    """Writes down which hooks and steps are called."""
+
+    def __init__(self, calls: list[Any], own: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.part = nn.Dropout()
+        self.calls = calls
+        for name in (*CALLBACK_HOOKS, "on_validation_model_eval", "on_validation_model_train"):
+            vars(self)[name] = self.recorder(name)
+        vars(self)["on_validation_model_eval"] = lambda: (calls.append(("on_validation_model_eval",)), self.eval())
+        self.own = own
+
+    def recorder(self, name: str) -> Any:
+        return lambda *args: self.calls.append((name, *(a for a in args if isinstance(a, int))))
+
+
+def loop_of(calls: list[Any], loaders: Any, *, stage: str = "validation", step: Any = None, own: Any = (),
+            inference_mode: bool = False, precision: Any = None, loggers: Any = ()) -> EvalLoop:  # fmt: skip
+    module = Module(calls)
+    published = PublishedMetrics()
+    recorder = Recorder(published, FitProgress(epoch=3))
+    recorder.loggers = list(loggers)
+    engine = SimpleNamespace(step_function=lambda name: step or (lambda batch, *where: calls.append((name, *where))))
+    loop = EvalLoop(
+        stage,
+        engine=engine,  # type: ignore[arg-type]
+        precision=precision or FullPrecision(),
+        published=published,
+        recorder=recorder,
+        fit_progress=FitProgress(windows=11, epochs_trained=2),
+    )
+    loop_hooks = Hooks(None, module, [], Scope(), lambda o, n: n in CALLBACK_HOOKS or n in own, lambda callback: False)
+    loop.prepare(
+        hooks=loop_hooks, module=module, transfer=lambda batch, dataloader_idx: batch, loaders=loaders,
+        inference_mode=inference_mode,
+    )  # fmt: skip
+    return loop
+
+
+def log(loop: EvalLoop, name: str, value: float, **options: Any) -> None:
+    """What ``self.log`` in a step does."""
+    store = loop.metrics
+    key = ("step", name, store.dataloader_idx)
+    if key not in store.entries:
+        store.entries[key] = LoggedValue("step", name, LogOptions(**options), store.dataloader_idx, lambda t, *_: t)
+    store.entries[key].update(torch.tensor(value), 1)
+
+
+def test_one_pass_in_order() -> None:
+    calls: list[Any] = []
+    loop = loop_of(calls, Loaders(2))
+    assert loop.run() == [{}]
+    assert calls == [
+        ("on_validation_model_eval",),
+        ("on_validation_start",),
+        ("on_validation_epoch_start",),
+        ("on_validation_batch_start", 0), ("validation_step", 0), ("on_validation_batch_end", 0),
+        ("on_validation_batch_start", 1), ("validation_step", 1), ("on_validation_batch_end", 1),
+        ("on_validation_epoch_end",),
+        ("on_validation_end",),
+    ]  # fmt: skip
+    assert loop.loaders.epochs == [2]  # type: ignore[union-attr]
+
+
+def test_the_index_of_the_dataloader_is_passed_where_there_are_several() -> None:
+    calls: list[Any] = []
+    loop_of(calls, Loaders(1, 2)).run()
+    assert [call[1:] for call in calls if call[0] == "validation_step"] == [(0, 0), (0, 1), (1, 1)]
+
+
+def test_a_limit_is_of_each_dataloader() -> None:
+    calls: list[Any] = []
+    loop_of(calls, Loaders(3, 1, 2)).run(limit=1)
+    assert [call[1:] for call in calls if call[0] == "validation_step"] == [(0, 0), (0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("loaders", [None, Loaders(), Loaders(0), Loaders(0, 0)])
+def test_without_data_nothing_happens(loaders: Any) -> None:
+    calls: list[Any] = []
+    assert loop_of(calls, loaders).run() == []
+    assert calls == []
+
+
+def test_the_results_of_each_dataloader() -> None:
+    loop: EvalLoop
+
+    def step(batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        log(loop, "x", 10.0 * dataloader_idx + batch_idx)
+
+    logger = RecordingLogger()
+    loop = loop_of([], Loaders(2, 3), step=step, loggers=[logger])
+    assert loop.run() == [{"x/dataloader_idx_0": 0.5}, {"x/dataloader_idx_1": 11.0}]
+    assert loop.published.callback == {"x/dataloader_idx_0": 0.5, "x/dataloader_idx_1": 11.0}
+    assert logger.rows == [(11, {"x/dataloader_idx_0": 0.5, "x/dataloader_idx_1": 11.0, "epoch": 3})]
+
+
+def test_single_batches_are_logged_at_their_number_in_the_run() -> None:
+    loop: EvalLoop
+
+    def step(batch: Any, batch_idx: int) -> None:
+        log(loop, "x", float(batch_idx), on_step=True, on_epoch=False)
+
+    logger = RecordingLogger()
+    loop = loop_of([], Loaders(2), step=step, loggers=[logger])
+    loop.run()
+    loop.run()
+    assert logger.rows == [(0, {"x": 0.0}), (1, {"x": 1.0}), (2, {"x": 0.0}), (3, {"x": 1.0})]
+
+
+def test_a_sanity_check_logs_and_counts_nothing() -> None:
+    loop: EvalLoop
+
+    def step(batch: Any, batch_idx: int) -> None:
+        log(loop, "x", 1.0, on_step=True)
+
+    logger = RecordingLogger()
+    loop = loop_of([], Loaders(2), step=step, loggers=[logger])
+    loop.sanity_checking = True
+    loop.run()
+    assert logger.rows == []
+    assert (loop.progress.has_run, loop.progress.total_batches) == (False, 0)
+    loop.sanity_checking = False
+    loop.run()
+    assert (loop.progress.has_run, loop.progress.total_batches) == (True, 2)
+    assert logger.rows[0][0] == 0
+
+
+def test_metrics_of_an_earlier_pass_are_forgotten() -> None:
+    loop: EvalLoop
+    values = iter([1.0, 3.0, 10.0, 20.0])
+
+    def step(batch: Any, batch_idx: int) -> None:
+        log(loop, "x", next(values))
+
+    loop = loop_of([], Loaders(2), step=step)
+    assert [loop.run(), loop.run()] == [[{"x": 2.0}], [{"x": 15.0}]]
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_no_gradients_are_recorded(inference_mode: bool) -> None:
+    seen: list[Any] = []
+
+    def step(batch: Any, batch_idx: int) -> None:
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    loop_of([], Loaders(1), step=step, inference_mode=inference_mode).run()
+    assert seen == [(False, inference_mode)]
+    assert torch.is_grad_enabled()
+
+
+def test_the_step_and_nothing_else_runs_under_autocast() -> None:
+    seen: list[Any] = []
+    precision = MixedPrecision("bfloat16")
+    loop = loop_of(
+        [], Loaders(1), step=lambda *args: seen.append(torch.is_autocast_enabled("cpu")), precision=precision
+    )
+    vars(loop.module)["on_validation_batch_end"] = lambda *args: seen.append(torch.is_autocast_enabled("cpu"))
+    loop.on_batch_end = loop.hooks.of_module("on_validation_batch_end")
+    with precision.session(loop.module, torch.device("cpu")):
+        loop.run()
+    assert seen == [True, False]
+
+
+def test_modes_are_put_back_part_by_part() -> None:
+    loop = loop_of([], Loaders(1), step=lambda *args: modes.append(loop.module.part.training))  # type: ignore
+    modes: list[bool] = []
+    loop.module.train()
+    loop.module.part.eval()  # type: ignore[union-attr]
+    loop.run()
+    assert (loop.module.training, loop.module.part.training) == (True, False)  # type: ignore[union-attr]
+    loop.module.part.train()  # type: ignore[union-attr]
+    loop.run()
+    assert modes == [False, False]
+    assert loop.module.part.training  # type: ignore[union-attr]
+
+
+def test_a_module_may_put_its_modes_back_itself() -> None:
+    calls: list[Any] = []
+    loop = loop_of(calls, Loaders(1), own=("on_validation_model_train",))
+    loop.run()
+    assert calls[-1] == ("on_validation_model_train",)
+    assert not loop.module.training
+
+
+def test_predictions_are_kept_where_asked_for() -> None:
+    loop = loop_of([], Loaders(2, 1), step=lambda batch, *where: where, stage="predict")
+    vars(loop.module)["on_predict_model_eval"] = loop.module.eval
+    loop.run()
+    assert loop.predictions == [[], []]
+    loop.keep_predictions = True
+    loop.run()
+    assert loop.predictions == [[(0, 0), (1, 0)], [(0, 1)]]
+
+
+def test_a_predict_step_that_returns_none_is_warned_of_once() -> None:
+    class PredictsNothing(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> None:
+            return None
+
+    found = []
+    for make in (lightning, ours):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = make()
+            for keep in (True, False):
+                predictions = trainer.predict(PredictsNothing(), data(6), return_predictions=keep)
+                assert predictions == ([None] * 3 if keep else None)
+        found.append([(w.category, str(w.message)) for w in caught if "None" in str(w.message)])
+    assert len(found[0]) == 1
+    assert found[1] == found[0]

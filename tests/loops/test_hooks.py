@@ -1,0 +1,422 @@
+"""The order of all hooks: that of Lightning's own Trainer, run beside ours."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from torch import nn
+
+from tests.parity import (
+    CALLBACK_HOOKS,
+    DATAMODULE_HOOKS,
+    MODULE_HOOKS,
+    Classifier,
+    Learner,
+    data,
+    ours,
+    plain,
+    recording,
+    run_both,
+)
+from trainer.loops import hooks
+
+Calls = list[tuple[str, dict[str, Any], dict[str, Any]]]
+
+
+class TwoStageData(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return data(8)
+
+    def val_dataloader(self) -> Any:
+        return data(4, seed=1)
+
+    def test_dataloader(self) -> Any:
+        return [data(4, seed=2), data(2, seed=3)]
+
+    def predict_dataloader(self) -> Any:
+        return data(4, seed=4)
+
+
+class Scheduled(Classifier):
+    """With one schedule for each of the ways in which schedules step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("val_loss", loss)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def record(make: Any, function: str, hooks_of_module: list[str], *, base: type = Scheduled, **arguments: Any) -> Calls:
+    calls: Calls = []
+    module = recording(base, hooks_of_module, "module")()
+    datamodule = recording(TwoStageData, DATAMODULE_HOOKS, "datamodule")()
+    callback = recording(Callback, CALLBACK_HOOKS, "callback")()
+    for owner in (module, datamodule, callback):
+        vars(owner)["calls"] = calls
+    trainer = make(callbacks=[callback], **arguments)
+    getattr(trainer, function)(module, datamodule=datamodule)
+    return calls
+
+
+# --- differences on purpose ---------------------------------------------------------------------------------------
+
+
+def without_known_differences(call: tuple[str, dict[str, Any], dict[str, Any]]) -> tuple[str, Any, Any]:
+    """``call`` in the form in which Lightning's and ours are equal.
+
+    - Lightning asks for evaluation data under ``no_grad``, and for validation data with the stage VALIDATING even
+      where there is no sanity check; we ask for all data where we are.
+    - ``gradient_clip_algorithm`` is "norm" with us where nobody said; Lightning passes on its None, which means that.
+    """
+    name, arguments, situation = call
+    if name.endswith("_dataloader"):
+        return name, arguments, None
+    if name == "module.configure_gradient_clipping" and arguments["gradient_clip_algorithm"] is None:
+        return name, {**arguments, "gradient_clip_algorithm": arguments["gradient_clip_val"] and "norm"}, situation
+    return call
+
+
+def assert_same(theirs: Calls, mine: Calls) -> None:
+    assert [name for name, *_ in theirs] == [name for name, *_ in mine]
+    pairs = [(without_known_differences(a), without_known_differences(b)) for a, b in zip(theirs, mine, strict=True)]
+    differences = [pair for pair in pairs if pair[0] != pair[1]]
+    assert not differences, differences[:5]
+
+
+FITS = {
+    "validation at the end of the epoch": {"max_epochs": 2},
+    "validation in the middle of it": {"max_epochs": 1, "val_check_interval": 2},
+    "validation every second epoch": {"max_epochs": 2, "check_val_every_n_epoch": 2},
+    "validation by batches": {"max_epochs": 2, "val_check_interval": 3, "check_val_every_n_epoch": None},
+    "no sanity check": {"max_epochs": 1, "num_sanity_val_steps": 0},
+    "no validation": {"max_epochs": 1, "limit_val_batches": 0},
+    "accumulation and clipping": {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+    "max_steps inside an epoch": {"max_steps": 3},
+    "fast_dev_run": {"fast_dev_run": True},
+    "no training": {"max_epochs": 0},
+    "no training batches": {"max_epochs": 1, "limit_train_batches": 0},
+}
+
+
+@pytest.mark.parametrize("arguments", FITS.values(), ids=FITS.keys())
+def test_fit_calls_the_same_hooks_as_lightnings(arguments: dict[str, Any]) -> None:
+    theirs, mine = run_both(lambda make: record(make, "fit", MODULE_HOOKS, **arguments))
+    assert_same(theirs, mine)
+    assert len(mine) > 40
+
+
+@pytest.mark.parametrize("arguments", [{"max_epochs": 1, "val_check_interval": 2, "accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("overridden", [[], ["training_step", "validation_step"], ["optimizer_step", *MODULE_HOOKS]],
+                         ids=["callbacks only", "steps", "everything and optimizer_step"])  # fmt: skip
+def test_the_order_does_not_depend_on_what_is_overridden(overridden: list[str], arguments: dict[str, Any]) -> None:
+    theirs, mine = run_both(lambda make: record(make, "fit", overridden, **arguments))
+    assert_same(theirs, mine)
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_evaluations_call_the_same_hooks_as_lightnings(function: str) -> None:
+    theirs, mine = run_both(lambda make: record(make, function, MODULE_HOOKS))
+    assert_same(theirs, mine)
+    assert len(mine) > 30
+
+
+class Manual(Scheduled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, 0.5, "norm")
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+def test_manual_optimization_calls_the_same_hooks_as_lightnings() -> None:
+    theirs, mine = run_both(lambda make: record(make, "fit", MODULE_HOOKS, base=Manual, max_epochs=2))
+    assert_same(theirs, mine)
+
+
+def test_two_fits_and_a_validation_call_the_same_hooks_as_lightnings() -> None:
+    def scenario(make: Any) -> Calls:
+        calls: Calls = []
+        module = recording(Scheduled, MODULE_HOOKS, "module")()
+        callback = recording(Callback, CALLBACK_HOOKS, "callback")()
+        vars(module)["calls"] = vars(callback)["calls"] = calls
+        trainer = make(callbacks=[callback], max_epochs=1)
+        trainer.fit(module, data(4), data(2, seed=1))
+        trainer.validate(module, data(2, seed=1), verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, data(4), data(2, seed=1))
+        return calls
+
+    theirs, mine = run_both(scenario)
+    assert_same(theirs, mine)
+
+
+def test_a_resumed_fit_calls_the_same_hooks_as_lightnings(tmp_path: Any) -> None:
+    def scenario(make: Any) -> Calls:
+        path = tmp_path / f"{make.__name__}.ckpt"
+        trainer = make(max_epochs=1)
+        trainer.fit(Scheduled(), datamodule=TwoStageData())
+        trainer.save_checkpoint(path)
+        calls: Calls = []
+        module = recording(Scheduled, MODULE_HOOKS, "module")()
+        datamodule = recording(TwoStageData, DATAMODULE_HOOKS, "datamodule")()
+        callback = recording(Callback, CALLBACK_HOOKS, "callback")()
+        for owner in (module, datamodule, callback):
+            vars(owner)["calls"] = calls
+        make(callbacks=[callback], max_epochs=2).fit(module, datamodule=datamodule, ckpt_path=path)
+        return calls
+
+    theirs, mine = run_both(scenario)
+    assert_same(theirs, mine)
+
+
+# --- what only we have --------------------------------------------------------------------------------------------
+
+
+def test_on_after_optimizer_step_follows_the_step_and_has_its_outcome() -> None:
+    seen: list[Any] = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            seen.append(("before", trainer.global_step))
+
+        def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+            assert optimizer is trainer.optimizers[0]
+            assert outcome is trainer.step_outcome
+            seen.append(("after", trainer.global_step, outcome.skipped, outcome.scale, outcome.optimizers))
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seen.append(("batch end", trainer.global_step))
+
+    ours(max_epochs=1, callbacks=[Watch()], accumulate_grad_batches=2).fit(Learner(), data(6))
+    one_step = ("after", 1, False, 1.0, (0,))
+    short_window = ("after", 2, False, 1.0, (0,))
+    assert seen == [
+        ("batch end", 0), ("before", 0), one_step, ("batch end", 1), ("before", 1), short_window, ("batch end", 2),
+    ]  # fmt: skip
+
+
+def test_a_module_may_have_on_after_optimizer_step_too() -> None:
+    class Watching(Learner):
+        outcomes: list[Any] = []
+
+        def on_after_optimizer_step(self, optimizer: Any, outcome: Any) -> None:
+            self.outcomes.append(outcome.skipped)
+
+    ours(max_epochs=1).fit(Watching(), data(6))
+    assert Watching.outcomes == [False] * 3
+
+
+# --- the annotated loop -------------------------------------------------------------------------------------------
+
+NOT_IN_THE_LOOP = {
+    "on_save_checkpoint": "runs where a checkpoint is written, at any point",
+    "on_load_checkpoint": "runs before a run starts",
+    "state_dict": "likewise",
+    "load_state_dict": "likewise",
+    "configure_callbacks": "runs before everything",
+    "on_test_model_eval": "as validation",
+    "on_test_model_train": "as validation",
+    "on_predict_model_eval": "as validation",
+    "on_gpu": "a property of modules",
+}
+
+
+@pytest.mark.parametrize("owner", [Callback, LightningModule, LightningDataModule])
+def test_the_annotated_loop_names_every_hook(owner: type) -> None:
+    known = {Callback: CALLBACK_HOOKS, LightningModule: MODULE_HOOKS, LightningDataModule: DATAMODULE_HOOKS}[owner]
+    written = set(re.findall(r"\w+", hooks.__doc__ or ""))
+    as_validation = {f"{a}test{b}" for a, b in (w.split("validation") for w in written if w.count("validation") == 1)}
+    as_validation |= {name.replace("test", "predict") for name in as_validation}
+    data_hooks = {name for name in known if name.endswith("_dataloader")}
+    missing = set(known) - written - as_validation - data_hooks - NOT_IN_THE_LOOP.keys()
+    assert not missing
+
+
+def test_the_annotated_loop_names_no_hook_that_does_not_exist() -> None:
+    written = set(re.findall(r"\bon_\w+", hooks.__doc__ or ""))
+    known = {*CALLBACK_HOOKS, *MODULE_HOOKS, *DATAMODULE_HOOKS, "on_after_optimizer_step"}
+    assert written <= known
+
+
+def test_the_hooks_of_the_loop_are_lightnings_and_ours() -> None:
+    around_a_run = {"on_exception", "on_save_checkpoint", "on_load_checkpoint"}
+    of_callbacks = {name for name in CALLBACK_HOOKS if name.startswith("on_")} - around_a_run
+    assert set(hooks.CALLBACK_HOOKS) == of_callbacks | {"on_after_optimizer_step"}
+
+
+# --- how hooks are called -----------------------------------------------------------------------------------------
+
+
+class Scope:
+    def __init__(self) -> None:
+        self.entered: list[str | None] = [None]
+
+    def enter(self, name: str | None) -> str | None:
+        outer = self.entered[-1]
+        self.entered.append(name)
+        return outer
+
+
+def test_a_hook_runs_its_parts_in_order_and_returns_what_the_module_returned() -> None:
+    seen: list[Any] = []
+    scope = Scope()
+
+    def part(name: str) -> Any:
+        return lambda *args: seen.append((name, args)) or name
+
+    hook = hooks.Hook("on_x", scope, before=[part("a"), part("b")], module=part("module"), after=[part("late")])
+    assert hook(1, 2) == "module"
+    assert [name for name, _ in seen] == ["a", "b", "module", "late"]
+    assert {args for _, args in seen} == {(1, 2)}
+    assert scope.entered == [None, "on_x", None]
+
+
+def test_an_empty_hook_does_nothing() -> None:
+    scope = Scope()
+    hook = hooks.Hook("on_x", scope)
+    assert hook.is_empty
+    assert hook(1) is None
+    assert scope.entered == [None]
+
+
+def test_only_what_is_overridden_is_called() -> None:
+    class Quiet(Callback):
+        pass
+
+    class Loud(Callback):
+        def on_train_start(self, *args: Any) -> None: ...
+
+    made = hooks.Hooks(
+        None, Classifier(), [Quiet(), Loud()], Scope(), lambda o, n: n in vars(type(o)), lambda callback: False
+    )
+    assert not made.on_train_start.is_empty
+    assert [name for name in hooks.CALLBACK_HOOKS if not made.of(name).is_empty] == ["on_train_start"]
+    assert made.override_of("backward") is None
+    assert made.override_of("validation_step") is not None
+
+
+def test_a_hook_set_on_the_instance_counts() -> None:
+    seen: list[str] = []
+    module = Learner()
+    module.on_train_start = lambda: seen.append("module")  # type: ignore[method-assign]
+    callback = Callback()
+    callback.on_train_start = lambda *args: seen.append("callback")  # type: ignore[method-assign]
+    ours(max_epochs=1, callbacks=[callback]).fit(module, data(2))
+    assert seen == ["callback", "module"]
+
+
+def test_the_modules_on_train_batch_start_may_end_the_epoch() -> None:
+    class Short(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            return -1 if batch_idx == 2 else None
+
+    def scenario(make: Any) -> Calls:
+        names = [*CALLBACK_HOOKS]
+        calls: Calls = []
+        callback = recording(Callback, names, "callback")()
+        vars(callback)["calls"] = calls
+        make(max_epochs=2, callbacks=[callback]).fit(Short(), data(8), data(2, seed=1))
+        return calls
+
+    theirs, mine = run_both(scenario)
+    assert_same(theirs, mine)
+    assert plain([name for name, *_ in mine]).count("callback.on_train_batch_end") == 4
+
+
+# --- methods that are watched from outside ------------------------------------------------------------------------
+
+
+def watch(owner: Any, base: type, prefix: str, calls: list[Any]) -> None:
+    """Put a spy around every public method of ``base`` on the instance, as mock's ``wraps`` does."""
+
+    def spy(name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            calls.append((f"{prefix}.{name}", shape_of(args), shape_of(kwargs)))
+            return result
+
+        return method
+
+    of_modules = {name for name, _ in inspect.getmembers(nn.Module, inspect.isfunction)}
+    unwatched = {"log", "log_dict", "optimizers", *of_modules} - {"forward", "train", "zero_grad"}
+    for name, _ in inspect.getmembers(base, inspect.isfunction):
+        if not name.startswith("_") and name not in unwatched:
+            vars(owner)[name] = spy(name, getattr(owner, name))
+
+
+def shape_of(arguments: Any) -> Any:
+    """Of a checkpoint its keys and counters, of a trainer or module that it is one."""
+    if isinstance(arguments, dict) and "state_dict" in arguments:
+        return sorted(arguments), arguments["epoch"], arguments["global_step"]
+    if isinstance(arguments, dict):
+        return {key: shape_of(value) for key, value in arguments.items()}
+    if isinstance(arguments, (tuple, list)):
+        return [shape_of(value) for value in arguments]
+    return "a function" if callable(arguments) and not isinstance(arguments, nn.Module) else plain(arguments)
+
+
+class Watched(Manual):
+    """By hand or automatically, as it is told."""
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+
+    def configure_model(self) -> None: ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) if self.automatic_optimization else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("function", ["fit", "resumed fit", "validate", "test", "predict"])
+def test_who_watches_every_method_sees_what_happens_under_lightning(
+    function: str, automatic: bool, tmp_path: Any
+) -> None:
+    def scenario(make: Any) -> list[Any]:
+        path = tmp_path / make.__name__
+        arguments: dict[str, Any] = {"max_epochs": 2, "default_root_dir": path, "enable_checkpointing": True}
+        resumed = {}
+        if function == "resumed fit":
+            make(**arguments, callbacks=[Stateful()], limit_val_batches=0).fit(Watched(automatic), data(4), data(2))
+            resumed = {"ckpt_path": next(path.rglob("*.ckpt"))}
+            arguments |= {"max_epochs": 3, "limit_val_batches": 0}
+        calls: list[Any] = []
+        module, callback = Watched(automatic), Stateful()
+        watch(module, LightningModule, "module", calls)
+        watch(callback, Callback, "callback", calls)
+        trainer = make(**arguments, callbacks=[callback])
+        loaders = [data(4), data(2)] if "fit" in function else [data(4)]
+        getattr(trainer, function.split()[-1])(module, *loaders, **resumed)
+        return calls
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+    assert len(mine) > 20
+
+
+class Stateful(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"some": "state"}

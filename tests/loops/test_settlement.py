@@ -1,0 +1,481 @@
+"""When it is found out what became of an update: on a GPU with a fused optimizer, late, so that nobody waits.
+
+Here a CPU plays the GPU: the scaler is made to believe that what a fused optimizer found is not on the host yet.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from tests.support import (
+    OPTIMIZERS,
+    Regression,
+    Watch,
+    assert_same,
+    loader_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    native_fp16,
+    train_by_hand,
+)
+from tests.loops.test_side_doors import Outcomes, Pair, train_pair
+from trainer.callbacks import GradientClipping, ScaleMonitor
+
+POISON = {0: 1e30, 4: 1e30, 5: float("nan"), 9: 1e30, 19: 1e30}
+SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
+UNIMPORTANT = {"log_every_n_steps": 0}  # a row for the loggers settles; here nobody wants one
+
+
+def clip(parameters: Any) -> torch.Tensor:
+    return torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+
+
+class RatesOfUpdates(Watch):
+    """The learning rate and, where there is one, the momentum of each update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[tuple[float, Any]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        (group,) = optimizer.param_groups
+        self.rates.append((group["lr"], group.get("momentum")))
+
+
+SCHEDULES = {
+    "linear": partial(lr_scheduler.LinearLR, start_factor=0.1, total_iters=15),
+    "one-cycle": lambda optimizer: lr_scheduler.OneCycleLR(  # changes the momentum too
+        optimizer, 0.1, total_steps=80, cycle_momentum=optimizer.defaults.get("momentum") != 0
+    ),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(optimizer, 30)],
+        milestones=[4],
+    ),
+    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch's own, of SequentialLR
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("optimizer", ["sgd-fused", "adam-fused", "adamw-fused", "momentum-fused", "sgd"])
+def test_everything_but_the_moment_is_the_same(tmp_path, late, optimizer, window, schedule):
+    """Weights, norms, scales and the learning rate of every update are those of a loop that looks at once."""
+    make = OPTIMIZERS[optimizer]
+    poison = {i: gain for i, gain in POISON.items() if i > 2 or optimizer != "momentum-fused"}
+    batches = make_batches(20, gains=poison)
+    ours, theirs, watch = make_net(), make_net(), RatesOfUpdates()
+    module = Regression(ours, make, SCHEDULES[schedule], interval="step")
+    trainer = make_trainer(
+        tmp_path,
+        precision=native_fp16(**SMALL),
+        callbacks=[watch, GradientClipping(max_norm=0.5, log_norm=False)],
+        accumulate_grad_batches=window,
+        max_epochs=2,
+        **UNIMPORTANT,
+    )
+    trainer.fit(module, loader_of(batches))
+
+    used: list[tuple[float, Any]] = []
+
+    def remember(made: Any) -> None:
+        used.append((made.param_groups[0]["lr"], made.param_groups[0].get("momentum")))
+
+    scaler = torch.amp.GradScaler("cpu", **SMALL)
+    expected = train_by_hand(
+        theirs,
+        batches,
+        precision="16-mixed",
+        scaler=scaler,
+        optimizer=make,
+        epochs=2,
+        window=window,
+        clip=clip,
+        schedule=SCHEDULES[schedule],
+        before_step=remember,
+    )
+    assert watch.rates == used
+    trace = watch.trace
+    trace.rates, expected.rates = [], []  # those between a skipped update and the next are tentative
+    assert_same(trace, expected)
+    assert trainer.skipped_steps == sum(expected.skipped)
+    assert trainer.scaler.get_scale() == trainer.scaler.current_scale == scaler.get_scale()
+    assert bool(late) is (optimizer != "sgd")
+
+
+# --- who waits, and when --------------------------------------------------------------------------------------------
+
+
+class Account(Regression):
+    """Writes down when a backward pass is over."""
+
+    def __init__(self, account: list[str], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.account = account
+
+    def on_after_backward(self) -> None:
+        self.account.append("backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.account.append("update")
+
+
+def test_the_host_waits_for_an_update_when_the_next_backward_pass_is_queued(tmp_path, late):
+    module = Account(late, optimizer=OPTIMIZERS["adamw-fused"])
+    trainer = make_trainer(
+        tmp_path,
+        precision=native_fp16(**SMALL),
+        callbacks=[GradientClipping(max_norm=0.5), ScaleMonitor()],
+        accumulate_grad_batches=2,
+        **UNIMPORTANT,
+    )
+    trainer.fit(module, loader_of(make_batches(8)))
+    steady = ["backward", "backward", "wait", "update"]
+    assert late == ["backward", "backward", "update", *steady * 3, "wait"]  # at the epoch's end
+
+
+@pytest.mark.parametrize("optimizer", ["momentum-fused", "adam-fused", "adamw-fused"])
+def test_a_steady_step_reads_nothing_from_the_device(tmp_path, late, monkeypatch, optimizer):
+    """With clipping, accumulation and the monitor on, the only read is that of ``Readback``."""
+    reads: list[str] = []
+
+    class Steady(Watch):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (4, 19):  # from where momentum exists, to the last batch
+                toggle(batch_idx == 4)
+
+        def on_train_batch_end(self, *_: Any) -> None: ...
+
+        def on_after_optimizer_step(self, *_: Any) -> None: ...
+
+    patches = pytest.MonkeyPatch()
+
+    def toggle(on: bool) -> None:
+        patches.undo()
+        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy") if on else ():
+            original = getattr(torch.Tensor, name)
+            patches.setattr(
+                torch.Tensor, name, lambda self, *a, _n=name, _o=original, **k: (reads.append(_n), _o(self, *a, **k))[1]
+            )
+
+    trainer = make_trainer(
+        tmp_path,
+        precision=native_fp16(**SMALL),
+        callbacks=[Steady(), GradientClipping(max_norm=0.5), ScaleMonitor()],
+        accumulate_grad_batches=2,
+        **UNIMPORTANT,
+    )
+    module = Regression(optimizer=OPTIMIZERS[optimizer], schedule=SCHEDULES["linear"], interval="step")
+    trainer.fit(module, loader_of(make_batches(20, gains={6: 1e30, 12: 1e30})))
+    assert trainer.skipped_steps == 2
+    assert reads == ["__float__"] * 7  # Readback's, one a window: of those that closed with batches 3, 5, ... 15
+
+
+def ask_outcome(trainer: Any) -> None:
+    trainer.step_outcome
+
+
+def ask_skips(trainer: Any) -> None:
+    trainer.skipped_steps
+
+
+def save(trainer: Any) -> None:
+    trainer.save_checkpoint(f"{trainer.default_root_dir}/now.ckpt")
+
+
+@pytest.mark.parametrize("ask", [ask_outcome, ask_skips, save])
+def test_whoever_asks_gets_the_outcome_at_once(tmp_path, late, ask):
+    seen: list[Any] = []
+
+    class Ask(Watch):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.is_last_batch:  # settled already
+                return
+            assert late == []
+            newest = trainer.settled_outcome
+            ask(trainer)
+            seen.append((newest, trainer.settled_outcome.skipped, len(self.trace.skipped)))
+            late.clear()
+
+    module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
+    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[Ask()], **UNIMPORTANT)
+    trainer.fit(module, loader_of(make_batches(4, gains={1: 1e30})))
+    assert [(skipped, told) for _, skipped, told in seen] == [(False, 1), (True, 2), (False, 3)]
+    assert seen[0][0] is None
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+
+
+def test_a_checkpoint_holds_the_rates_that_the_next_update_will_use(tmp_path, late):
+    """Saved after a skipped update, by a callback, in ``on_train_batch_end``."""
+    every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
+    arguments: dict[str, Any] = {"precision": native_fp16(**SMALL), "callbacks": [every], "enable_checkpointing": None}
+    trainer = make_trainer(tmp_path, **arguments, **UNIMPORTANT)
+    trainer.fit(module, loader_of(make_batches(3, gains={1: 1e30})))
+    states = [torch.load(tmp_path / f"step={step}.ckpt", weights_only=True) for step in (1, 2, 3)]
+    assert [state["lr_schedulers"][0]["last_epoch"] for state in states] == [1, 1, 2]
+    rates = [state["optimizer_states"][0]["param_groups"][0]["lr"] for state in states]
+    assert rates[0] == rates[1] < rates[2]
+    assert [state["loops"]["amp_trainer"]["progress"]["skipped_steps"] for state in states] == [0, 1, 1]
+
+
+def test_rows_for_the_loggers_are_of_the_step_they_stand_for(tmp_path, late):
+    rows = []
+    for version, arrives in enumerate(("late", "at once")):
+        if arrives == "at once":
+            late.append("not asked")  # a plain optimizer is settled at once
+        logger = CSVLogger(tmp_path, version=version)
+        module = Regression(optimizer=OPTIMIZERS["sgd-fused" if arrives == "late" else "sgd"])
+        trainer = make_trainer(
+            tmp_path,
+            precision=native_fp16(**SMALL),
+            callbacks=[ScaleMonitor(), GradientClipping(max_norm=0.5)],
+            logger=logger,
+            log_every_n_steps=2,
+        )
+        trainer.fit(module, loader_of(make_batches(7, gains={3: 1e30})))
+        rows.append((tmp_path / f"lightning_logs/version_{version}/metrics.csv").read_text())
+    assert rows[0] == rows[1]
+    assert "256.0" in rows[0]
+
+
+def test_validation_sees_a_settled_update(tmp_path, late):
+    seen: list[Any] = []
+
+    class Validated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append((self.trainer.progress.skipped_steps, self.trainer.settled_outcome.skipped))
+
+    module = Validated(optimizer=OPTIMIZERS["sgd-fused"])
+    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), val_check_interval=1, **UNIMPORTANT)
+    trainer.num_sanity_val_steps = 0
+    batches = make_batches(4, gains={1: 1e30})
+    trainer.fit(module, loader_of(batches), loader_of(batches[:1]))
+    assert seen == [(0, False), (1, True), (1, False), (1, False)]
+
+
+def test_two_optimizers_of_a_manual_module(tmp_path, late):
+    gains = {(3, 0): 1e30, (6, 1): 1e30, (9, 0): 1e30, (9, 1): float("nan")}
+    plan, make, batches = (lambda i: (0, 1) if i % 4 else (1,)), OPTIMIZERS["adam-fused"], make_batches(14)
+    module, watch = Pair(plan, make, gains), Outcomes()
+    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
+    trainer.fit(module, loader_of(batches))
+    scaler = torch.amp.GradScaler("cpu", **SMALL)
+    nets, _ = train_pair(batches, "16-mixed", plan, make, gains, scaler)
+    for ours, theirs in zip(module.nets, nets, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert trainer.scaler.get_scale() == scaler.get_scale()
+    skipping = [o.skipped_optimizers for o in watch.outcomes]
+    assert {i: skipped for i, skipped in enumerate(skipping) if skipped} == {3: (0,), 6: (1,), 9: (0, 1)}
+
+
+# --- several schedules ----------------------------------------------------------------------------------------------
+
+
+class TwoOfEach(Regression):
+    """Two optimizers with a schedule each; one net's gradients overflow in some batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, gain = batch
+        hidden = self.net[:4](x)
+        loss = torch.nn.functional.mse_loss(self.net[4](hidden), y)
+        # the gain reaches the gradients of the first net only
+        return loss + (hidden * (gain - 1)).sum()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [self.make_optimizer(self.net[:4].parameters()), self.make_optimizer(self.net[4].parameters())]
+        schedules = [{"scheduler": lr_scheduler.StepLR(o, 1, 0.5), "interval": "step"} for o in optimizers]
+        return optimizers, schedules
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_the_schedule_of_the_optimizer_that_skipped_stays(tmp_path, late, fused):
+    module, watch = TwoOfEach(optimizer=partial(torch.optim.SGD, lr=1e-3, fused=fused)), Outcomes()
+    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
+    trainer.fit(module, loader_of(make_batches(5, gains={1: float("inf"), 3: float("inf")})))
+    assert [o.skipped_optimizers for o in watch.outcomes] == [(), (0,), (), (0,), ()]
+    assert [o.param_groups[0]["lr"] for o in trainer.optimizers] == [1e-3 / 2**3, 1e-3 / 2**5]
+
+
+# --- weight averaging -----------------------------------------------------------------------------------------------
+
+
+class Averaging(Watch):
+    """What a user would write with torch's class."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.average = AveragedModel(module.net, avg_fn=get_ema_avg_fn(0.8))
+
+    def on_after_optimizer_step(self, trainer: Any, module: Any, optimizer: Any, outcome: Any) -> None:
+        if not outcome.skipped:
+            self.average.update_parameters(module.net)
+
+
+class Told(WeightAveraging):
+    """A subclass that wants to hear of every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+        super().on_train_batch_end(*args)
+
+
+def average_by_hand(optimizer: Any, batches: Any, window: int, make: Any) -> AveragedModel:
+    net = make_net()
+    average = make(net)
+    scaler = torch.amp.GradScaler("cpu", **SMALL)
+    trace = train_by_hand(
+        net, batches, precision="16-mixed", scaler=scaler, optimizer=optimizer, window=window, epochs=2
+    )
+    number = len(batches)
+    closing = [i for i in range(2 * number) if (i % number + 1) % window == 0 or i % number == number - 1]
+    model = make_net()
+    for skipped, i in zip(trace.skipped, closing, strict=True):
+        if not skipped:
+            with torch.no_grad():
+                for p, value in zip(model.parameters(), trace.weights[i], strict=True):
+                    p.copy_(value)
+            average.update_parameters(model)
+    return average
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam-fused"])
+@pytest.mark.parametrize("kind", ["swa", "ema", "told", "own"])
+def test_averages_leave_skipped_steps_out(tmp_path, late, kind, optimizer, window):
+    """Lightning's callbacks, unmodified, and torch's class in one of a user."""
+    kinds = {"swa": WeightAveraging, "ema": partial(EMAWeightAveraging, decay=0.8), "told": Told, "own": Averaging}
+    callback: Any = kinds[kind]()
+    average = {} if kind in ("swa", "told") else {"avg_fn": get_ema_avg_fn(0.8)}
+    batches = make_batches(8, gains={0: 1e30, 4: 1e30, 7: 1e30})
+    module = Regression(optimizer=OPTIMIZERS[optimizer])
+    trainer = make_trainer(
+        tmp_path,
+        precision=native_fp16(**SMALL),
+        callbacks=[callback],
+        accumulate_grad_batches=window,
+        max_epochs=2,
+        **UNIMPORTANT,
+    )
+    trainer.fit(module, loader_of(batches))
+    assert trainer.skipped_steps > 2
+    expected = average_by_hand(OPTIMIZERS[optimizer], batches, window, partial(AveragedModel, **average))
+    result = callback.average.module if kind == "own" else module.net  # Lightning's leaves the average in the module
+    for mine, theirs in zip(result.parameters(), expected.module.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    if kind == "own":
+        assert callback.average.n_averaged == expected.n_averaged
+    else:
+        assert not {"on_after_optimizer_step", "should_update"} & vars(callback).keys()
+    if kind == "told":
+        assert callback.batches == 16
+
+
+# --- what others do meanwhile ---------------------------------------------------------------------------------------
+
+
+class Reads(Watch):
+    """Asks for the scale, where a gradient penalty would."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, lambda trainer, *_: trainer.scaler.current_scale)
+
+    def on_train_batch_start(self, *_: Any) -> None: ...
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_who_asks_for_the_scale_takes_the_outcome_from_nobody(tmp_path, late, hook):
+    module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
+    watch = Reads(hook)
+    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
+    trainer.fit(module, loader_of(make_batches(8, gains={2: 1e30, 5: 1e30})))
+    assert [i for i, skipped in enumerate(watch.trace.skipped) if skipped] == [2, 5]
+    assert (trainer.skipped_steps, trainer.lr_scheduler_configs[0].scheduler.last_epoch) == (2, 6)
+
+
+def test_an_interrupted_run_is_settled(tmp_path, late):
+    """So that "interrupt, then save" works, and what was skipped is counted."""
+
+    class Interrupt(Watch):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                raise KeyboardInterrupt
+
+    module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
+    callbacks = [ScaleMonitor(), Interrupt()]
+    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=callbacks, **UNIMPORTANT)
+    with pytest.raises(SystemExit):
+        trainer.fit(module, loader_of(make_batches(6, gains={2: 1e30})))
+    assert trainer.skipped_steps == 1
+    trainer.save_checkpoint(tmp_path / "now.ckpt")
+    saved = torch.load(tmp_path / "now.ckpt", weights_only=True)
+    assert saved["lr_schedulers"][0]["last_epoch"] == 2
+    assert saved["loops"]["amp_trainer"]["progress"]["batch_idx"] == 2  # the last that was trained
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_user_sets_in_the_groups_is_not_taken_back(tmp_path, late, fused):
+    used = []
+
+    class WarmUp(Watch):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.01 * batch_idx
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            used.append((optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[0]["lr"]))
+
+    make = partial(torch.optim.SGD, lr=0.1, fused=fused)
+    module = Regression(optimizer=make, schedule=partial(lr_scheduler.ExponentialLR, gamma=0.5), interval="step")
+    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[WarmUp()], **UNIMPORTANT)
+    trainer.fit(module, loader_of(make_batches(5, gains={2: 1e30})))
+    assert used == [(0.01 * i, rate) for i, rate in enumerate([0.1, 0.05, 0.025, 0.025, 0.0125])]
+
+
+class Counting(lr_scheduler.LRScheduler):
+    """Keeps a list of its own, in place."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.steps: list[int] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.steps.append(1)
+        return [0.1 / len(self.steps) for _ in self.optimizer.param_groups]
+
+
+class OwnStep(Regression):
+    """Counts for itself when its schedule steps."""
+
+    calls = 0
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.calls += 1
+        self.optimizers().param_groups[0]["lr"] = 0.01 * (1 + self.calls)
+
+
+@pytest.mark.parametrize("kind", [Regression, OwnStep])
+def test_state_that_a_snapshot_would_miss(tmp_path, late, kind):
+    rates = []
+    for fused in (False, True):
+        watch = RatesOfUpdates()
+        module = kind(optimizer=partial(torch.optim.SGD, lr=0.1, fused=fused), schedule=Counting, interval="step")
+        trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
+        trainer.fit(module, loader_of(make_batches(6, gains={2: 1e30})))
+        rates.append([rate for rate, _ in watch.rates])
+    assert rates[0] == rates[1]
+    assert rates[0][2] == rates[0][3]

@@ -1,0 +1,78 @@
+"""``environment.json``: what it says, and what it must not say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from trainer import machine, redaction
+from trainer.record import environment as module
+from trainer.record.environment import environment, write_environment
+
+
+def test_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("MY_SETTING", "mine")
+    write_environment(tmp_path / "new")
+    assert os.listdir(tmp_path / "new") == ["environment.json"]
+    text = (tmp_path / "new" / "environment.json").read_text()
+    found = json.loads(text)
+    assert abs(found["started"] - time.time()) < 60
+    assert found["pid"] == os.getpid()
+    assert found["command"] == sys.orig_argv
+    assert found["directory"] == str(tmp_path)
+    assert found["versions"]["torch"].startswith("2.")
+    assert found["cores"] == machine.cores().usable
+    assert found["memory"] == machine.memory().most
+    assert found["git"] is None
+    assert found["variables"]["OMP_NUM_THREADS"] == "3"
+    assert "mine" not in text
+
+
+def test_no_secret_of_a_config_is_in_it(monkeypatch):
+    redaction.remember("TOKEN", "hunter2hunter2")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "key=hunter2hunter2", "s3://me:pass@host/x"])
+    try:
+        assert environment()["command"] == ["python", "train.py", "key=${oc.env:TOKEN}", "s3://me:***@host/x"]
+    finally:
+        redaction.forget()
+
+
+@pytest.mark.skipif(module.shutil.which("git") is None, reason="needs git")
+def test_the_commit(tmp_path, monkeypatch):
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    git("init", "-b", "trunk")
+    assert environment()["git"] is None  # no commit yet
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "one")
+    (tmp_path / "unknown").write_text("1")
+    expected = {"commit": git("rev-parse", "HEAD").strip(), "branch": "trunk", "modified": False}
+    assert environment()["git"] == expected
+    (tmp_path / "a").write_text("2")
+    assert environment()["git"] == expected | {"modified": True}
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    assert environment()["git"] is None
+
+
+def test_a_disk_that_answers_too_late(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module.shutil, "which", lambda name: "git")
+
+    def wait(line, timeout, **more):
+        raise subprocess.TimeoutExpired(line, timeout)
+
+    monkeypatch.setattr(module.subprocess, "run", wait)
+    assert environment()["git"] is None

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import io
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.state import generators
+
+KINDS = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "python": lambda: random.Random(2),
+    "legacy numpy": lambda: np.random.RandomState(3),
+    **{
+        name: lambda name=name: np.random.Generator(getattr(np.random, name)(4))
+        for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+    },
+}
+
+
+def draw(generator, count):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(count, generator=generator).tolist()
+    if isinstance(generator, random.Random):
+        return [generator.gauss(0, 1) for _ in range(count)]
+    return [float(generator.standard_normal()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 700])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_goes_on_from_a_state_that_a_checkpoint_held(kind, drawn):
+    generator, other = KINDS[kind](), KINDS[kind]()
+    draw(generator, drawn)
+    file = io.BytesIO()
+    torch.save(generators.states_of([generator]), file)
+    file.seek(0)
+    states = torch.load(file, weights_only=True)
+    assert generators.is_same(states, generators.states_of([generator]))
+    following = draw(generator, 3)
+    assert not generators.is_same(states, generators.states_of([generator]))
+    generators.set_states([other], states)
+    assert draw(other, 3) == following
+
+
+def test_they_are_found_by_attributes_and_in_short_containers_once_each():
+    first, second, third, hidden = (random.Random(i) for i in range(4))
+    inner = SimpleNamespace(rng=first, transforms=[SimpleNamespace(rng=second), {"rng": third}])
+    outer = SimpleNamespace(inner=inner, again=first, data=[hidden] * 65, name="x", tensor=torch.zeros(2))
+    inner.outer = outer
+    assert generators.find(outer, None) == [first, second, third]
+    assert generators.find(outer, except_in=inner) == [first]
+
+
+class Mixes:
+    def __init__(self, rng):
+        self.rng = rng
+
+    def collate(self, samples, strength):
+        return samples
+
+    def __getattr__(self, name):
+        raise RuntimeError("a proxy that is not ready")
+
+
+def test_they_are_found_behind_functions_that_are_bound():
+    generator = random.Random(1)
+    assert generators.find(partial(Mixes(generator).collate, strength=SimpleNamespace())) == [generator]
+    assert generators.find(Mixes.collate, lambda: generator) == []
+
+
+def test_those_of_everybody_are_not_among_them():
+    assert generators.find([torch.default_generator, np.random.mtrand._rand, random, np.random]) == []
+
+
+def test_nothing_is_set_where_there_are_more_or_fewer():
+    generator = random.Random(1)
+    state = generator.getstate()
+    generators.set_states([generator], generators.states_of([random.Random(2), random.Random(3)]))
+    assert generator.getstate() == state

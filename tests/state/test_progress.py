@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch import Callback
+
+from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
+from trainer.state.progress import EvalProgress, FitProgress
+
+
+def test_everything_starts_at_zero():
+    progress = FitProgress()
+    assert progress.batches_this_epoch == 0
+    assert (progress.batch_idx, progress.epoch, progress.optimizer_steps) == (-1, 0, 0)
+    assert not any(value for name, value in vars(EvalProgress()).items() if name != "epoch")
+
+
+def test_every_counter_of_a_fit(tmp_path):
+    """Two epochs of 5 batches in windows of 2 (three a epoch, the last one short); one window overflows."""
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            p = trainer.progress
+            seen.append(("start", p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.windows))
+            assert p.in_batch
+            assert not p.closing
+            assert p.is_last_batch is (p.batch_idx == 4)
+
+        def on_train_batch_end(self, trainer, *_):
+            p = trainer.progress
+            seen.append(("end", p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.windows))
+            assert p.in_batch
+            assert p.closing is (p.batch_idx % 2 == 1 or p.batch_idx == 4)
+
+        def on_train_epoch_end(self, trainer, *_):
+            p = trainer.progress
+            assert p.epochs_trained == p.epoch + 1
+            assert not p.in_batch
+            assert not p.closing
+
+    trainer, _ = fit_and_watch(
+        tmp_path,
+        Regression(),
+        make_batches(5, gains={2: 1e30}),
+        callbacks=[Look()],
+        accumulate_grad_batches=2,
+        max_epochs=2,
+        precision=native_fp16(init_scale=64.0),
+    )
+    assert seen == [
+        ("start", 0, 0, 0, 0, 0, 0), ("end", 0, 0, 1, 0, 0, 0),
+        ("start", 0, 1, 1, 0, 0, 0), ("end", 0, 1, 2, 1, 0, 0),
+        ("start", 0, 2, 2, 1, 0, 1), ("end", 0, 2, 3, 1, 0, 1),
+        ("start", 0, 3, 3, 1, 0, 1), ("end", 0, 3, 4, 2, 1, 1),
+        ("start", 0, 4, 4, 2, 1, 2), ("end", 0, 4, 5, 3, 1, 2),
+        ("start", 1, 0, 5, 3, 1, 3), ("end", 1, 0, 6, 3, 1, 3),
+        ("start", 1, 1, 6, 3, 1, 3), ("end", 1, 1, 7, 4, 1, 3),
+        ("start", 1, 2, 7, 4, 1, 4), ("end", 1, 2, 8, 4, 1, 4),
+        ("start", 1, 3, 8, 4, 1, 4), ("end", 1, 3, 9, 5, 2, 4),
+        ("start", 1, 4, 9, 5, 2, 5), ("end", 1, 4, 10, 6, 2, 5),
+    ]  # fmt: skip
+    progress = trainer.progress
+    assert (progress.epoch, progress.epochs_trained, progress.batch_idx, progress.windows) == (2, 2, -1, 6)
+    assert (trainer.current_epoch, trainer.global_step, trainer.skipped_steps) == (2, 6, 2)
+
+
+def test_the_state_inside_an_epoch():
+    progress = FitProgress(
+        epoch=3, epochs_trained=3, batch_idx=6, batches=37, optimizer_steps=18, own_steps=3, skipped_steps=2,
+        windows=17, in_batch=True, closing=True, is_last_batch=True,
+    )  # fmt: skip
+    state = progress.state_dict()
+    assert state == {
+        "epoch": 3, "batch_idx": 6, "batches": 37, "optimizer_steps": 18, "own_steps": 3, "skipped_steps": 2,
+        "windows": 18, "closing": False, "zero_grads": 0, "schedule_steps": 0, "epoch_start": [0] * 6,
+        "is_last_batch": True, "cut_short": 0, "is_followed_up": True, "owes_validation": False, "has_validated": False,
+    }  # fmt: skip
+    restored = FitProgress(in_batch=True, closing=True, is_last_batch=True)
+    restored.load_state_dict(state)
+    assert restored == FitProgress(
+        epoch=3,
+        epochs_trained=3,
+        batch_idx=6,
+        batches=37,
+        batches_started=37,
+        optimizer_steps=18,
+        own_steps=3,
+        skipped_steps=2,
+        windows=18,
+        is_last_batch=True,
+    )
+    assert restored.batches_this_epoch == 7
+
+
+def test_the_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
+    """``on_train_epoch_end`` is where checkpoints are written."""
+    progress = FitProgress(epoch=3, epochs_trained=4, batch_idx=9, batches=40, optimizer_steps=20, windows=20)
+    restored = FitProgress()
+    restored.load_state_dict(progress.state_dict())
+    assert restored == FitProgress(
+        epoch=4, epochs_trained=4, batch_idx=-1, batches=40, batches_started=40, optimizer_steps=20, windows=20
+    )
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_a_batch_that_failed_is_trained_again_after_a_resume(tmp_path):
+    """Its checkpoint is written while it is under way."""
+    trained = []
+
+    class Fails(Regression):
+        fails = True
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3 and self.fails:
+                raise RuntimeError("now")
+            trained.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    module, batches = Fails(), loader_of(make_batches(6))
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(RuntimeError, match="now"):
+        trainer.fit(module, batches)
+    trainer.save_checkpoint(tmp_path / "failed.ckpt")
+    module.fails = False
+    make_trainer(tmp_path).fit(module, batches, ckpt_path=tmp_path / "failed.ckpt")
+    assert trained == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_batch_end"])
+def test_an_interrupted_fit_goes_on_counting_in_the_next(tmp_path, hook):
+    epochs = []
+
+    class Interrupts(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            epochs.append(trainer.current_epoch)
+
+    def interrupt(*_):
+        delattr(callback, hook)
+        raise KeyboardInterrupt
+
+    callback = Interrupts()
+    trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=3)
+    setattr(callback, hook, interrupt)
+    with pytest.raises(SystemExit):
+        trainer.fit(Regression(), loader_of(make_batches(2)))
+    trainer.fit(Regression(), loader_of(make_batches(2)))
+    assert epochs == ([0, 1, 2] if hook == "on_train_epoch_end" else [0, 0, 1, 2])
+    assert trainer.progress.windows == trainer.global_step
+    assert trainer.current_epoch == 3

@@ -1,0 +1,114 @@
+"""When a fit stops, and when it validates by the clock."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+from lightning.pytorch import Callback
+
+from tests.parity import Classifier, Learner, data, ours, run_both
+from trainer.state.progress import FitProgress
+from trainer.state.stopping import FitLimits
+
+
+def test_time_decides_when_to_validate() -> None:
+    limits = FitLimits(FitProgress(), max_epochs=1, val_check_seconds=5.0)
+    with mock.patch("time.monotonic", side_effect=[10.0, 14.9, 15.0, 16.0, 20.0, 21.0]):
+        limits.restart_validation_clock()
+        assert [limits.validation_is_due(), limits.validation_is_due()] == [False, True]
+        limits.restart_validation_clock()
+        assert [limits.validation_is_due(), limits.validation_is_due()] == [False, True]
+
+
+def test_who_stops_early_validates_whatever_the_time() -> None:
+    limits = FitLimits(FitProgress(), max_epochs=1, val_check_seconds=1e9)
+    limits.restart_validation_clock()
+    limits.should_stop = True
+    assert limits.validation_is_due()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"val_check_interval": "00:00:00:06"},
+        {"val_check_interval": {"seconds": 6}, "check_val_every_n_epoch": None},
+        {"val_check_interval": timedelta(seconds=6), "check_val_every_n_epoch": 2},
+        {"val_check_interval": timedelta(seconds=6), "reload_dataloaders_every_n_epochs": 1},
+        {"val_check_interval": timedelta(hours=1)},
+        {"val_check_interval": timedelta(seconds=6), "fast_dev_run": 3},
+    ],
+    ids=str,
+)
+def test_lightning_validates_after_the_same_batches(arguments: dict[str, Any]) -> None:
+    """On a clock that goes on by two seconds whenever somebody looks at it."""
+
+    class When(Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, int]] = []
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            self.seen.append((trainer.current_epoch, trainer.global_step))
+
+    def scenario(make: Any) -> Any:
+        when, seconds = When(), iter(range(0, 1000, 2))
+        trainer = make(max_epochs=4, num_sanity_val_steps=0, callbacks=[when], **arguments)
+        with mock.patch("time.monotonic", side_effect=lambda: float(next(seconds))):
+            trainer.fit(Classifier(), data(8), data(2))
+        return when.seen, trainer.val_check_batch
+
+    theirs, mine = run_both(scenario)
+    assert mine == theirs
+
+
+def test_model_checkpoint_is_told_of_the_time() -> None:
+    assert ours(val_check_interval="00:00:01:00")._val_check_time_interval == 60.0
+    assert ours()._val_check_time_interval is None
+
+
+def test_what_nobody_said_limits_nothing_before_it_is_filled_in():
+    limits = FitLimits(FitProgress(), max_epochs=None)
+    assert not limits.fit_is_done()
+    assert not limits.is_final_epoch()
+    assert limits.may_stop()
+    limits.fill_in(max_epochs=0)
+    assert (limits.max_epochs, limits.min_epochs, limits.fit_is_done()) == (0, 0, True)
+
+
+@pytest.mark.parametrize(("given", "least"), [({}, 0), ({"min_steps": 0}, 1), ({"min_epochs": 3, "min_steps": 7}, 3)])
+def test_least_epochs(given, least):
+    limits = FitLimits(FitProgress(), max_epochs=5, **given)
+    limits.fill_in(max_epochs=9)
+    assert (limits.max_epochs, limits.min_epochs) == (5, least)
+
+
+def test_signals_are_attended_to_between_batches_and_epochs_and_not_whenever_somebody_asks():
+    limits, calls = FitLimits(FitProgress(), max_epochs=1), []
+    limits.attend = calls.append
+    assert not limits.epoch_is_done()
+    assert not limits.fit_is_done()
+    assert not limits.ends_epoch()
+    assert not limits.ends_fit()
+    assert calls == [False, True]
+
+
+class Stops(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize("arguments", [{"min_epochs": 2}, {"min_steps": 3}, {}], ids=str)
+def test_it_is_said_once_that_training_goes_on_nevertheless(arguments, caplog):
+    def scenario(make):
+        caplog.clear()
+        trainer = make(max_epochs=3, callbacks=[Stops()], **arguments)
+        with caplog.at_level(logging.INFO):
+            trainer.fit(Learner(), data(8))
+        return trainer.global_step, [r.message for r in caplog.records if "signaled to stop" in r.message]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+    assert len(mine[1]) == bool(arguments)

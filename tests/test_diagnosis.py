@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.diagnosis import batch_size_of
+from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
+
+
+class Numbers(Dataset[Tensor]):
+    """Twelve samples; before the seventh, something happens."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        self.happens = happens
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        if index == 6:
+            self.happens()
+        return [torch.ones(6), torch.ones(3), torch.tensor(1.0)]
+
+
+class MistakeError(Exception):
+    pass
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_mistake() -> None:
+    raise MistakeError("in the dataset")
+
+
+class Module(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.02)  # the workers' deaths come between batches, too
+        x, y, gain = batch
+        return super().training_step([x, y, gain.mean()], batch_idx)
+
+
+class Validating(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def loader(happens: Callable[[], object], **options: Any) -> DataLoader[Any]:
+    # one batch ahead of the one that is trained
+    return DataLoader(Numbers(happens), batch_size=2, **{"num_workers": 1, "prefetch_factor": 1} | options)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def trainer(tmp_path: Any) -> Any:
+    return make_trainer(tmp_path, num_sanity_val_steps=0)
+
+
+def test_a_worker_that_is_killed(trainer: Any) -> None:
+    with pytest.raises(DataLoaderError) as caught:
+        trainer.fit(Module(), loader(kill))
+    error = caught.value
+    assert isinstance(error, RuntimeError)
+    assert error.stage == "train"
+    assert error.batch_idx in (1, 2, 3)
+    assert len(error.pids) == 1
+    assert isinstance(error.__cause__, RuntimeError)
+    told = str(error)
+    assert f"(pid {error.pids[0]}) is killed by signal: Killed: at batch_idx {error.batch_idx} of epoch 0" in told
+    assert "(train_dataloader)" in told
+    assert "/dev/shm" in told
+    assert "num_workers=0" in told
+    assert trainer.state.status == "interrupted"
+
+
+def test_a_worker_that_exits_in_a_validation(trainer: Any) -> None:
+    with pytest.raises(
+        DataLoaderError, match=r"exited unexpectedly.*batch_idx \d of epoch 0 \(val_dataloader\)"
+    ) as caught:
+        trainer.fit(Validating(), loader_of(make_batches(2)), loader(lambda: os._exit(3)))
+    assert caught.value.stage == "val"
+
+
+def test_workers_that_hang(tmp_path: Any) -> None:
+    trainer = make_trainer(tmp_path, dataloader_timeout=1)
+    with pytest.raises(DataLoaderError, match="have sent nothing for 1 seconds: at batch_idx 3 of epoch 0") as caught:
+        trainer.fit(Module(), loader(lambda: time.sleep(60)))
+    assert caught.value.pids == []
+    assert "dataloader_timeout" in str(caught.value)
+
+
+def test_what_a_dataset_raises_stays_what_it_is(trainer: Any) -> None:
+    with pytest.raises(MistakeError) as caught:
+        trainer.fit(Module(), loader(raise_mistake))
+    assert caught.value.__notes__ == ["It was raised while batch_idx 3 of epoch 0 (train_dataloader) was loaded."]
+
+
+def test_a_run_bounds_its_dataloaders_and_leaves_them_as_they_were(trainer: Any) -> None:
+    data, seen = loader(lambda: None), []
+
+    class Watch(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append("_get_iterator" in vars(data))
+
+    trainer.fit(Watch(), data)
+    assert seen == [True] * 6
+    assert "_get_iterator" not in vars(data)
+
+
+@pytest.mark.parametrize("given", [-1, "1h", True, float("inf")])
+def test_a_time_that_is_none(tmp_path: Any, given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="dataloader_timeout"):
+        make_trainer(tmp_path, dataloader_timeout=given)
+
+
+class Greedy(Regression):
+    """Has no room for the third batch."""
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        super().__init__()
+        self.error = error
+        self.held: weakref.ref[Any] | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            activations = loss * torch.ones(3)
+            self.held = weakref.ref(activations)
+            raise self.error()
+        return loss
+
+
+def cuda_error() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def cpu_error() -> Exception:
+    try:
+        torch.empty(2**62, dtype=torch.uint8)
+    except RuntimeError as error:
+        return error
+    raise AssertionError
+
+
+def error_that_names_a_shape() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. A tensor of shape [4, 3] did not fit.")
+
+
+@pytest.mark.parametrize("make_error", [cuda_error, cpu_error, MemoryError, error_that_names_a_shape])
+def test_memory_that_runs_out(trainer: Any, make_error: Any, no_gc: None) -> None:
+    module, kind = Greedy(make_error), type(make_error())
+    try:
+        trainer.fit(module, loader_of(make_batches(4)))
+    except kind as error:
+        (told,) = error.__notes__
+        # while the exception is kept, as a notebook keeps it
+        assert module.held is not None
+        assert module.held() is None
+    assert "at batch_idx 2 of epoch 0 (train_dataloader), which has 4 samples, on cpu (at its peak" in told
+    assert "batches of 2 with accumulate_grad_batches=2" in told
+    assert "HalveOnOutOfMemory" in told
+    assert "bf16-mixed" in told
+    assert "ActivationCheckpointing" in told
+    assert trainer.loop.metrics.batch is None
+
+    trainer.fit(Regression(), loader_of(make_batches(4)))
+    assert trainer.global_step == 6
+
+
+def test_memory_that_runs_out_in_an_evaluation(trainer: Any) -> None:
+    class Tester(Regression):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            raise cuda_error()
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.test(Tester(), loader_of(make_batches(4)), verbose=False)
+    (told,) = caught.value.__notes__
+    assert "at batch_idx 0 (test_dataloader), which has 4 samples" in told
+    assert "accumulate" not in told
+
+
+def test_which_errors_are_about_memory() -> None:
+    assert is_out_of_memory(cuda_error())
+    assert is_out_of_memory(cpu_error())
+    assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 17.6 GB)"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_the_size_of_a_batch() -> None:
+    assert batch_size_of(torch.ones(5, 2)) == 5
+    assert batch_size_of([{"name": ["a"], "scale": torch.tensor(1.0), "image": torch.ones(3, 2)}, torch.ones(7)]) == 3
+    assert batch_size_of([torch.tensor(1.0)]) is None
+    assert batch_size_of(SimpleNamespace(x=1)) is None

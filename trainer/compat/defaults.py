@@ -1,0 +1,199 @@
+"""The parts a Trainer is put together from: its callbacks, its loggers, its profiler, and their defaults."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary, Timer
+from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+    XLAProfiler,
+)
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from trainer.arguments import check_clipping, refuse_other_package, refuse_twice
+from trainer.callbacks.alignment_advisor import AlignmentAdvisor
+from trainer.callbacks.anomaly_detection import AnomalyDetection
+from trainer.callbacks.curves import Curves
+from trainer.callbacks.gradient_accumulation import GradientAccumulation
+from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.callbacks.nonfinite_guard import NonFiniteGuard
+from trainer.callbacks.overflow_report import OverflowReport
+from trainer.callbacks.progress_bar import ProgressBar
+from trainer.callbacks.run_summary import RunSummary
+from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+from trainer.compat.default_logger import default_logger, rows_beside
+from trainer.errors import ConfigurationError
+
+_PROFILERS: dict[str, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+    "xla": XLAProfiler,
+}
+
+
+class _ModelSummary(RichModelSummary):
+    """Lightning's, without its warning that the size is not right for mixed precision: with float32 weights it is."""
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Print the summary."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
+            super().on_fit_start(trainer, pl_module)
+
+
+def build_callbacks(
+    given: Sequence[Callback] | Callback | None,
+    *,
+    accumulate_grad_batches: int | None,
+    gradient_clip_val: float | None,
+    gradient_clip_algorithm: str | None,
+    max_time: Any,
+    enable_checkpointing: bool | None,
+    enable_model_summary: bool | None,
+    enable_progress_bar: bool | None,
+    default_checkpoint: Callable[[], Checkpoint],
+    barebones: bool,
+    scales_loss: bool,
+    detect_anomaly: bool,
+    writes_logs: bool,
+    uses_tensor_cores: bool,
+) -> list[Any]:
+    """The user's callbacks, those that short-form arguments stand for, and the defaults.
+
+    Args:
+        given: the user's.
+        accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, max_time: short forms.
+        enable_checkpointing, enable_model_summary, enable_progress_bar: False leaves the default out.
+        default_checkpoint: makes the default that saves.
+        barebones: whether to leave out what is there for the user's convenience.
+        scales_loss: whether the precision scales the loss, so that steps may overflow.
+        detect_anomaly: whether to look for nan; where the loss is not scaled, torch's own mode does.
+        writes_logs: whether a picture of the curves belongs beside the logs, and a summary.
+        uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
+
+    Raises:
+        ConfigurationError: a setting made twice, two progress bars, a callback that another argument forbids, an
+            unknown algorithm.
+    """
+    refuse_other_package("callbacks", given, *(given if isinstance(given, Sequence) else ()))
+    callbacks: list[Any] = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+
+    def missing(kind: type) -> bool:
+        return not any(isinstance(callback, kind) for callback in callbacks)
+
+    refuse_twice("accumulate_grad_batches", accumulate_grad_batches, 1, callbacks, GradientAccumulation)
+    refuse_twice("gradient_clip_val", gradient_clip_val, None, callbacks, GradientClipping)
+    for enabled, kind, argument in (
+        (enable_progress_bar, AnyProgressBar, "enable_progress_bar"),
+        (enable_checkpointing, Checkpoint, "enable_checkpointing"),
+    ):
+        found = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
+        if enabled is False and found:
+            raise ConfigurationError(
+                f"Trainer was configured with `{argument}=False` but found `{found[0]}` in callbacks list."
+            )
+        if kind is AnyProgressBar and len(found) > 1:
+            raise ConfigurationError(
+                "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is"
+                f" supported. Got {', '.join(found)}: keep one of them."
+            )
+    callbacks += build_clipping(gradient_clip_val, gradient_clip_algorithm)
+    if max_time is not None and missing(Timer):
+        callbacks.append(Timer(max_time))
+    elif max_time is not None:
+        rank_zero_info("Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer.")
+    scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
+    defaults: list[tuple[bool, type, Callable[[], Any]]] = [
+        (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
+        (scales_loss, OverflowReport, OverflowReport),
+        (not barebones, NonFiniteGuard, partial(NonFiniteGuard, every_step=False)),
+        (scales_loss and detect_anomaly, AnomalyDetection, AnomalyDetection),
+        (uses_tensor_cores, AlignmentAdvisor, AlignmentAdvisor),
+        (enable_progress_bar is not False, AnyProgressBar, ProgressBar),
+        (enable_model_summary is not False, ModelSummary, _ModelSummary),
+        (writes_logs, Curves, Curves),
+        # after Curves, whose picture it lists
+        (enable_progress_bar is not False, RunSummary, partial(RunSummary, writes=writes_logs)),
+        (enable_checkpointing is not False, Checkpoint, default_checkpoint),
+    ]
+    callbacks += [default() for wanted, kind, default in defaults if wanted and missing(kind)]
+    return callbacks
+
+
+def build_clipping(limit: float | None, algorithm: str | None) -> list[GradientClipping]:
+    """The callback that ``gradient_clip_val`` and ``gradient_clip_algorithm`` stand for; none for no limit, or 0.
+
+    Raises:
+        TypeError: a limit that is no number.
+        ConfigurationError: one below 0, or an unknown algorithm.
+    """
+    check_clipping(limit, algorithm)
+    if not limit:
+        return []
+    by_value = algorithm is not None and algorithm.lower() == "value"
+    return [GradientClipping(clip_value=limit) if by_value else GradientClipping(max_norm=limit)]
+
+
+def build_loggers(given: Logger | Iterable[Logger] | bool | None, folder: str, *, fast_dev_run: bool) -> list[Any]:
+    """The loggers that ``given`` stands for; True and None are one that writes TensorBoard and CSV, below ``folder``.
+
+    A ``fast_dev_run`` gets one that drops everything.
+    """
+    if given is None or given is True:
+        return [DummyLogger() if fast_dev_run else _default_logger(folder)]
+    loggers: list[Any] = [] if not given else list(given) if isinstance(given, Iterable) else [given]
+    refuse_other_package("logger", *loggers)
+    return [DummyLogger()] if loggers and fast_dev_run else loggers
+
+
+def _default_logger(folder: str) -> Logger:
+    try:
+        return default_logger(folder)
+    except ModuleNotFoundError:
+        rank_zero_warn(
+            "`logger=True` will use `CSVLogger` as the default logger, unless the `tensorboard` or `tensorboardX`"
+            " packages are found. Install one of them for TensorBoard's files."
+        )
+        return CSVLogger(folder)
+
+
+def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
+    """``loggers``, and what writes ``metrics.csv`` beside the default one, in the order in which they open their files.
+
+    W&B sees only what other libraries open after it; CSV expects an empty folder, which it may share.
+    """
+    loggers = list(loggers)
+    beside = [rows for rows in map(rows_beside, loggers) if rows is not None]
+    return beside + sorted(loggers, key=lambda one: (not isinstance(one, WandbLogger), not isinstance(one, CSVLogger)))
+
+
+def build_profiler(given: Profiler | str | None) -> Profiler:
+    """The profiler that ``given`` names; None is one that costs nothing.
+
+    Raises:
+        ConfigurationError: an unknown name.
+    """
+    if not given:
+        return PassThroughProfiler()
+    if not isinstance(given, str):
+        refuse_other_package("profiler", given)
+        return given
+    if given.lower() not in _PROFILERS:
+        raise ConfigurationError(
+            "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of"
+            f" {', '.join(map(repr, _PROFILERS))}. Got {given!r}."
+        )
+    return _PROFILERS[given.lower()]()

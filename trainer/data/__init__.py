@@ -1,0 +1,1 @@
+"""Where batches come from: dataloaders, their position, their worker processes."""

@@ -1,0 +1,134 @@
+"""Worker processes of dataloaders: how long they are waited for, and how they died."""
+
+from __future__ import annotations
+
+import signal
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
+
+from trainer.diagnosis import DEAD_WORKER
+
+_LAST_BREATH = 2.0
+"""Seconds until the system knows how a worker has died, at most."""
+
+
+@contextmanager
+def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
+    """Let iterators of dataloaders with workers that are made inside wait for a batch no longer than this.
+
+    torch's default is to wait for ever. Its own ``timeout`` would do, but with it torch stops looking for workers that
+    have died, and hears of them by a signal only, which reaches neither threads nor those who have taken the signal.
+
+    Args:
+        loaders: of any kind; those without workers, and those whose ``timeout`` somebody has set, are left alone.
+        seconds: 0 for no bound.
+    """
+    chosen = [loader for loader in loaders if seconds and _can_be_bounded(loader)]
+    for loader in chosen:
+        vars(loader)["_get_iterator"] = partial(_impatient_iterator, loader, seconds)
+    try:
+        yield
+    finally:
+        for loader in chosen:
+            vars(loader).pop("_get_iterator", None)
+
+
+def _can_be_bounded(loader: Any) -> bool:
+    is_one = isinstance(loader, DataLoader) and loader.num_workers > 0 and not loader.timeout
+    return is_one and hasattr(loader, "_get_iterator") and "_get_iterator" not in vars(loader)
+
+
+def _impatient_iterator(loader: DataLoader[Any], seconds: float) -> Any:
+    iterator = type(loader)._get_iterator(loader)
+    bound(iterator, seconds)
+    return iterator
+
+
+def bound(iterator: Any, seconds: float) -> None:
+    """The same for an iterator that there is."""
+    if seconds and hasattr(iterator, "_try_get_data") and not iterator._timeout:
+        vars(iterator)["_try_get_data"] = _Patience(iterator, seconds)
+
+
+class _Patience:
+    """Stands in the place of an iterator's ``_try_get_data``, which torch calls until there is a batch.
+
+    Each call looks once and, if it was in vain, whether all workers live. Costs a batch about a microsecond.
+
+    Args:
+        iterator: of a DataLoader with workers; not kept alive, for its end is what ends the workers.
+        seconds: until it raises what torch raises after a ``timeout``. There is a warning after a sixth of them.
+    """
+
+    def __init__(self, iterator: Any, seconds: float) -> None:
+        self._iterator = weakref.ref(iterator)
+        self._look = type(iterator)._try_get_data
+        self._seconds = seconds
+        self._waits_since: float | None = None
+        self._has_warned = False
+
+    def __call__(self, timeout: float = MP_STATUS_CHECK_INTERVAL) -> Any:
+        iterator, timeout = self._iterator(), min(timeout, self._seconds)
+        try:
+            found: tuple[bool, Any] = self._look(iterator, timeout)
+        except RuntimeError as error:
+            if not DEAD_WORKER.search(str(error)):
+                raise
+            told = _signals_of(iterator)
+            _kill_workers(iterator)
+            if told:
+                raise RuntimeError(told) from error
+            raise
+        except (ConnectionError, EOFError, FileNotFoundError) as error:  # it died while its batch was on the way
+            for worker in getattr(iterator, "_workers", ()):
+                worker.join(_LAST_BREATH / len(iterator._workers))  # type: ignore[union-attr]
+            told = _signals_of(iterator)
+            _kill_workers(iterator)
+            if told:
+                raise RuntimeError(told) from error
+            raise
+        if found[0]:
+            self._waits_since = None
+            return found
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now - timeout
+        waited = now - self._waits_since
+        if waited >= self._seconds:
+            _kill_workers(iterator)
+            raise RuntimeError(f"DataLoader timed out after {self._seconds:g} seconds")
+        if waited >= self._seconds / 6 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"The workers of a DataLoader have sent nothing for {waited:.0f} seconds. After {self._seconds:g} the"
+                " run ends: Trainer(dataloader_timeout=...).",
+                stacklevel=2,
+            )
+        return found
+
+
+def _kill_workers(iterator: Any) -> None:
+    """End those that hang, or wait for a lock that a dead one holds: they do not listen, and python waits for them."""
+    if getattr(iterator, "_worker_pids_set", False):
+        # otherwise torch's handler of SIGCHLD raises in the middle of this: that workers were killed, which is no news
+        signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+        iterator._worker_pids_set = False
+    for worker in getattr(iterator, "_workers", ()):
+        worker.kill()
+
+
+def _signals_of(iterator: Any) -> str:
+    """Which workers were killed, in torch's words; torch does not always know by what. "" for none."""
+    killed = [(worker.pid, -worker.exitcode) for worker in iterator._workers if (worker.exitcode or 0) < 0]
+    if not killed:
+        return ""
+    pids = ", ".join(str(pid) for pid, _ in killed)
+    return f"DataLoader worker (pid(s) {pids}) is killed by signal: {signal.strsignal(killed[0][1])}."

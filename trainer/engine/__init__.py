@@ -1,0 +1,1 @@
+"""Devices, processes and gradients: the protocol that the loops use."""

@@ -1,0 +1,132 @@
+"""The engine: where devices, processes and sharding live, as far as the loops need to know of them.
+
+``trainer.compat.engine`` has the implementation, over Lightning's strategies. Another engine (a test's, a
+future one) is any object of this shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.engine.agreement import Agreement
+from trainer.engine.optimization import ScheduleConfig
+
+T = TypeVar("T")
+
+Weight = float | Tensor
+"""How much something counts: a number, or a 0-dim tensor on the device, where reading it would mean waiting."""
+
+
+class Engine(Protocol):
+    """Devices and processes.
+
+    A run calls, in this order: ``launch`` (in the parent; the rest happens in every process), ``connect``,
+    ``setup_environment``, ``convert_module``, ``setup``, then the others, and ``teardown``.
+    """
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """What ``configure_optimizers`` returned; empty before ``setup`` and outside of fit. A live list."""
+
+    @property
+    def schedules(self) -> list[ScheduleConfig]:
+        """The learning-rate schedules that came with them. A live list."""
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number; 0 writes the files."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The strategy-wrapped form of the module; the module itself on one device."""
+
+    @property
+    def launch(self) -> Callable[..., Any]:
+        """Calls ``function(*args)`` in every process, and returns what it returned in this one."""
+
+    def connect(self, module: nn.Module) -> None:
+        """Make ``module`` the one to run. Nothing is moved yet."""
+
+    def setup_environment(self) -> None:
+        """Select the device and join the process group."""
+
+    def convert_module(self) -> None:
+        """Put the module into the dtype of the precision: before weights are loaded into it, which would be rounded."""
+
+    def setup(self, *, fitting: bool) -> None:
+        """Move the module to the device and, for fitting, wrap it and make the optimizers."""
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """The module's ``training_step`` (``validation_step``, ...), going through the wrapper where there is one."""
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
+        """The context of a forward and backward whose gradients are, or are not, averaged over the processes."""
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's ``value``, on the first; [] on the others, and outside of a run that has several."""
+
+    def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
+        """``tensor`` reduced over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
+
+    def expect_backward(self, loss: Tensor) -> None:
+        """A backward pass will come that is not that of the last forward."""
+
+    def abandon_forward(self) -> None:
+        """The forward that has raised will be run again: what it has exchanged with other processes is not repeated."""
+
+    def sum(self, value: Weight) -> Weight:
+        """The sum of ``value`` over the processes. On a GPU it stays there, and nothing waits for it."""
+
+    def any_rank(self, decision: bool) -> bool:
+        """Whether ``decision`` is true on any process. The same answer on all of them."""
+
+    def agreement(self, count: int) -> Agreement | None:
+        """What tells each process, without waiting for a device, the largest of ``count`` numbers of all processes.
+
+        None where there is one process, or no way. All processes ask for it together, once the device is selected.
+        """
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's ``value``."""
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the other processes."""
+
+    def module_state(self) -> dict[str, Any]:
+        """The whole module's state dict, gathered where it is sharded."""
+
+    def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load ``checkpoint["state_dict"]`` into the module."""
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """One optimizer's state dict, gathered where it is sharded."""
+
+    def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load ``checkpoint["optimizer_states"]`` into the optimizers."""
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint (rank 0 does, or all of them where it is sharded)."""
+
+    def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
+        """Read a checkpoint."""
+
+    def on_exception(self, error: BaseException) -> None:
+        """A run is about to end with ``error``."""
+
+    def teardown(self) -> None:
+        """Unwrap the module, move it back to the CPU, free the device."""

@@ -1,0 +1,229 @@
+"""Validate, test, predict, and the sanity check: forward passes under autocast, without gradients or a scaler."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.batches import EndOfPass, Loaders, as_it_is
+from trainer.engine.protocol import Engine
+from trainer.loops.hooks import NO_HOOKS, Hooks
+from trainer.precision.base import Precision
+from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.state.progress import EvalProgress, FitProgress
+
+Metrics = dict[str, Tensor]
+
+
+class EvalLoop:
+    """One pass over the validation, test or prediction data.
+
+    Args:
+        stage: ``"validation"``, ``"test"`` or ``"predict"``: the prefix of its hooks and of its step function.
+        engine: devices and processes.
+        precision: the context of a forward.
+        published: the metrics that callbacks and progress bars read.
+        recorder: sends metrics to the loggers.
+        fit_progress: the training's counters; metrics are logged at its step.
+
+    Attributes:
+        verbose: whether the Trainer prints what was logged.
+        keep_predictions: whether to collect what ``predict_step`` returns.
+        predictions: what it returned, a list for each dataloader.
+        attend: called before each batch: a signal has come. It may raise. None for nothing.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        *,
+        engine: Engine,
+        precision: Precision,
+        published: PublishedMetrics,
+        recorder: Recorder,
+        fit_progress: FitProgress,
+    ) -> None:
+        self.stage = stage
+        self.engine = engine
+        self.precision = precision
+        self.published = published
+        self.recorder = recorder
+        self.fit_progress = fit_progress
+        self.progress = EvalProgress()
+        self.metrics = MetricStore(training=False)
+        self.sanity_checking = False
+        self.verbose = True
+        self.keep_predictions = False
+        self.has_warned = False
+        self.predictions: list[list[Any]] = []
+        self.attend: Callable[[], None] | None = None
+        # what belongs to one run; see prepare
+        self.hooks: Hooks = NO_HOOKS
+        self.module: nn.Module = nn.Module()
+        self.transfer: Callable[[Any, int], Any] = as_it_is
+        self.loaders: Loaders | None = None
+        self.inference_mode = False
+        self.step: Callable[..., Any] = as_it_is
+        self.on_batch_start = NO_HOOKS.of(f"on_{stage}_batch_start")
+        self.on_batch_end = NO_HOOKS.of(f"on_{stage}_batch_end")
+
+    def prepare(
+        self,
+        *,
+        hooks: Hooks,
+        module: nn.Module,
+        transfer: Callable[[Any, int], Any],
+        loaders: Loaders | None,
+        inference_mode: bool,
+    ) -> None:
+        """Take in what belongs to one run.
+
+        Args:
+            hooks: what callbacks and the module do at each point.
+            module: the LightningModule; its modules' train and eval modes are put back after each pass.
+            transfer: moves a batch to the device: (batch, dataloader_idx).
+            loaders: the data; None for none.
+            inference_mode: run in ``torch.inference_mode`` (its tensors can never take part in training)
+                instead of ``torch.no_grad``.
+        """
+        self.hooks = hooks
+        self.module = module
+        self.transfer = transfer
+        self.loaders = loaders
+        self.inference_mode = inference_mode
+        self.progress.seen_batches.clear()
+        self.step = self.engine.step_function(f"{self.stage}_step") if loaders is not None else as_it_is
+        self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
+        self.on_batch_end = hooks.of(f"on_{self.stage}_batch_end")
+
+    def run(self, limit: float = float("inf")) -> list[Metrics]:
+        """One pass. Returns, for each dataloader, what was logged.
+
+        Args:
+            limit: batches at most of each dataloader (a sanity check's).
+        """
+        loaders = self.loaders
+        if loaders is None or sum(loaders.limits) == 0 or limit == 0:
+            return []
+        self.progress.begin_pass()
+        self.predictions = [[] for _ in loaders.limits]
+        with self.gradient_context():
+            batches = self.begin(loaders, limit)  # before the hooks, as in Lightning: it draws random numbers
+            with self.eval_mode():
+                self.hooks.of(f"on_{self.stage}_start")()
+                self.hooks.of(f"on_{self.stage}_epoch_start")()
+                if self.loaders is not None and self.loaders is not loaders:  # BatchSizeFinder puts others there
+                    loaders = self.loaders
+                    batches = self.begin(loaders, limit)
+                logged = self.evaluate(batches, loaders.is_sequential and len(loaders.limits) > 1)
+                self.hooks.of(f"on_{self.stage}_epoch_end")()
+                at_the_end = self.publish()
+                for metrics in logged:
+                    metrics.update(at_the_end)
+                if not self.sanity_checking:
+                    self.recorder.send(
+                        {k: v for one in reversed(logged) for k, v in one.items()}, self.fit_progress.windows
+                    )
+                self.fit_progress.end_validation()
+                self.hooks.of(f"on_{self.stage}_end")()
+        self.metrics.reset()
+        if self.sanity_checking:
+            self.progress.forget_pass()
+        return logged
+
+    def begin(self, loaders: Loaders, limit: float) -> Iterator[tuple[Any, int, int]]:
+        """Begin a pass over the data."""
+        loaders.start_epoch(self.fit_progress.epochs_trained)
+        return loaders.batches(limit)
+
+    def evaluate(self, batches: Iterator[tuple[Any, int, int]], several: bool) -> list[Metrics]:
+        """Evaluate all batches. Returns, for each dataloader, what was logged; ``several``: whether there are more."""
+        logged: list[Metrics] = []
+        current = 0
+        with suppress(EndOfPass):
+            for batch, batch_idx, dataloader_idx in batches:
+                if dataloader_idx != current:
+                    logged.append(self.close_dataloader())
+                    current = dataloader_idx
+                self.evaluate_batch(batch, batch_idx, dataloader_idx if several else None)
+        self.progress.is_last_batch = True
+        logged.append(self.close_dataloader())
+        self.metrics.dataloader_idx = None
+        return logged
+
+    def evaluate_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
+        """One forward pass and its hooks. ``dataloader_idx`` is None where there is only one."""
+        if self.attend is not None:
+            self.attend()
+        progress = self.progress
+        batch = self.transfer(batch, dataloader_idx or 0)
+        where = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
+        progress.batches += 1
+        progress.total_batches += 1
+        self.metrics.begin_batch(batch, dataloader_idx)
+        self.on_batch_start(batch, *where)
+        outer = self.hooks.scope.enter(f"{self.stage}_step")
+        with self.precision.autocast():
+            output = self.step(batch, *where)
+        self.hooks.scope.enter(outer)
+        if output is None and self.stage == "predict":
+            self.warn_of_nothing()
+        if self.keep_predictions:
+            self.predictions[dataloader_idx or 0].append(output)
+        self.on_batch_end(output, batch, *where)
+        self.metrics.end_batch()
+        progress.batches_done += 1
+        progress.total_done += 1
+        if not self.sanity_checking:
+            progress.has_run = True
+            seen = progress.seen_batches
+            self.recorder.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
+            seen[dataloader_idx or 0] += 1
+
+    def warn_of_nothing(self) -> None:
+        """Warn, once, that a ``predict_step`` has returned None."""
+        if not self.has_warned and self.engine.global_rank == 0:
+            warnings.warn("predict returned None if it was on purpose, ignore this warning...", stacklevel=2)
+        self.has_warned = True
+
+    def close_dataloader(self) -> Metrics:
+        """A dataloader's last batch is over: its metrics are those of the epoch now."""
+        self.published.take(self.metrics.current())  # the last batch's, before the epoch's take their place
+        self.metrics.end_epoch()
+        return self.publish()
+
+    def publish(self) -> Metrics:
+        """Show the epoch's metrics to everybody; returns those meant for loggers."""
+        metrics = self.metrics.current()
+        self.published.take(metrics)
+        return dict(metrics.logger)
+
+    def gradient_context(self) -> AbstractContextManager[object]:
+        """No gradients are recorded."""
+        return torch.inference_mode() if self.inference_mode else torch.no_grad()
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """The module in eval mode, and every part of it back in its own mode afterwards."""
+        modes = {part: part.training for part in self.module.modules()}
+        self.hooks.of_module(f"on_{self.stage}_model_eval")()
+        try:
+            yield
+        except BaseException:  # whoever goes on with the module trains it
+            _put_back(modes)
+            raise
+        put_back = self.hooks.override_of(f"on_{self.stage}_model_train")
+        if put_back is not None:
+            put_back()
+        else:
+            _put_back(modes)
+
+
+def _put_back(modes: dict[nn.Module, bool]) -> None:
+    for part, training in modes.items():
+        part.training = training

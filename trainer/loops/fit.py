@@ -1,0 +1,360 @@
+"""The training loop: epochs, one batch, one weight update.
+
+Read ``FitLoop.run``, ``train_batch`` and ``update_weights``: they are the whole path from a batch to the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.data.batches import TrainingBatches, as_it_is
+from trainer.engine import optimization
+from trainer.engine.optimization import Schedules, StepOutcome, takes_closure
+from trainer.engine.protocol import Engine
+from trainer.loops.accumulation import AccumulationWindow
+from trainer.loops.hooks import NO_HOOKS, Hook, Hooks
+from trainer.loops.step_output import NOTHING, loss_in, outputs_of
+from trainer.precision.base import Precision
+from trainer.precision.scaler import LossScaler
+from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.state.progress import FitProgress
+from trainer.state.stopping import FitLimits
+
+Clip = Callable[[Optimizer], Tensor | None]
+"""Clips one optimizer's gradients in place; returns their norm before that, if it measured it."""
+
+
+class FitLoop:
+    """Trains a module, epoch by epoch.
+
+    The arguments live as long as the Trainer; what belongs to one run comes with :meth:`prepare`.
+
+    Args:
+        engine: devices and processes.
+        precision: the context of a forward.
+        scaler: scales losses, unscales gradients, skips steps that overflowed. A disabled one does nothing.
+        window: which batches make one weight update.
+        progress: the counters.
+        published: the metrics that callbacks and progress bars read.
+        recorder: sends metrics to the loggers.
+        limits: when to stop, to validate and to log.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        precision: Precision,
+        scaler: LossScaler,
+        window: AccumulationWindow,
+        progress: FitProgress,
+        published: PublishedMetrics,
+        recorder: Recorder,
+        limits: FitLimits,
+    ) -> None:
+        self.engine = engine
+        self.precision = precision
+        self.scaler = scaler
+        self.window = window
+        self.progress = progress
+        self.published = published
+        self.recorder = recorder
+        self.metrics = MetricStore(training=True)
+        self.limits = limits
+        self.outcome: StepOutcome | None = None
+        self.grad_norms: dict[Optimizer, Tensor] = {}
+        self.unsettled: tuple[int, ...] = ()
+        self.skipped: list[Optimizer] = []
+        self.has_updated = self.skips_epoch = self.validates_this_epoch = False
+        # what belongs to one run
+        self.hooks: Hooks = NO_HOOKS
+        self.batches = TrainingBatches(None)
+        self.transfer: Callable[[Any], Any] = as_it_is  # to the device, through the user's transfer hooks
+        self.optimizers: list[Optimizer] = []  # bare torch optimizers; a live list
+        self.schedules = Schedules([], as_it_is, dict)
+        self.clip_gradients: Clip | None = None  # between `on_before_optimizer_step` and the step
+        self.validate: Callable[[], None] | None = None  # one validation, where there is anything to validate
+        self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has of this process
+        self.train: Callable[[Any, int, bool], None] = self.train_batch
+        self.choose_way: Callable[[], Any] = as_it_is  # sets `train` anew, where exchanged optimizers want that
+        self.training_step: Callable[..., Any] = as_it_is
+        self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
+        self.optimizer_zero_grad: Hook | None = None
+        self.zero_grad: Callable[[Optimizer], None] = optimization.clear_gradients
+
+    def prepare(
+        self,
+        *,
+        hooks: Hooks,
+        batches: TrainingBatches,
+        transfer: Callable[[Any], Any],
+        schedules: Schedules,
+        clip_gradients: Clip | None,
+        validate: Callable[[], None] | None,
+        resume: Callable[[], None] | None,
+    ) -> None:
+        """Take in what belongs to one run: see ``__init__``. A side door may take the place of ``train`` afterwards."""
+        self.hooks, self.batches, self.transfer = hooks, batches, transfer
+        self.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
+        self.unsettled, self.outcome, self.grad_norms = (), None, {}
+        self.window.reset()
+        self.schedules, self.choose_way = schedules, as_it_is
+        self.take_optimizers()
+        self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
+        self.train = self.train_batch
+        self.training_step = self.engine.step_function("training_step")
+        self.backward = hooks.override_of("backward")
+        self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
+
+    def take_optimizers(self) -> None:
+        """Use what the engine has from here on: somebody may exchange optimizers in the middle of a run."""
+        self.settle()
+        self.optimizers = self.engine.optimizers
+        self.zero_grad = optimization.zero_grad_of(self.optimizers)
+        self.schedules.follow(self.engine.schedules)
+        self.choose_way()
+
+    # --- epochs ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train until the last epoch, the last step, or until somebody sets ``should_stop``."""
+        limits = self.limits
+        if not self.batches or (limits.fit_is_done() and self.resume is None):
+            return
+        self.hooks.on_train_start()
+        if self.resume is not None:
+            self.resume()
+        while self.progress.batches_this_epoch or not limits.fit_is_done():  # an epoch that was resumed is ended
+            self.start_epoch()
+            for batch, batch_idx, is_last in self.batches:
+                self.train(batch, batch_idx, is_last)
+                if self.skips_epoch:
+                    break
+                self.follow_up()
+                if limits.epoch_is_done():
+                    break
+            self.end_epoch()
+        self.close_window_early()
+        self.hooks.on_train_end()
+
+    def start_epoch(self) -> None:
+        """Open an epoch: or go on with one, where a checkpoint was written in its middle."""
+        progress = self.progress
+        self.skips_epoch = False
+        self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
+        self.batches.start_epoch(progress.epochs_trained, skip=progress.batches_this_epoch)
+        if progress.batches_this_epoch == 0:
+            progress.begin_epoch()
+            self.hooks.on_train_epoch_start()
+            if self.optimizers is not self.engine.optimizers:
+                self.take_optimizers()
+            return
+        if not progress.is_followed_up:
+            self.follow_up()
+        if self.limits.epoch_is_done():
+            self.batches.end()
+
+    def end_epoch(self) -> None:
+        """Close an epoch: its hooks, its metrics, the schedules that wait for them."""
+        progress = self.progress
+        self.settle()
+        if not self.window.straddles_epochs:
+            self.close_window_early()
+        if self.skips_epoch:
+            self.schedules.advance("epoch", progress.epoch + 1)  # otherwise the last batch did this
+        if not progress.has_validated:  # what a validation has logged since stays, also by the same names
+            self.published.take(self.metrics.current())
+        self.metrics.end_epoch()
+        progress.epochs_trained += 1
+        self.hooks.on_train_epoch_end()
+        self.published.take(self.metrics.current())
+        self.recorder.send(self.metrics.current().logger, progress.windows - 1)
+        self.hooks.save_after_epoch()
+        if progress.is_last_batch:  # an epoch that was broken off is none: its schedules wait
+            self.schedules.advance("epoch", progress.epoch + 1, on_plateau=True)
+        self.metrics.reset()
+        progress.end_epoch()
+
+    def run_validation(self) -> None:
+        """Validate, and come back as if nothing had happened."""
+        assert self.validate is not None
+        self.settle()
+        self.published.take(self.metrics.current())
+        self.progress.owes_validation = True
+        self.validate()
+
+    # --- one batch ------------------------------------------------------------------------------------------
+
+    def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+        """Forward, backward and, where the batch closes a window, the weight update."""
+        batch = self.start_batch(batch, batch_idx, is_last)
+        if self.skips_epoch:
+            return
+        window = self.window
+        with self.engine.gradient_sync(window.is_last):
+            self.hooks.scope.enter("training_step")
+            with self.precision.autocast():  # forward and loss; never the backward
+                output = NOTHING if batch is None else self.training_step(batch, batch_idx)
+            self.hooks.scope.enter(None)
+            if window.is_first:
+                self.clear_gradients()
+            loss = self.share_of(output)
+            if loss is not None:
+                self.run_backward(self.scaler.scale(loss))
+        if window.is_last and (loss is not None or window.backwards):
+            self.update_weights()
+        elif window.is_last and batch is not None:
+            self.progress.optimizer_steps += len(self.optimizers)  # counted, though there was nothing to learn from
+        self.end_batch(outputs_of(loss, output), batch, batch_idx)
+
+    def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
+        """Count the batch, move it to the device, announce it. Returns it as it is on the device."""
+        batch = self.transfer(batch)
+        self.progress.begin_batch(batch_idx, is_last)
+        self.has_updated = False
+        self.metrics.begin_batch(batch)
+        self.skips_epoch = batch is not None and self.hooks.on_train_batch_start(batch, batch_idx) == -1
+        if self.skips_epoch:
+            self.progress.is_last_batch = True
+        else:
+            if self.optimizers is not self.engine.optimizers or self.schedules.configs is not self.engine.schedules:
+                self.take_optimizers()
+            self.window.advance(self.batches.num_batches - batch_idx, is_last, self.limits.is_final_epoch())
+        return batch
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients of the last window: also those of a skipped step, whatever state it left them in."""
+        self.progress.zero_grads += 1
+        for optimizer in self.optimizers:
+            self.hooks.on_before_zero_grad(optimizer)
+            if self.optimizer_zero_grad is not None:
+                self.optimizer_zero_grad(self.progress.epoch, self.progress.batch_idx, optimizer)
+            else:
+                self.zero_grad(optimizer)
+
+    def share_of(self, output: Any) -> Tensor | None:
+        """What the batch adds to the window's mean loss: what to run backward on. None for nothing."""
+        loss, weight = loss_in(output)
+        if loss is not None:
+            loss = self.window.share(loss, weight)
+        return self.window.close(loss, self.optimizers, self.engine) if self.window.is_last else loss
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Add the gradients of the scaled loss to those of the window's earlier batches."""
+        self.hooks.on_before_backward(loss)
+        if self.backward is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self.backward(loss)
+        self.hooks.on_after_backward()
+
+    def end_batch(self, outputs: dict[str, Any] | None, batch: Any, batch_idx: int) -> None:
+        """Step the schedules, announce the end, log."""
+        progress, closes_window = self.progress, self.window.is_last
+        progress.batches += 1
+        progress.is_trained, progress.closing = True, closes_window
+        if progress.is_last_batch or self.limits.logging_is_due():
+            self.settle()  # an epoch's metrics and a row for the loggers do not wait for the next update
+        if self.schedules:
+            self.advance_schedules()
+        self.hooks.on_train_batch_end(outputs, batch, batch_idx)
+        self.metrics.end_batch()
+        if closes_window and self.limits.logging_is_due():
+            self.recorder.send(self.metrics.current().logger, progress.windows)
+        self.hooks.save_after_batch(outputs, batch, batch_idx)
+        progress.in_batch = False
+
+    def follow_up(self) -> None:
+        """What comes after a batch: a validation, where one is due, and what waits for it."""
+        progress, limits = self.progress, self.limits
+        validates = self.validates_this_epoch and not progress.has_validated
+        if validates and (progress.owes_validation or limits.validation_is_due()):
+            self.run_validation()
+        if self.window.is_last:
+            if self.schedules and self.has_updated:
+                self.advance_by_step(on_plateau=True)
+            progress.windows += 1
+            progress.closing = False
+        progress.is_followed_up = True
+
+    # --- one weight update ----------------------------------------------------------------------------------
+
+    def update_weights(self) -> None:
+        """Step every optimizer on the mean gradient of the window."""
+        self.settle()  # the update before this one, as long as the weights are what it left
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)  # gradients are in true units from here on
+            self.expose_gradients(optimizer)
+            self.scaler.step(optimizer)  # leaves the weights alone when a gradient is not finite
+            self.progress.optimizer_steps += 1
+        self.finish_update(tuple(range(len(self.optimizers))))
+
+    def expose_gradients(self, optimizer: Optimizer) -> None:
+        """Let the hooks see the true, unclipped gradients; then clip them."""
+        self.hooks.on_before_optimizer_step(optimizer)
+        if self.clip_gradients is not None and (norm := self.clip_gradients(optimizer)) is not None:
+            self.grad_norms[optimizer] = norm
+
+    def finish_update(self, stepped: tuple[int, ...]) -> None:
+        """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
+        self.scaler.update()
+        self.unsettled, self.skipped, self.has_updated = stepped, [], True
+        if self.scaler.is_settled:
+            self.settle()
+
+    def settle(self) -> None:
+        """Find out what became of the last weight update, if nobody has yet, and tell everybody.
+
+        A fused optimizer decides on the device whether it skips. There, this is put off until just before the next
+        update, or until somebody asks: the device is long past the answer, and has a backward pass left to do.
+        """
+        if not self.unsettled:
+            return
+        stepped, self.unsettled = self.unsettled, ()
+        skipped, scale, next_scale = self.scaler.settle()
+        self.skipped = list(skipped)
+        self.schedules.confirm(except_of=self.skipped)
+        skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in skipped)) if skipped else ()
+        norm, self.grad_norms = optimization.total_norm(self.grad_norms), {}
+        outcome = self.outcome = StepOutcome(bool(skipped), scale, next_scale, norm, stepped, skipping)
+        self.progress.skipped_steps += outcome.skipped
+        if not self.hooks.on_after_optimizer_step.is_empty:
+            for index in stepped:
+                self.hooks.on_after_optimizer_step(self.optimizers[index], outcome)
+
+    def advance_schedules(self) -> None:
+        """Step the schedules that follow this batch."""
+        if not self.schedules.revocable:
+            self.settle()
+        if self.schedules.by_batch:
+            self.schedules.advance("batch", self.progress.batches_this_epoch)
+        if self.has_updated:
+            self.advance_by_step()
+        if self.progress.is_last_batch:
+            self.schedules.advance("epoch", self.progress.epoch + 1)
+
+    def advance_by_step(self, on_plateau: bool = False) -> None:
+        """Step the schedules that follow updates. A skipped update is none: they wait for one that happened.
+
+        Where that is not known yet they step, and :meth:`settle` takes it back: so everybody reads the usual rates.
+        """
+        number, unknown = self.progress.batches_this_epoch, bool(self.unsettled)
+        self.schedules.advance("step", number, on_plateau=on_plateau, except_of=self.skipped, tentatively=unknown)
+
+    def close_window_early(self) -> None:
+        """Use what an open window has (``on_train_batch_start`` returned -1, or the training stops inside of it).
+
+        It is dropped on several processes, whose gradients are not averaged yet, and where an optimizer has a closure.
+        """
+        window, is_alone = self.window, self.engine.world_size == 1
+        if window.is_open and window.backwards and is_alone and not any(map(takes_closure, self.optimizers)):
+            window.close(None, self.optimizers, self.engine)
+            self.update_weights()
+            self.settle()
+            self.advance_by_step()
+            self.progress.windows += 1
+        self.window.reset()

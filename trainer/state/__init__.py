@@ -1,0 +1,1 @@
+"""What a run knows of itself: counters, metrics, stopping conditions, random states."""

@@ -1,0 +1,453 @@
+"""What ``self.log`` has been given: the values of this step, and their reductions over the epoch.
+
+Nothing here reads a tensor's value: a logged loss stays where it is until a logger, a progress bar or a callback
+asks for it, so logging does not make the host wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.errors import ConfigurationError
+from trainer.state.progress import FitProgress
+
+_FLUSH_EVERY = 256
+"""Values that wait before they are reduced together: one stack and one sum in the place of 256 additions."""
+
+_STARTS = {"max": float("-inf"), "min": float("inf")}
+
+
+class MetricObject(Protocol):
+    """The part of ``torchmetrics.Metric`` that is used here."""
+
+    _forward_cache: Any
+
+    def compute(self) -> Any:
+        """The value over everything since the last reset."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+class LogOptions(NamedTuple):
+    """How one name is logged; the arguments of ``self.log`` of the same names."""
+
+    prog_bar: bool = False
+    logger: bool = True
+    on_step: bool = False
+    on_epoch: bool = True
+    reduce_fx: str = "mean"
+    sync_dist: bool = False
+    sync_dist_group: Any = None
+    add_dataloader_idx: bool = True
+    rank_zero_only: bool = False
+
+
+Reduce = Callable[..., Tensor]
+"""``engine.reduce``: (tensor, op, group) to the tensor reduced over the processes."""
+
+
+class LoggedValue:
+    """One name that was logged from one hook: its last value and, where asked for, its epoch reduction.
+
+    Values are 0-dim tensors on whatever device they came from. Epoch reductions are accumulated in float32, or
+    float64 for float64 values, value by value in the order they were logged: to the last bit what Lightning's are.
+    """
+
+    __slots__ = ("_epoch_value", "_pending", "_reduce", "_total", "_weight", "_weights", "asked", "dataloader_idx",
+                 "has_value", "hook", "metric", "name", "options", "step_value")  # fmt: skip
+
+    def __init__(self, hook: str, name: str, options: LogOptions, dataloader_idx: int | None, reduce: Reduce) -> None:
+        self.hook = hook
+        self.name = name
+        self.options = options
+        self.asked: object = None  # what the first call asked for, for whoever compares the others with it
+        self.dataloader_idx = dataloader_idx
+        self.metric: MetricObject | None = None
+        self.step_value: Tensor | None = None
+        self.has_value = False
+        self._reduce = reduce
+        self._epoch_value: Tensor | None = None  # until the next update: a reduction over processes is asked for once
+        self._pending: list[Tensor] = []
+        self._weights: list[Any] = []
+        self._total: Tensor | None = None
+        self._weight: Any = 0
+
+    def update(self, value: Tensor, weight: int) -> None:
+        """Take in one value (0-dim, detached) that stands for ``weight`` samples."""
+        self.has_value = True
+        options = self.options
+        if options.on_step:
+            shared = options.sync_dist and not options.rank_zero_only
+            self.step_value = self._across(value.clone()) if shared else value
+        if options.on_epoch:
+            self._epoch_value = None
+            self._pending.append(value)
+            self._weights.append(weight)
+            if len(self._pending) >= _FLUSH_EVERY:
+                self._flush()
+
+    def update_metric(self, metric: MetricObject) -> None:
+        """Take in a metric object, which accumulates by itself."""
+        self.has_value = True
+        self.metric = metric
+        self.step_value = _without_graph(metric._forward_cache)
+
+    def epoch_value(self) -> Tensor | None:
+        """The reduction over everything since the last reset; with ``sync_dist``, over the processes too."""
+        if self.metric is not None:
+            computed: Tensor | None = _without_graph(self.metric.compute())
+            return computed
+        if self._epoch_value is None:
+            self._epoch_value = self._reduced()
+        return self._epoch_value
+
+    def accumulated(self) -> tuple[Tensor | None, Any]:
+        """What was added up so far in this process, and for a mean the number of samples that it stands for."""
+        self._flush()
+        return self._total, self._weight
+
+    def reset(self) -> None:
+        """Forget all values; keep the options."""
+        self.has_value = False
+        self.step_value = None
+        self._epoch_value = None
+        self._pending.clear()
+        self._weights.clear()
+        self._total = None
+        self._weight = 0
+        if self.metric is not None:
+            self.metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but a metric object, whose state is its own affair; ``_pending`` as it is, to add up the same."""
+        return {
+            "hook": self.hook,
+            "name": self.name,
+            "options": [one if isinstance(one, (bool, str)) else None for one in self.options],  # a group is none
+            "dataloader_idx": self.dataloader_idx,
+            "has_value": self.has_value,
+            "step_value": self.step_value if isinstance(self.step_value, Tensor) else None,
+            "pending": list(self._pending),
+            "weights": list(self._weights),
+            "total": self._total,
+            "weight": self._weight,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self.has_value = state["has_value"]
+        self.step_value, self._total = (
+            None if v is None else v.to(device) for v in (state["step_value"], state["total"])
+        )
+        self._pending = [value.to(device) for value in state["pending"]]
+        self._weights, self._weight = list(state["weights"]), state["weight"]
+        self._epoch_value = None
+
+    def _reduced(self) -> Tensor | None:
+        self._flush()
+        if self._total is None:
+            return None
+        total, shared = self._total, self.options.sync_dist and not self.options.rank_zero_only
+        if self.options.reduce_fx != "mean":
+            return self._across(total.clone()) if shared else total
+        weight = torch.full_like(total, self._weight)  # on a GPU, dividing by a number is multiplying by its inverse
+        if not shared:
+            return total / weight
+        group = self.options.sync_dist_group
+        return self._reduce(total.clone(), "sum", group) / self._reduce(weight, "sum", group)
+
+    def _across(self, value: Tensor) -> Tensor:
+        return self._reduce(value, self.options.reduce_fx, self.options.sync_dist_group)
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        if len({value.device for value in self._pending}) > 1:  # some were numbers, some tensors on a device
+            device = next(value.device for value in self._pending if value.device.type != "cpu")
+            self._pending = [value.to(device, non_blocking=True) for value in self._pending]
+        op, device = self.options.reduce_fx, self._pending[0].device
+        if self._total is None:
+            self._total = torch.full((), _STARTS.get(op, 0.0), dtype=accumulation_dtype(), device=device)
+        total = self._total.to(device)
+        alike = {value.dtype for value in self._pending} <= {self._pending[0].dtype}
+        if op in ("max", "min"):
+            values = torch.stack(self._pending)
+            chunk = values.amax() if op == "max" else values.amin()
+            self._total = torch.maximum(total, chunk) if op == "max" else torch.minimum(total, chunk)
+        elif device.type in ("cpu", "cuda") and alike and (op == "sum" or {*map(type, self._weights)} == {int}):
+            values = torch.stack(self._pending)
+            if op == "mean":
+                self._weight = self._weight + sum(self._weights)
+                weights: Any = self._weights[0]
+                if {*self._weights} != {weights}:
+                    weights = torch.tensor(self._weights, dtype=values.dtype).to(device, non_blocking=True)
+                values = values.mul_(weights)
+            self._total = _sum_in_order(total, values)
+        else:
+            for value, weight in zip(self._pending, self._weights, strict=True):
+                total = total + (value * weight if op == "mean" else value)
+                self._weight = torch.as_tensor(self._weight) + weight
+            self._total = total
+        self._pending.clear()
+        self._weights.clear()
+
+
+def accumulation_dtype() -> torch.dtype:
+    """Of sums over an epoch, and of what is logged as a number: the default dtype, no lower than float32."""
+    dtype = torch.get_default_dtype()
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _sum_in_order(start: Tensor, values: Tensor) -> Tensor:
+    """``start + values[0] + values[1] + ...``, rounded after each of them; in one kernel.
+
+    ``sum`` and ``cumsum`` add up in another order or precision. ``segment_reduce`` has one thread add up a column; on
+    a GPU only where there are several columns.
+    """
+    column = torch.cat([start.reshape(1), values])
+    count = torch.full((1,), len(column), device=column.device)
+    columns = column.unsqueeze(1).expand(-1, 2).contiguous()
+    return torch.segment_reduce(columns, "sum", lengths=count, unsafe=True)[0, 0]
+
+
+def _without_graph(value: Any) -> Any:
+    """What a metric object has computed may hold on to the batch's graph: of a mean squared error, say."""
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+class StageMetrics(NamedTuple):
+    """Metrics by who reads them: 0-dim tensors."""
+
+    callback: dict[str, Any]
+    logger: dict[str, Any]
+    progress_bar: dict[str, Any]
+
+
+class MetricStore:
+    """Everything logged in one stage (training, or one kind of evaluation) since the epoch started.
+
+    Args:
+        training: whether the stage is training, whose step values callbacks may monitor.
+    """
+
+    def __init__(self, training: bool) -> None:
+        self.training = training
+        self.entries: dict[tuple[str | None, str, int | None], LoggedValue] = {}
+        self.batch: Any = None
+        self.batch_size: int | None = None
+        self.dataloader_idx: int | None = None
+        self.in_batch = False
+        """Whether a batch runs (values are the step's) or the epoch is over (values are the epoch's)."""
+
+    def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        """A batch starts; ``self.log`` takes its batch size from ``batch``."""
+        self.batch = batch
+        self.batch_size = None
+        self.dataloader_idx = dataloader_idx
+        self.in_batch = True
+
+    def end_batch(self) -> None:
+        """The batch is over: drop the reference to it."""
+        self.batch = None
+        self.batch_size = None
+
+    def end_epoch(self) -> None:
+        """The last batch is over: from here on, metrics are the epoch's."""
+        self.in_batch = False
+
+    def current(self, on_step: bool | None = None) -> StageMetrics:
+        """The step's values while a batch runs, else the epoch's reductions (of the current dataloader).
+
+        Args:
+            on_step: True for the former, False for the latter, whatever runs.
+
+        Raises:
+            ConfigurationError: a metric object whose value is no tensor.
+        """
+        metrics = StageMetrics({}, {}, {})
+        on_step = self.in_batch if on_step is None else on_step
+        for entry in self.entries.values():
+            options = entry.options
+            if not entry.has_value or entry.dataloader_idx != self.dataloader_idx:
+                continue
+            if not (options.on_step if on_step else options.on_epoch):
+                continue
+            value = entry.step_value if on_step else entry.epoch_value()
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise ConfigurationError(
+                    f"The `.compute()` return of the metric logged as {entry.name!r} must be a tensor."
+                    f" Found {value}. Log its parts one by one, or a MetricCollection with self.log_dict."
+                )
+            name = full_name = entry.name
+            if options.on_step and options.on_epoch:
+                full_name += "_step" if on_step else "_epoch"
+            if options.add_dataloader_idx and entry.dataloader_idx is not None:
+                name += f"/dataloader_idx_{entry.dataloader_idx}"
+                full_name += f"/dataloader_idx_{entry.dataloader_idx}"
+            if options.logger:
+                metrics.logger[full_name] = value
+            if self.training or not on_step:
+                metrics.callback[name] = value
+                metrics.callback[full_name] = value
+            if options.prog_bar:
+                metrics.progress_bar[full_name] = value
+        return metrics
+
+    def reset(self) -> None:
+        """Forget all values, at the start of an epoch."""
+        for entry in self.entries.values():
+            entry.reset()
+        self.batch = None
+        self.batch_size = None
+        self.dataloader_idx = None
+        self.in_batch = False
+
+    def state_dict(self, name_of: Callable[[Any], str | None]) -> dict[str, Any]:
+        """What has been logged since the epoch started.
+
+        Args:
+            name_of: what a metric object is found again by; one that has no name (None) is left out.
+        """
+        entries = []
+        for key, entry in self.entries.items():
+            name = None if entry.metric is None else name_of(entry.metric)
+            if entry.metric is None or name is not None:
+                entries.append({**entry.state_dict(), "key": list(key), "metric": name})
+        return {"in_batch": self.in_batch, "entries": entries}
+
+    def load_state_dict(
+        self, state: dict[str, Any], metric_of: Callable[[str], Any], reduce: Reduce, device: torch.device
+    ) -> None:
+        """Go on from what :meth:`state_dict` returned.
+
+        Args:
+            state: what it returned.
+            metric_of: the metric object of a name.
+            reduce: over the processes.
+            device: where values live.
+        """
+        self.in_batch = state["in_batch"]
+        for one in state["entries"]:
+            options = LogOptions(*one["options"])
+            entry = LoggedValue(one["hook"], one["name"], options, one["dataloader_idx"], reduce)
+            entry.load_state_dict(one, device)
+            if one["metric"] is not None:
+                entry.metric = metric_of(one["metric"])
+            hook, name, dataloader_idx = one["key"]
+            self.entries[hook, name, dataloader_idx] = entry
+
+    def clear(self) -> None:
+        """Forget all values and all names, at the start of a run."""
+        self.reset()
+        self.entries.clear()
+
+
+class PublishedMetrics:
+    """The dictionaries that loggers, callbacks and progress bars read: ``trainer.callback_metrics`` and its kin.
+
+    Each is one live dict for the whole run: stock callbacks write into ``callback_metrics``.
+    """
+
+    def __init__(self) -> None:
+        self.callback: dict[str, Any] = {}
+        self.logged: dict[str, Any] = {}
+        self.progress_bar: dict[str, Any] = {}
+
+    def take(self, metrics: StageMetrics) -> None:
+        """Let these values replace the older ones of the same names."""
+        self.callback.update(metrics.callback)
+        self.logged.update(metrics.logger)
+        self.progress_bar.update(metrics.progress_bar)
+
+    def read_progress_bar(self) -> dict[str, Any]:
+        """The progress bar's metrics as numbers: one host-device synchronisation, where there is any to read."""
+        self.progress_bar.update(to_scalars(self.progress_bar))
+        return self.progress_bar
+
+    def take_to_cpu(self) -> None:
+        """At the end of a run: what stays readable does not hold on to the device."""
+        for metrics in (self.callback, self.logged, self.progress_bar):
+            metrics.update({name: value.cpu() for name, value in metrics.items() if isinstance(value, Tensor)})
+
+    def clear(self) -> None:
+        """Forget all of them, at the start of a run."""
+        self.callback.clear()
+        self.logged.clear()
+        self.progress_bar.clear()
+
+
+def to_scalars(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as Python numbers, read in one go: at most one host-device synchronisation, not one for each.
+
+    Raises:
+        ConfigurationError: a tensor of more than one element.
+    """
+    scalars = dict(metrics)
+    on_device: list[tuple[str, Tensor]] = []
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor):
+            continue
+        if value.numel() != 1:
+            raise ConfigurationError(
+                f"The metric `{value}` does not contain a single element, thus it cannot be converted to a scalar."
+                f" Log {name!r} as a mean, or its elements one by one."
+            )
+        if value.device.type == "cpu":
+            scalars[name] = value.item()
+        else:
+            on_device.append((name, value))
+    if on_device:
+        numbers = torch.stack([value.detach().reshape(()).double() for _, value in on_device]).tolist()
+        scalars.update(zip((name for name, _ in on_device), numbers, strict=True))
+    return scalars
+
+
+class Logger(Protocol):
+    """The part of Lightning's loggers that is used here."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Record numbers at one step."""
+
+    def save(self) -> None:
+        """Write what is recorded."""
+
+
+class Recorder:
+    """Sends metrics to the loggers.
+
+    Args:
+        published: whose ``logged`` dictionary remembers what was sent.
+        progress: knows the current epoch, which goes along with every row.
+    """
+
+    def __init__(self, published: PublishedMetrics, progress: FitProgress) -> None:
+        self.loggers: list[Any] = []
+        self._published = published
+        self._progress = progress
+
+    def send(self, metrics: dict[str, Any], step: int, *, exact_step: bool = False) -> None:
+        """One row for every logger. Reading the values is a host-device synchronisation on a GPU.
+
+        Args:
+            metrics: names and 0-dim tensors or numbers.
+            step: the row's step, unless the user logged a metric called ``step``: whose axis then has no epochs.
+            exact_step: take ``step`` as it is and leave the epoch out (rows of single evaluation batches).
+        """
+        if not self.loggers or not metrics:
+            return
+        self._published.logged.update(metrics)
+        scalars = to_scalars(metrics)
+        if not exact_step and "step" in scalars:
+            step = int(scalars.pop("step"))
+        elif not exact_step:
+            scalars.setdefault("epoch", self._progress.epoch)
+        for logger in self.loggers:
+            logger.log_metrics(metrics=scalars, step=step)
+            logger.save()

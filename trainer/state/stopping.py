@@ -1,0 +1,175 @@
+"""When a fit stops, validates and logs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from trainer.errors import ConfigurationError
+from trainer.state.progress import FitProgress
+
+
+class FitLimits:
+    """The public knobs of a fit, and what they mean at this point of it.
+
+    Stock callbacks and the tuner write the knobs between batches.
+
+    Args:
+        progress: the counters that everything here is compared with.
+        max_epochs: epochs to train in all; -1 for no limit. None where nobody said, until a fit starts.
+        min_epochs: epochs before ``should_stop`` is heeded; likewise.
+        max_steps: optimizer steps (skipped ones included) to take in all; -1 for no limit.
+        min_steps: optimizer steps before ``should_stop`` is heeded; None for none.
+        check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
+        log_every_n_steps: weight updates between two rows in the loggers; 0 for none.
+        val_check_seconds: seconds between validations; None to count batches.
+        agree: given this process's view whether it is time to validate, answers with that of all of them.
+        announce: told, once, that training goes on although ``should_stop`` is set.
+
+    Attributes:
+        val_check_batch: batches between validations within an epoch; inf for its end, None where time decides
+            and before the first run.
+        validated_at: when the run started or, if that is later, the last validation ended (``time.monotonic``).
+        should_stop: whether training is to end after the current batch, if the minima are met.
+        attend: called when a batch is over and, with True, before each epoch: a signal has come, or the processes are
+            to find out whether one has. It may raise. None for nothing.
+    """
+
+    def __init__(
+        self,
+        progress: FitProgress,
+        *,
+        max_epochs: int | None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        log_every_n_steps: int = 50,
+        val_check_seconds: float | None = None,
+        agree: Callable[[bool], bool] = bool,
+        announce: Callable[[str], object] = str,
+    ) -> None:
+        self.max_epochs = max_epochs
+        self.min_epochs = min_epochs
+        self.max_steps = max_steps
+        self.min_steps = min_steps
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        self.log_every_n_steps = log_every_n_steps
+        self.val_check_seconds = val_check_seconds
+        self.val_check_batch: float | None = None
+        self.validated_at = 0.0
+        self.should_stop = False
+        self.attend: Callable[[bool], None] | None = None
+        self._progress = progress
+        self._agree = agree
+        self._announce = announce
+        self._has_announced = False
+
+    def fill_in(self, max_epochs: int) -> None:
+        """What nobody has said, now that a fit starts: ``max_epochs``, and no ``min_epochs`` but with ``min_steps``."""
+        if self.max_epochs is None:
+            self.max_epochs = max_epochs
+        if self.min_epochs is None:
+            self.min_epochs = int(self.min_steps is not None)
+
+    def fit_is_done(self) -> bool:
+        """Whether no further epoch is to be trained. For the fit loop, which asks before each: see ``attend``."""
+        if self.attend is not None:
+            self.attend(True)
+        return self.ends_fit()
+
+    def epoch_is_done(self) -> bool:
+        """Whether to leave the epoch before its last batch. For the fit loop, which asks after each: see ``attend``."""
+        if self.attend is not None:
+            self.attend(False)
+        return self.ends_epoch()
+
+    def ends_fit(self) -> bool:
+        """Whether no further epoch is to be trained. Anybody may ask."""
+        trained_all = self.max_epochs not in (None, -1) and self._progress.epochs_trained >= self.max_epochs
+        return trained_all or self.ends_epoch()
+
+    def is_final_epoch(self) -> bool:
+        """Whether the current epoch is known to be the last."""
+        return self.max_epochs not in (None, -1) and self._progress.epochs_trained + 1 >= self.max_epochs
+
+    def ends_epoch(self) -> bool:
+        """Whether to leave the current epoch before its last batch. Anybody may ask."""
+        stepped_all = self.max_steps != -1 and self._progress.optimizer_steps >= self.max_steps
+        if stepped_all or not self.should_stop:
+            return stepped_all
+        if not (stops := self.may_stop()) and not self._has_announced:
+            self._has_announced = True
+            self._announce(
+                f"Trainer was signaled to stop but the required `min_epochs={self.min_epochs!r}` or"
+                f" `min_steps={self.min_steps!r}` has not been met. Training will continue..."
+            )
+        return stops
+
+    def may_stop(self) -> bool:
+        """Whether ``min_epochs`` and ``min_steps`` are met."""
+        progress = self._progress
+        return progress.epochs_trained >= (self.min_epochs or 0) and progress.optimizer_steps >= (self.min_steps or 0)
+
+    def epoch_validates(self) -> bool:
+        """Whether the current epoch is one with validation."""
+        every = self.check_val_every_n_epoch
+        return every is None or (self._progress.epoch + 1) % every == 0
+
+    def validation_is_due(self) -> bool:
+        """Whether to validate after the current batch of an epoch with validation."""
+        progress = self._progress
+        if self.should_stop and self.may_stop():
+            return True
+        if self.val_check_seconds is not None:
+            # their clocks differ. A host-device synchronisation, on several GPUs
+            return self._agree(time.monotonic() - self.validated_at >= self.val_check_seconds)
+        if self.val_check_batch is None or self.val_check_batch == float("inf"):
+            return progress.is_last_batch
+        counts_over_epochs = self.check_val_every_n_epoch is None
+        number = progress.batches if counts_over_epochs else progress.batches_this_epoch
+        return number % self.val_check_batch == 0
+
+    def schedule_validation(self, interval: float, num_batches: float, knows_its_end: bool, validates: bool) -> None:
+        """Set ``val_check_batch``, or start the clock.
+
+        Args:
+            interval: batches between validations (int), or their share of an epoch.
+            num_batches: of an epoch; inf where nobody knows.
+            knows_its_end: whether that many will come, so that 1.0 is a number, too.
+            validates: whether there will be any validation.
+
+        Raises:
+            ConfigurationError: an interval beyond the epoch, or a share of nobody knows what.
+        """
+        if self.val_check_seconds is not None:
+            self.val_check_batch = None
+            self.restart_validation_clock()
+        elif isinstance(interval, int):
+            if interval > num_batches and self.check_val_every_n_epoch is not None and validates:
+                raise ConfigurationError(
+                    f"`val_check_interval` ({interval}) must be less than or equal to the number of the training"
+                    f" batches ({num_batches}). If you want to disable validation set `limit_val_batches` to 0.0"
+                    " instead. If you want to validate based on the total training batches, set"
+                    " `check_val_every_n_epoch=None`."
+                )
+            self.val_check_batch = interval
+        elif interval == 1.0 and not knows_its_end:
+            self.val_check_batch = float("inf")
+        elif num_batches == float("inf"):
+            raise ConfigurationError(
+                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be time"
+                f" based, `1.0` or an int. Got {interval}. An int k specifies checking validation every k training"
+                " batches."
+            )
+        else:
+            self.val_check_batch = max(1, int(num_batches * interval))
+
+    def restart_validation_clock(self) -> None:
+        """Count the seconds to the next validation from now."""
+        self.validated_at = time.monotonic()
+
+    def logging_is_due(self) -> bool:
+        """Whether the loggers get a row for the current weight update."""
+        every = self.log_every_n_steps
+        return every > 0 and ((self._progress.windows + 1) % every == 0 or self.should_stop)
