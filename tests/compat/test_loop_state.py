@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
 from tests.loops.test_hooks import Manual, Scheduled
+from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
 from trainer.compat.loop_state import fit_loop_of, progress_from
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.state.progress import EpochStart, EvalProgress, FitProgress

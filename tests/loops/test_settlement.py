@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
+from tests.loops.test_side_doors import Outcomes, Pair, train_pair
 from tests.support import (
     OPTIMIZERS,
     Regression,
@@ -27,7 +28,6 @@ from tests.support import (
     native_fp16,
     train_by_hand,
 )
-from tests.loops.test_side_doors import Outcomes, Pair, train_pair
 from trainer.callbacks import GradientClipping, ScaleMonitor
 
 POISON = {0: 1e30, 4: 1e30, 5: float("nan"), 9: 1e30, 19: 1e30}
