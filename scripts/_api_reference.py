@@ -15,7 +15,7 @@ import griffe
 
 from trainer.cli.arguments import COMMANDS
 from trainer.cli.help import SUMMARY
-from trainer.cli.recipes import description
+from trainer.cli.keys import description
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "api"

@@ -57,7 +57,7 @@ from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import select_path
 from trainer.compat.data import DataSource, move_training_batch
 from trainer.compat.engine import LightningEngine
-from trainer.compat.environment import defaults_from_environment, log_devices
+from trainer.compat.environment import defaults_from_environment, log_devices, registered_names
 from trainer.compat.errors import TunerExit
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import ModuleScope, attach_log, detach_log, no_log, print_results
@@ -176,33 +176,13 @@ class Trainer(TrainerBase):
         exact_resume: bool = True,
         dataloader_timeout: float = 1800.0,
     ) -> None:
+        given = dict(locals())
+        arguments.check(given, **registered_names())
         if barebones:
-            arguments.check_barebones(
-                enable_checkpointing=enable_checkpointing,
-                logger=logger,
-                enable_progress_bar=enable_progress_bar,
-                log_every_n_steps=log_every_n_steps,
-                enable_model_summary=enable_model_summary,
-                num_sanity_val_steps=num_sanity_val_steps,
-                fast_dev_run=fast_dev_run,
-                detect_anomaly=detect_anomaly,
-                profiler=profiler,
-            )
+            arguments.check_barebones(given)
             enable_checkpointing = enable_progress_bar = enable_model_summary = logger = False
             log_every_n_steps = num_sanity_val_steps = 0
-        limits = arguments.parse_limits(
-            fast_dev_run=fast_dev_run or False,
-            overfit_batches=overfit_batches,
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            limit_test_batches=limit_test_batches,
-            limit_predict_batches=limit_predict_batches,
-            val_check_interval=val_check_interval,
-            check_val_every_n_epoch=check_val_every_n_epoch,
-            num_sanity_val_steps=num_sanity_val_steps,
-        )
+        limits = arguments.parse_limits(given, rank_zero_info)
         plugin = resolve_precision(precision)
         self.engine = LightningEngine(
             self,
@@ -231,11 +211,11 @@ class Trainer(TrainerBase):
         self.limit_predict_batches = limits.predict
         self.val_check_interval = limits.val_check_interval
         self.num_sanity_val_steps = limits.num_sanity_val_steps
-        self.reload_dataloaders_every_n_epochs = arguments.parse_reload_interval(reload_dataloaders_every_n_epochs)
+        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
         self.enable_autolog_hparams = enable_autolog_hparams
-        self.resume = arguments.parse_resume(resume)
+        self.resume = resume
         self.exact_resume = exact_resume
-        self.dataloader_timeout = arguments.parse_timeout(dataloader_timeout)
+        self.dataloader_timeout = dataloader_timeout
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
         self.profiler = defaults.build_profiler(profiler)
