@@ -123,7 +123,7 @@ class Kind(NamedTuple):
         """This kind from ``least`` on."""
         return self._replace(least=least, otherwise=otherwise)
 
-    def range_without(self, value: Any) -> str | None:
+    def expected_range(self, value: Any) -> str | None:
         """What ``value``, which is of this kind, should have been; None if it is in range."""
         number = value if _is_number(value) else seconds(value)
         if number is None:
@@ -221,7 +221,7 @@ class Argument:
             return None
         for kind in self.accepts:
             if isinstance(kind, Kind) and kind.includes(value):
-                return kind.range_without(value)
+                return kind.expected_range(value)
         units = [str(unit) for unit in value if unit not in UNITS] if isinstance(value, Mapping) else []
         near = did_you_mean(units[0], UNITS) if units else did_you_mean(describe(value), [*self.choices, *registered])
         return f"{self.expected}.{near}"
@@ -231,10 +231,10 @@ _TABLE = (
     Argument("accelerator", "auto", "the kind of device; auto: the best there is", (*ACCELERATORS, OBJECT)),
     Argument("strategy", "auto", "how several processes work together: auto, ddp, ...", (*STRATEGIES, OBJECT)),
     Argument("devices", "auto", "how many, or a list of their indices; -1 for all", (DEVICES, "auto")),
-    Argument("num_nodes", 1, "machines", (COUNT.at_least(1),)),
+    Argument("num_nodes", 1, "how many machines", (COUNT.at_least(1),)),
     Argument("precision", None, "of the arithmetic: 32-true, 16-mixed, bf16-mixed, ..."),
-    Argument("logger", None, "what writes down what is logged"),
-    Argument("callbacks", None, "what happens beside training"),
+    Argument("logger", None, "what records the logged values"),
+    Argument("callbacks", None, "callbacks beside the default ones"),
     Argument("fast_dev_run", False, "true: one batch of everything, and nothing is written", (*SWITCH, COUNT, None)),
     Argument("max_epochs", None, "epochs to train; -1 for no end", (ENDLESS, None)),
     Argument("min_epochs", None, "epochs to train before anything may stop the run", (COUNT, None)),
@@ -291,7 +291,7 @@ _TABLE = (
     Argument("profiler", None, "simple, advanced, pytorch, or null", (*PROFILERS, None, OBJECT), any_case=True),
     Argument("detect_anomaly", False, "true: stop at the operation whose backward made the first NaN; slow", SWITCH),
     Argument("barebones", False, "true: without anything that costs time", SWITCH),
-    Argument("plugins", None, "parts of strategies of your own"),
+    Argument("plugins", None, "parts of a strategy: a cluster environment, a checkpoint IO, ..."),
     Argument("sync_batchnorm", False, "true: batch normalisation over all processes", SWITCH),
     Argument(
         "reload_dataloaders_every_n_epochs",
