@@ -1,7 +1,7 @@
 """Keeps secrets out of what is written: values that a config takes from the environment, and passwords in URLs.
 
-A config may contain ``${oc.env:TOKEN}``. Objects are built with the value; wherever something is written (log, record of
-the run, hyper-parameters in loggers and checkpoints, error messages) the interpolation is written instead. A value that
+A config may contain ``${oc.env:TOKEN}``. Objects are built with the value; wherever something is written (log, a run's
+record, hyper-parameters in loggers and checkpoints, error messages) the interpolation is written instead. A value that
 was computed from a secret, or was typed, cannot be traced and is written as it is.
 """
 

@@ -27,7 +27,7 @@ __all__ = ["loses_gradients", "with_trusted_cache"]
 
 
 def with_trusted_cache(autocast: AbstractContextManager[object]) -> AbstractContextManager[object]:
-    """``autocast`` itself where torch's cache is correct, else a wrapper that clears it. Reusable if ``autocast`` is."""
+    """``autocast`` itself where torch's cache is correct, else a wrapper that clears it; reusable like it."""
     return _ForgetsCastsWithoutGraph(autocast) if loses_gradients() else autocast
 
 

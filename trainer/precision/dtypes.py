@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def cast(data: Any, dtype: torch.dtype) -> Any:
-    """``data`` with every floating-point tensor in it as ``dtype``; other tensors and other objects are returned as they are."""
+    """``data`` with every floating-point tensor in it as ``dtype``; other objects are returned as they are."""
     return apply_to_collection(
         data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, allow_frozen=True
     )

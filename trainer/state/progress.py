@@ -52,7 +52,7 @@ class FitProgress:
             The fit loop.
         in_batch: whether a batch is being trained, ``on_train_batch_end`` included. The fit loop.
         closing: whether a window has closed that ``updates`` does not count yet. The fit loop.
-        resumed_epoch: the epoch inside of which a checkpoint has put the fit; -1 without one. Set by whoever restores it.
+        resumed_epoch: the epoch inside of which a checkpoint has put the fit; -1 without one. Set by the resume.
         is_followed_up: whether what follows the batch of ``batch_idx``, such as a validation, is over. The fit loop.
         owes_validation: whether a validation is under way that is to be run to its end: from its beginning, if a
             checkpoint was written meanwhile. The fit loop; the evaluation loop, before ``on_validation_end``.
