@@ -522,7 +522,7 @@ class TrainerBase(LightningTrainer):
         progress = self.progress
 
         def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
-            self.recorder.send(metrics, progress.windows if step is None else step, exact_step=step is not None)
+            self.recorder.send(metrics, progress.updates if step is None else step, exact_step=step is not None)
 
         return SimpleNamespace(
             should_update_logs=self._should_update_logs(),

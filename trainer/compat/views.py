@@ -25,7 +25,6 @@ from trainer.compat.logging import ResultsView
 from trainer.errors import ConfigurationError
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
-from trainer.loops.side_doors import ForwardOnly
 
 _warnings = WarningCache()
 View = TypeVar("View")
@@ -326,7 +325,7 @@ class EpochLoopView:
 
     @property
     def _batches_that_stepped(self) -> int:
-        return self._loop.progress.windows
+        return self._loop.progress.updates
 
     @property
     def global_step(self) -> int:
@@ -413,6 +412,7 @@ class FitLoopView:
         self.trainer = self._trainer = trainer
         self._loop = loop
         self._val_loop = val_loop
+        self._usual_train = loop.train  # while a callback wants forward passes only
         self.epoch_loop = EpochLoopView(trainer, loop, EvalLoopView(trainer, val_loop, RunningStage.VALIDATING))
 
     @property  # type: ignore[misc]
@@ -442,14 +442,14 @@ class FitLoopView:
 
     @property
     def _skip_backward(self) -> bool:
-        return isinstance(getattr(self._loop.train, "__self__", None), ForwardOnly)
+        return self._loop.train == self._loop.forward_batch
 
     @_skip_backward.setter
     def _skip_backward(self, skip: bool) -> None:
         if skip and not self._skip_backward:
-            self._loop.train = ForwardOnly(self._loop).train_batch
+            self._usual_train, self._loop.train = self._loop.train, self._loop.forward_batch
         elif not skip and self._skip_backward:
-            self._loop.train.__self__.close()  # type: ignore[attr-defined]
+            self._loop.train = self._usual_train
 
     @property
     def _data_source(self) -> Any:
