@@ -65,21 +65,26 @@ from trainer.compat.profiling import Profiling
 from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView, MonitoredMetrics, PredictLoopView
 from trainer.data.batches import Loaders, TrainingBatches, Transfer
-from trainer.engine.optimization import Schedules, StepOutcome, clip_gradients, needs_closure, takes_closure
+from trainer.engine.gradients import clip_gradients
+from trainer.engine.optimizers import needs_closure, takes_closure
 from trainer.errors import ConfigurationError
 from trainer.loops.accumulation import AccumulationWindow, count_windows
+from trainer.loops.closures import ClosureOptimization
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import Clip, FitLoop
 from trainer.loops.hooks import Hook, Hooks
-from trainer.loops.side_doors import ClosureOptimization, ManualOptimization, draw_in_evaluation, draw_in_fit
+from trainer.loops.manual_optimization import ManualOptimization
+from trainer.loops.own_batches import draw_in_evaluation, draw_in_fit
+from trainer.loops.schedules import Schedules
 from trainer.loops.splitting import SplitBatches
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import PublishedMetrics, Recorder, to_scalars
+from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
-from trainer.state.stopping import FitLimits
+from trainer.state.stopping import StoppingConditions
 
 Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """What ``plugins`` may hold. A precision is no plugin here: it is the argument ``precision``."""
@@ -283,7 +288,7 @@ class Trainer(TrainerBase):
             scaler=self.scaler,
             window=self._first_window(accumulate_grad_batches),
             progress=self.progress,
-            limits=FitLimits(
+            limits=StoppingConditions(
                 self.progress,
                 max_epochs=limits.max_epochs,
                 min_epochs=min_epochs,
@@ -456,7 +461,7 @@ class Trainer(TrainerBase):
 
         With a fused optimizer on a GPU, asking right after an update waits for the device; see ``settled_outcome``.
         """
-        self.loop.settle()
+        self.loop.resolve_outcome()
         return self.loop.outcome
 
     @property
@@ -472,7 +477,7 @@ class Trainer(TrainerBase):
     @property
     def skipped_steps(self) -> int:
         """Weight updates skipped so far because a gradient was not finite. Waits as ``step_outcome`` does."""
-        self.loop.settle()
+        self.loop.resolve_outcome()
         return self.progress.skipped_steps
 
     @property
@@ -796,7 +801,7 @@ class Trainer(TrainerBase):
 
     def _clip_by_hand(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
         """``LightningModule.clip_gradients``: on true gradients, also when nobody has unscaled them yet."""
-        self.loop.settle()
+        self.loop.resolve_outcome()
         self.scaler.unscale_(optimizer)
         if (norm := clip_gradients(optimizer, limit, algorithm)) is not None:
             self.loop.grad_norms[optimizer] = norm
@@ -933,7 +938,7 @@ class Trainer(TrainerBase):
         self.state.status = TrainerStatus.INTERRUPTED
         try:
             with suppress(Exception):  # what is raised is `error`; but who asks later wants to know
-                self.loop.settle()
+                self.loop.resolve_outcome()
             for callback in self.callbacks:
                 callback.on_exception(self, self.lightning_module, error)
             if self.datamodule is not None:
@@ -989,7 +994,7 @@ class Trainer(TrainerBase):
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def _dump(self, weights_only: bool) -> dict[str, Any]:
-        self.loop.settle()
+        self.loop.resolve_outcome()
         loops = loop_state.loops_of(self)
         loops["fit_loop"]["state_dict"].update(self.data.state_dict())
         as_lightning = hparams.as_lightning(loops, self._module, self.datamodule)

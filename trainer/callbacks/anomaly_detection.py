@@ -10,9 +10,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.optimization import StepOutcome
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.replay import backward, rewind, run, undisturbed
+from trainer.state.outcome import StepOutcome
 
 _SCALE = 2.0**-100
 """Well inside of float32, and small enough for any gradient of a float32 loss to fit float16, be it as zero."""

@@ -8,8 +8,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.optimization import StepOutcome, clip_gradients
+from trainer.engine.gradients import clip_gradients
 from trainer.errors import ConfigurationError
+from trainer.state.outcome import StepOutcome
 
 
 class GradientClipping(Callback):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from trainer.engine.optimization import StepOutcome, needs_closure
+from trainer.engine.optimizers import needs_closure
 from trainer.errors import ConfigurationError, NonFiniteError
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.postmortem.examine import examine
@@ -23,6 +23,7 @@ from trainer.postmortem.report import Report, names_of
 from trainer.postmortem.state import ObjectState
 from trainer.precision.guard import StepGuard
 from trainer.state import random_states
+from trainer.state.outcome import StepOutcome
 
 _POLICIES = ("stop", "skip", "go_on")
 
@@ -244,7 +245,7 @@ class _Watch:
         self._buffers = [b for b in trainer.lightning_module.buffers() if b.is_floating_point() and b.numel()]
         self._training_step = self._loop.training_step
         self._steps = self._loop.progress.optimizer_steps
-        self._update = self._settled = 0
+        self._update = self._resolved = 0
         self._windows: dict[int, _Window] = {}
         self._is_watching = True
         self._loop.training_step = self
@@ -258,8 +259,8 @@ class _Watch:
 
     def take(self) -> _Window | None:
         """The window whose outcome has come."""
-        self._settled += 1
-        return self._windows.pop(self._settled - 1, None)
+        self._resolved += 1
+        return self._windows.pop(self._resolved - 1, None)
 
     def __call__(self, batch: Any, batch_idx: int) -> Any:
         """``training_step``."""

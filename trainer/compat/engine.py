@@ -35,8 +35,7 @@ from trainer.compat.precision import PrecisionAdapter
 from trainer.compat.processes import WatchedLauncher, leave_group_at_exit, others
 from trainer.compat.signals import signals_passed_on
 from trainer.engine.agreement import Agreement
-from trainer.engine.optimization import ScheduleConfig
-from trainer.engine.protocol import Weight
+from trainer.engine.protocol import ScheduleConfig, Weight
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
 

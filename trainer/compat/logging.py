@@ -389,7 +389,7 @@ class LoggerConnector(_LoggerConnector):
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Send a row to the loggers."""
-        at = self.trainer.progress.windows if step is None else step
+        at = self.trainer.progress.updates if step is None else step
         self.trainer.recorder.send(metrics, at, exact_step=step is not None)
 
 

@@ -34,7 +34,6 @@ from trainer.compat.logging import ResultsView
 from trainer.errors import ConfigurationError
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
-from trainer.loops.side_doors import ForwardOnly
 
 _warnings = WarningCache()
 View = TypeVar("View")
@@ -292,7 +291,7 @@ class EpochLoopView(_TrainingEpochLoop):
     min_steps: int | None = alias("_loop.limits.min_steps", writable=True)
     max_steps: int = alias("_loop.limits.max_steps", writable=True)
     global_step: int = alias("_loop.progress.optimizer_steps")
-    _batches_that_stepped: int = alias("_loop.progress.windows")
+    _batches_that_stepped: int = alias("_loop.progress.updates")
     _warning_cache = _warnings
 
     def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoopView) -> None:
@@ -353,6 +352,7 @@ class FitLoopView(_FitLoop):
     def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoopView) -> None:
         _Loop.__init__(self, trainer)
         self._loop = loop
+        self._usual_train = loop.train  # while a callback wants forward passes only
         self.epoch_loop = EpochLoopView(trainer, loop, val_loop)
 
     @property
@@ -366,14 +366,14 @@ class FitLoopView(_FitLoop):
 
     @property
     def _skip_backward(self) -> bool:
-        return isinstance(getattr(self._loop.train, "__self__", None), ForwardOnly)
+        return self._loop.train == self._loop.forward_batch
 
     @_skip_backward.setter
     def _skip_backward(self, skip: bool) -> None:
         if skip and not self._skip_backward:
-            self._loop.train = ForwardOnly(self._loop).train_batch
+            self._usual_train, self._loop.train = self._loop.train, self._loop.forward_batch
         elif not skip and self._skip_backward:
-            self._loop.train.__self__.close()  # type: ignore[attr-defined]
+            self._loop.train = self._usual_train
 
     @property
     def _data_source(self) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.postmortem.probe import Call, Origin, Probe, measure, named_tensors_in
+from trainer.data.samples import named_tensors_in
+from trainer.postmortem.probe import Call, Origin, Probe, measure
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import backward, rewind, run, undisturbed
 from trainer.postmortem.state import ObjectState

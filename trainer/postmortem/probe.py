@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
+
+from trainer.data.samples import tensors_in
 
 
 class Magnitude(NamedTuple):
@@ -221,24 +223,3 @@ def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
         one = Magnitude(largest, count - int(finite.sum().item()), count, dtype)
         found = one if found is None else found.joined(one)
     return found
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclasses."""
-    for _, tensor in named_tensors_in(value):
-        yield tensor
-
-
-def named_tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Likewise, each with how to get at it: ``[0]['image']``."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from named_tensors_in(item, f"{name}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from named_tensors_in(item, f"{name}[{index}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from named_tensors_in(getattr(value, field.name), f"{name}.{field.name}")

@@ -56,7 +56,7 @@ class Recorder:
         self._training_step = self._loop.training_step
         self._steps = self._loop.progress.optimizer_steps
         self._update = 0  # the number of the update that the next batch belongs to
-        self._settled = 0  # the number of the update whose outcome comes next
+        self._resolved = 0  # the number of the update whose outcome comes next
         self._windows: dict[int, list[RecordedBatch]] = {}
         self._loop.training_step = self
 
@@ -69,8 +69,8 @@ class Recorder:
 
     def take(self) -> list[RecordedBatch]:
         """The batches of the update whose outcome has come; [] where they were not recorded from the first on."""
-        batches = self._windows.pop(self._settled, [])
-        self._settled += 1
+        batches = self._windows.pop(self._resolved, [])
+        self._resolved += 1
         whole = bool(batches) and (batches[0].window.is_first or not self._module.automatic_optimization)
         return batches if whole else []
 

@@ -48,12 +48,12 @@ class StepGuard(LossScaler):
                 self._checks.append(Check(optimizer, list(found.values())))
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Send what was found on its way to the host; see ``settle``."""
-        self.settle()  # of the update before, if nobody has asked
+        """Send what was found on its way to the host; see ``resolve_outcome``."""
+        self.resolve_outcome()  # of the update before, if nobody has asked
         checks, self._checks = self._checks, []
         self._per_optimizer_states.clear()
         self._send(checks)
-        self._unsettled = checks
+        self._unresolved = checks
 
     def state_dict(self) -> dict[str, Any]:
         """{}, as a disabled scaler's."""

@@ -9,7 +9,7 @@ from trainer.errors import ConfigurationError
 from trainer.state.progress import FitProgress
 
 
-class FitLimits:
+class StoppingConditions:
     """The public knobs of a fit, and what they mean at this point of it.
 
     Stock callbacks and the tuner write the knobs between batches.
@@ -172,4 +172,4 @@ class FitLimits:
     def logging_is_due(self) -> bool:
         """Whether the loggers get a row for the current weight update."""
         every = self.log_every_n_steps
-        return every > 0 and ((self._progress.windows + 1) % every == 0 or self.should_stop)
+        return every > 0 and ((self._progress.updates + 1) % every == 0 or self.should_stop)

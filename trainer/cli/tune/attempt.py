@@ -40,11 +40,11 @@ from trainer.callbacks import (
     ScaleMonitor,
     Throughput,
 )
-from trainer.callbacks.pace import batch_size
 from trainer.cli.run import assemble
 from trainer.cli.tune import RangeTest, Try
 from trainer.cli.tune.apart import Tell
 from trainer.cli.tune.lr_range import LearningRateSweep
+from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError, PrecisionError, is_out_of_memory
 
 # Of the user's callbacks those stay that change what a step takes: activation checkpointing, averages of the weights,
