@@ -42,14 +42,13 @@ from trainer.checkpoint.plain import readable
 from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
 from trainer.compat import (
-    checkpoint_folders,
     defaults,
     hparams,
     loop_state,
+    model_checkpoints,
     modules,
     registry,
     resuming,
-    savers,
 )
 from trainer.compat.averaging import attach_averaging, detach_averaging, training_weights
 from trainer.compat.base import TrainerBase
@@ -224,7 +223,6 @@ class Trainer(TrainerBase):
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
-        self.foreign_checkpoints: dict[str, str] = {}  # by path, the checkpoint that named it
         self._process_state: dict[str, Any] | None = None
         self.process = ProcessState(self, MetricObjects)
         self._inference_mode = inference_mode
@@ -410,7 +408,7 @@ class Trainer(TrainerBase):
         with self.profiler.profile("save_checkpoint"), training_weights(self.callbacks, self._module):
             checkpoint = self._checkpoint_connector.dump_checkpoint(weights_only)
             if not weights_only:
-                savers.note(self, checkpoint, filepath)
+                model_checkpoints.save_states(self, checkpoint, filepath)
             if self.resume:
                 resuming.note_rows(self, checkpoint)
             checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
@@ -641,8 +639,8 @@ class Trainer(TrainerBase):
     def _call_setup_hooks(self) -> None:
         for logger in defaults.in_opening_order(self.loggers):
             _ = getattr(logger, "experiment", None)
-        checkpoint_folders.claim(self, self._session)
-        with checkpoint_folders.without_warnings_of_ours(self):
+        model_checkpoints.claim_folders(self, self._session)
+        with model_checkpoints.without_needless_warnings(self):
             modules.call_setup_hooks(self)
 
     def _prepare_fit(self) -> None:
