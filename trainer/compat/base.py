@@ -25,15 +25,17 @@ from torch.optim import Optimizer
 
 from trainer.compat.callbacks import overrides
 from trainer.compat.data import DataSource
-from trainer.compat.engine import LightningEngine
+from trainer.compat.engine import LightningEngine, lightning_engine
 from trainer.compat.errors import adopt
 from trainer.compat.logging import ResultsView
 from trainer.compat.precision import PrecisionAdapter
 from trainer.compat.signals import Signals
 from trainer.compat.tuning import CheckpointConnectorView
 from trainer.compat.views import EvalLoopView, FitLoopView, LoopPlace
+from trainer.engine.protocol import Engine
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
+from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import FitProgress
@@ -52,7 +54,7 @@ class TrainerBase(LightningTrainer):
     """Lightning's Trainer as others see it. ``Trainer`` assigns every attribute declared here in its constructor."""
 
     # what Trainer assigns
-    engine: LightningEngine
+    engine: Engine
     data: DataSource
     progress: FitProgress
     published: PublishedMetrics
@@ -82,7 +84,6 @@ class TrainerBase(LightningTrainer):
     barebones: bool
     enable_autolog_hparams: bool
     _model_registry: str | None
-    scaler: LossScaler | None = None  # a class attribute, or Lightning's property of that name stood in its way
     _signal_connector: Signals
     _checkpoint_connector: CheckpointConnectorView
     log_metric: Callable[..., None]
@@ -90,11 +91,19 @@ class TrainerBase(LightningTrainer):
 
     # --- devices and processes --------------------------------------------------------------------------------
 
+    def _build_engine(self, precision: Precision, plugins: Any, **options: Any) -> Engine:
+        """The engine of this Trainer. A subclass may return another one."""
+        return LightningEngine(self, precision, plugins, **options)
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The one loss scaler, from construction to the end; disabled where the precision scales nothing."""
+        return self.engine.gradients.scaler
+
     @property
     def strategy(self) -> Strategy:
         """Lightning's strategy."""
-        strategy: Strategy = self.engine.connector.strategy
-        return strategy
+        return lightning_engine(self.engine).strategy
 
     @property
     def accelerator(self) -> Accelerator:
@@ -106,12 +115,12 @@ class TrainerBase(LightningTrainer):
     @property
     def precision(self) -> str:
         """The name of the precision: ``"16-mixed"``."""
-        return self.engine.adapter.plugin.name
+        return self.engine.precision.name
 
     @property
     def precision_plugin(self) -> PrecisionAdapter:
         """Our plugin in Lightning's shape; the plugin itself is its ``plugin``."""
-        return self.engine.adapter
+        return lightning_engine(self.engine).adapter
 
     @property
     def global_rank(self) -> int:
@@ -162,7 +171,7 @@ class TrainerBase(LightningTrainer):
 
     @property
     def _accelerator_connector(self) -> Any:
-        return self.engine.connector
+        return lightning_engine(self.engine).connector
 
     @property
     def _callback_connector(self) -> _CallbackConnector:
