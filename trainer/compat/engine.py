@@ -36,7 +36,7 @@ from trainer.compat.processes import WatchedLauncher, leave_group_at_exit, other
 from trainer.compat.signals import signals_passed_on
 from trainer.engine.agreement import Agreement
 from trainer.engine.gradients import Gradients, zero_loss
-from trainer.engine.protocol import Engine, ModuleCalls, ScheduleConfig, Weight
+from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
@@ -174,7 +174,6 @@ class LightningEngine:
 
     def _spawn(self, launcher: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
         """Have processes call ``function(*args)`` that are started for it; signals are passed on to them."""
-        self.strategy._lightning_module = self._trainer.module  # which gets the weights, and can be saved here
         with signals_passed_on(launcher):
             return launcher.launch(function, *args, trainer=self._trainer)
 
@@ -366,17 +365,6 @@ class _StrategyGradients(Gradients):
         loss = self.scale(zero_loss(model.parameters()))
         prepare_for_backward(model, loss)
         loss.backward()  # type: ignore[no-untyped-call]
-
-
-def lightning_engine(engine: Engine) -> LightningEngine:
-    """``engine``, as what has one of Lightning's strategies.
-
-    Raises:
-        AttributeError: it is an engine of another kind.
-    """
-    if not isinstance(engine, LightningEngine):
-        raise AttributeError(f"{type(engine).__name__} has no strategy of Lightning's.")
-    return engine
 
 
 def _none() -> None:
