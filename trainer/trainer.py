@@ -652,9 +652,11 @@ class Trainer(TrainerBase):
                 loop_state.evaluation_from(loops["fit_loop"], val_progress, self.progress)
                 loop_state.resume_validation(val_progress, self.progress)
             self._refuse_past_the_end()
-            self._process_state = checkpoints.process_state_in(self._checkpoint, self.engine, exact=self.exact_resume)
-            if self.progress.batches_this_epoch or self.max_steps != -1:
-                self.data.states = loop_state.loader_states_in(self._checkpoint)
+            state = checkpoints.process_state_in(self._checkpoint, self.engine, exact=self.exact_resume)
+            self._process_state = state
+            position = loop_state.data_position_in(self._checkpoint, self.progress, self.max_steps != -1)
+            if state is not None or position:
+                self.data.resume((state or {}).get("data") or position)
         elif fitting:
             self.progress.start_anew()
         if self._checkpoint:
@@ -716,19 +718,22 @@ class Trainer(TrainerBase):
         if loaders is not None:
             self._schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
-            self.data.go_on(loaders)
         if self.enable_validation and loop.limits.epoch_validates():
             self._prepare_validation()
         self.engine.adapter.clip = self._clip_by_hand
+        batches = TrainingBatches(
+            loaders,
+            self._renewed_loaders,
+            None if profiling is None else profiling.training_epoch,
+            # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
+            self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
+        )
+        if (resumed := self.data.resumed) is not None:
+            self.data.resumed = None
+            batches.load_state_dict(resumed, exact=self.exact_resume)
         loop.prepare(
             hooks=hooks,
-            batches=TrainingBatches(
-                loaders,
-                self._renewed_loaders,
-                None if profiling is None else profiling.training_epoch,
-                # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
-                self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
-            ),
+            batches=batches,
             transfer=self._transfer(move_training_batch),
             schedules=self._schedules(hooks),
             clip_gradients=self._clipping(hooks) if module.automatic_optimization else None,
@@ -1016,11 +1021,6 @@ class Trainer(TrainerBase):
         optimizers = self.engine.optimizers
         may = len(optimizers) == 1 and not self.scaler.skips_steps and not self._first_callback(HalveOnOutOfMemory)
         return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
-
-    @property
-    def takes_up_data(self) -> bool:
-        """Whether a checkpoint is going to say where the training data stands."""
-        return self._process_state is not None
 
     @property
     def _function(self) -> str:

@@ -130,7 +130,6 @@ class ProcessState:
         """
         run, loop = self._run, self._run.loop
         device, metrics = run.engine.device, self._metric_objects(run.lightning_module)
-        loop.batches.load_state_dict(state["data"], exact=run.exact_resume)
         metrics.load_state_dict(state["metric_objects"], device)
         loop.metrics.load_state_dict(state["metrics"], metrics.by_name.get, run.engine.reduce, device)
         for name, values in state["published"].items():
