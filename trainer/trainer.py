@@ -80,7 +80,6 @@ from trainer.loops.splitting import SplitBatches
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.precision.scaler import LossScaler
-from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import PublishedMetrics, Recorder, to_scalars
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
@@ -246,7 +245,7 @@ class Trainer(TrainerBase):
         self.data = DataSource(self)
         self.foreign_checkpoints: dict[str, str] = {}  # by path, the checkpoint that named it
         self._process_state: dict[str, Any] | None = None
-        self.process = ProcessState(self, MetricObjects)
+        self.process = ProcessState(self)
         self._inference_mode = inference_mode
         self._detect_anomaly = detect_anomaly
         self._gradient_clip_val = gradient_clip_val

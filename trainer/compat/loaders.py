@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch.utils.data import SequentialSampler
 
-from trainer.data.batches import Batch, LookAhead
+from trainer.data.batches import Batch, LookAhead, as_it_is
 from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, resumable
 from trainer.state import random_states
 
@@ -39,7 +39,7 @@ class LoaderSet:
 
     Args:
         combined: the dataloaders, prepared.
-        limits: batches to run of each.
+        limits: batches to run of each; inf for one without a length.
         has_length: whether the length of each is known.
         watch: put around a source of batches, by a profiler; None for nothing.
 
@@ -51,11 +51,11 @@ class LoaderSet:
         self, combined: CombinedLoader, limits: list[float], has_length: bool, watch: Watch | None = None
     ) -> None:
         self.combined = combined
+        self.limits = limits
+        self.has_length = has_length
         self.made_in = float("-inf")
-        self._limits = limits
-        self._has_length = has_length
-        self._watch = _unwatched if watch is None else watch
-        self._places: list[ResumableLoader] = []
+        self._watch = watch or as_it_is
+        self._loaders: list[ResumableLoader] = []
         self._together = combined
         self._pass: Iterator[Any] | None = None
         self._look_ahead: LookAhead | None = None
@@ -67,23 +67,13 @@ class LoaderSet:
         return vars(self) | {"_pass": None, "_look_ahead": None}
 
     @property
-    def limits(self) -> list[float]:
-        """Batches to run of each dataloader."""
-        return self._limits
-
-    @property
     def is_sequential(self) -> bool:
         """Whether one dataloader follows the other."""
         return bool(self.combined._mode == "sequential")
 
-    @property
-    def has_length(self) -> bool:
-        """Whether the length of each is known."""
-        return self._has_length
-
     def num_batches(self) -> float:
         """Batches in one pass; inf if unknown."""
-        return self._count(self._limits)
+        return self._count(self.limits)
 
     def start_epoch(self, epoch: int) -> None:
         """Distributed samplers shuffle by the epoch's number."""
@@ -104,7 +94,7 @@ class LoaderSet:
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """Begin a pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
-        self.combined.limits = limits = [min(own, limit) for own in self._limits]
+        self.combined.limits = limits = [min(own, limit) for own in self.limits]
         count = self._count(limits)
         source = iter(self.combined.flattened[0] if self._is_plain else _begun(self.combined))
         batches = _first(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
@@ -113,25 +103,25 @@ class LoaderSet:
     # --- training, whose passes can be resumed ---
 
     @property
-    def places(self) -> list[ResumableLoader]:
-        """The dataloaders, each with its place in the pass."""
-        if not self._places:
-            self._places = [resumable(loader) for loader in self.combined.flattened]
+    def loaders(self) -> list[ResumableLoader]:
+        """The dataloaders, as such that can be resumed."""
+        if not self._loaders:
+            self._loaders = [resumable(one) for one in self.combined.flattened]
             self._together = copy(self.combined)
-            self._together.limits, self._together.flattened = self._limits, list(self._places)
-        return self._places
+            self._together.limits, self._together.flattened = self.limits, list(self._loaders)
+        return self._loaders
 
     def open(self, done: int = 0) -> None:
         """Begin a pass of training, or what is left of a resumed one of which ``done`` batches are over."""
         self._pass, self._ahead = None, {}  # its workers end
-        source, count = iter(self._watch(self._begin(self.places))), self.num_batches()
+        source, count = iter(self._watch(self._begin(self.loaders))), self.num_batches()
         self._pass = left = _first(source, max(count - done, 0))  # below 0 where a resumed run is given fewer
-        if not self._has_length:
+        if not self.has_length:
             self._pass = self._look_ahead = LookAhead(left, self._mark, now=count == float("inf"))
 
-    def _begin(self, places: list[ResumableLoader]) -> Iterator[Any]:
+    def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:
         if self._is_plain:
-            return iter(places[0])
+            return iter(loaders[0])
         iter(self._together)
         self._move_to_resumed()
         return iter(self._together.__next__, object())
@@ -172,53 +162,53 @@ class LoaderSet:
         return {**self._here(), "ahead": self._ahead}
 
     def _here(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"loaders": [place.state_dict() for place in self.places]}
+        state: dict[str, Any] = {"loaders": [loader.state_dict() for loader in self.loaders]}
         if (iterator := self._together._iterator) is not None:
             state["index"], state["exhausted"] = iterator._idx, list(getattr(iterator, "_consumed", ()))
         return state
 
     def loader_states(self) -> list[dict[str, Any]]:
         """What the loaders that have a ``state_dict`` say themselves, as Lightning writes it."""
-        if not self._places:
+        if not self._loaders:
             return self.combined._state_dicts()
         if self._ahead:
             return [state["state"] for state in self._ahead["loaders"] if "state" in state]
-        return [place.loader.state_dict() for place in self._places if isinstance(place, StatefulLoader)]
+        return [loader.loader.state_dict() for loader in self._loaders if isinstance(loader, StatefulLoader)]
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Have the next pass be what is left of the one in ``state``, or the one that follows it."""
         self.close()
-        self._ahead, self._resumed, batches, places = {}, {}, state["batches"], self.places
+        self._ahead, self._resumed, batches, loaders = {}, {}, state["batches"], self.loaders
         if "combined_loader" in state:  # it is one of Lightning's checkpoints
             self.combined._load_state_dicts(state["combined_loader"])
             self._resumed = {"index": batches, "drawn": batches}
             self.open(batches)
             return []
         if "loaders" not in state:
-            if batches < self.num_batches() and not all(map(_is_repeatable, places)):
+            if batches < self.num_batches() and not all(map(_is_repeatable, loaders)):
                 _warn_of_skipping()
             self._skip(batches)
             return []
         states = state["loaders"]
-        if len(states) != len(places):
+        if len(states) != len(loaders):
             if not state["is_over"]:
                 self._skip(batches)
-            return [] if state["is_over"] else [f"there were {len(states)} dataloaders and are {len(places)}"]
+            return [] if state["is_over"] else [f"there were {len(states)} dataloaders and are {len(loaders)}"]
         if not state["is_over"]:
             return self._resume(state, state["ahead"] or state)
-        for place, own in zip(places, states, strict=True):
-            place.load_state_dict({**own, "is_over": True} if own else {})
+        for loader, own in zip(loaders, states, strict=True):
+            loader.load_state_dict({**own, "is_over": True} if own else {})
         return []
 
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
-        reasons, batches, is_one = [], state["batches"], len(self.places) == 1
+        reasons, batches, is_one = [], state["batches"], len(self.loaders) == 1
         if state["inside"] and not is_one:
             reasons.append("it was written inside a batch")
-        for place, own in zip(self.places, position["loaders"], strict=True):
-            if place.replays and own.get("batches"):
-                _warn_of_replaying(place, own["batches"])
+        for loader, own in zip(self.loaders, position["loaders"], strict=True):
+            if loader.replays and own.get("batches"):
+                _warn_of_replaying(loader, own["batches"])
             inside = {"batches": batches, "inside": True} if state["inside"] and is_one and own else {}
-            reasons += place.load_state_dict({**own, **inside})
+            reasons += loader.load_state_dict({**own, **inside})
         self._resumed = position
         if "random" not in position:
             self.open(batches)
@@ -228,17 +218,17 @@ class LoaderSet:
             self.open(batches)
             if self._look_ahead is not None:
                 self._look_ahead.fetch_first()
-        for place, own in zip(self.places, state["loaders"], strict=True):
-            random_states.set_states(place.generators, own["own"])
+        for loader, own in zip(self.loaders, state["loaders"], strict=True):
+            random_states.set_states(loader.generators, own["own"])
         return reasons
 
     def _skip(self, batches: int) -> None:
-        places = self.places
-        if len(places) == 1 or all(
-            isinstance(place, MapStyleLoader) and self._has_length and len(place) >= batches for place in places
+        loaders = self.loaders
+        if len(loaders) == 1 or all(
+            isinstance(loader, MapStyleLoader) and self.has_length and len(loader) >= batches for loader in loaders
         ):
-            for place in places:
-                place.load_state_dict({"kind": "", "batches": batches})
+            for loader in loaders:
+                loader.load_state_dict({"kind": "", "batches": batches})
             self._resumed = {"index": batches, "drawn": batches}
             self.open(batches)
         else:
@@ -299,7 +289,7 @@ class DrawnLoaderSet(LoaderSet):
     def _is_plain(self) -> bool:
         return False  # nobody would keep count
 
-    def _begin(self, places: list[ResumableLoader]) -> Iterator[Any]:
+    def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:
         fetcher, drawn = self.fetcher, int(self._resumed.get("drawn", 0))
         fetcher.setup(self._together)
         iter(fetcher)
@@ -335,9 +325,9 @@ def _first(source: Iterator[Any], count: float) -> Iterator[Any]:
     return islice(source, None if count == float("inf") else int(count))
 
 
-def _is_repeatable(place: ResumableLoader) -> bool:
+def _is_repeatable(loader: ResumableLoader) -> bool:
     """Whether a pass can be resumed by the number of its batches alone: the loader has a state, or a fixed order."""
-    return isinstance(place, StatefulLoader) or isinstance(getattr(place.loader, "sampler", None), SequentialSampler)
+    return isinstance(loader, StatefulLoader) or isinstance(getattr(loader.loader, "sampler", None), SequentialSampler)
 
 
 def _warn_of_skipping() -> None:
@@ -350,9 +340,9 @@ def _warn_of_skipping() -> None:
     )
 
 
-def _warn_of_replaying(place: ResumableLoader, count: int) -> None:
+def _warn_of_replaying(loader: ResumableLoader, count: int) -> None:
     rank_zero_warn(
-        f"Resuming inside an epoch: a {type(place.loader).__name__} cannot skip batches, so the first {count} are"
+        f"Resuming inside an epoch: a {type(loader.loader).__name__} cannot skip batches, so the first {count} are"
         " loaded and dropped. What follows is exact if it gives the same batches in the same order again. It would cost"
         " nothing with a map-style dataset, or with a dataloader that has `state_dict` and `load_state_dict`"
         " (torchdata's StatefulDataLoader).",
@@ -363,10 +353,6 @@ def _warn_of_replaying(place: ResumableLoader, count: int) -> None:
 def watch_of(profiler: Profiler, stage: RunningStage) -> Watch | None:
     """What times the fetching of a stage's batches; None where nobody asks."""
     return None if isinstance(profiler, PassThroughProfiler) else partial(_watched, profiler, _FETCHING[stage])
-
-
-def _unwatched(source: Iterable[Any]) -> Iterable[Any]:
-    return source
 
 
 def _watched(profiler: Profiler, name: str, source: Iterable[Any]) -> Iterator[Any]:

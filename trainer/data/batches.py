@@ -25,20 +25,16 @@ class Loaders(Protocol):
     ``load_state_dict`` the next iteration is what is left of it, or, if it was over, the pass that follows it.
     """
 
+    limits: list[float]
+    """Batches to run of each dataloader; inf for one without a length."""
+    has_length: bool
+    """Whether their lengths are known; if not, a limit may be more than there is."""
     made_in: float
     """The epoch they were made in."""
 
     @property
-    def limits(self) -> list[float]:
-        """Batches to run of each dataloader; inf where it has no length."""
-
-    @property
     def is_sequential(self) -> bool:
         """Whether the dataloaders run one after the other, not side by side."""
-
-    @property
-    def has_length(self) -> bool:
-        """Whether their lengths are known; if not, a limit may be more than there is."""
 
     def num_batches(self) -> float:
         """Batches in one pass over all of them; inf if unknown."""
