@@ -77,7 +77,6 @@ from trainer.loops.schedules import Schedules
 from trainer.loops.splitting import SplitBatches
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
-from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import PublishedMetrics, Recorder, to_scalars
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
@@ -218,7 +217,7 @@ class Trainer(TrainerBase):
         self.state = TrainerState()
         self.data = DataSource(self)
         self._process_state: dict[str, Any] | None = None
-        self.process = ProcessState(self, MetricObjects)
+        self.process = ProcessState(self)
         self._inference_mode = inference_mode
         self._detect_anomaly = detect_anomaly
         self._gradient_clip_val = gradient_clip_val
@@ -652,18 +651,21 @@ class Trainer(TrainerBase):
         if loaders is not None:
             self._schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
-            self.data.go_on(loaders)
         if self.enable_validation and loop.limits.epoch_validates():
             self._prepare_validation()
+        batches = TrainingBatches(
+            loaders,
+            self._renewed_loaders,
+            None if profiling is None else profiling.training_epoch,
+            # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
+            self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
+        )
+        if (resumed := self.data.resumed) is not None:
+            self.data.resumed = None
+            batches.load_state_dict(resumed, exact=self.exact_resume)
         loop.prepare(
             hooks=hooks,
-            batches=TrainingBatches(
-                loaders,
-                self._renewed_loaders,
-                None if profiling is None else profiling.training_epoch,
-                # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
-                self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
-            ),
+            batches=batches,
             transfer=self._transfer(move_training_batch),
             schedules=self._schedules(hooks),
             clip_gradients=self._clipping(hooks) if module.automatic_optimization else None,
@@ -940,11 +942,6 @@ class Trainer(TrainerBase):
         optimizers = self.engine.optimizers
         may = len(optimizers) == 1 and not self.scaler.skips_steps and not self._first_callback(HalveOnOutOfMemory)
         return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
-
-    @property
-    def takes_up_data(self) -> bool:
-        """Whether a checkpoint is going to say where the training data stands."""
-        return self._process_state is not None
 
     @property
     def _function(self) -> str:
