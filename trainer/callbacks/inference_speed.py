@@ -16,7 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from trainer.callbacks.curves import folder_of_files
-from trainer.callbacks.pace import batch_size
+from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError
 
 

@@ -3,16 +3,15 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 
 from trainer.callbacks.series import Series
+from trainer.data.samples import batch_size
 
 _SECONDS_BETWEEN_READINGS = 1.0  # of the memory
 
@@ -97,20 +96,6 @@ class Pace:
         """Takes up the points that `state_dict` returned."""
         self.seconds.load_state_dict(state_dict["seconds"])
         self.memory.load_state_dict(state_dict["memory"])
-
-
-def batch_size(batch: object) -> int:
-    """The length of the first tensor in a batch, 1 for a 0-dim one; 0 without any tensor."""
-    if isinstance(batch, Tensor):
-        return batch.size(0) if batch.ndim else 1
-    parts: Iterable[object] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
-    elif is_dataclass(batch):
-        parts = (getattr(batch, field.name) for field in fields(batch))
-    return next((size for size in map(batch_size, parts) if size), 0)
 
 
 def _reader(device: torch.device) -> Callable[[], int] | None:

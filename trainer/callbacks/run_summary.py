@@ -22,7 +22,7 @@ from rich.text import Text
 
 from trainer import machine
 from trainer.callbacks.curves import Curves, folder_of_files, folders_of_loggers
-from trainer.callbacks.pace import batch_size
+from trainer.data.samples import batch_size
 from trainer.record.environment import ENVIRONMENT, write_environment
 
 log = logging.getLogger(__name__)
