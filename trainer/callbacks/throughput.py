@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from trainer.callbacks.pace import batch_size
+from trainer.record.measures import batch_size
 
 
 class Throughput(Callback):
@@ -69,6 +69,18 @@ class Throughput(Callback):
     def waiting(self) -> float | None:
         """See the class; None before the first batch."""
         return self._waited / self.train_seconds if self.train_seconds else None
+
+    def run_facts(self) -> dict[str, Any]:
+        """What the record of the run says."""
+        return {
+            "throughput": {
+                "samples_per_second": self.samples_per_second,
+                "train_seconds": self.train_seconds,
+                "measured_batches": self.measured_batches,
+                "waiting": self.waiting,
+                "batches": self.batches,
+            }
+        }
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts afresh."""

@@ -40,12 +40,13 @@ from trainer.callbacks import (
     ScaleMonitor,
     Throughput,
 )
-from trainer.callbacks.pace import batch_size
 from trainer.cli.run import assemble
 from trainer.cli.tune import RangeTest, Try
 from trainer.cli.tune.apart import Tell
 from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.errors import ConfigurationError, PrecisionError, is_out_of_memory
+from trainer.record.measures import batch_size
+from trainer.record.recorder import RunRecorder
 
 # Of the user's callbacks those stay that change what a step takes: activation checkpointing, averages of the weights,
 # whatever is the user's own. These save, log, stop, or do something else than to fail when memory runs out.
@@ -61,6 +62,7 @@ _NOT_OURS_TO_RUN: tuple[type, ...] = (
     NonFiniteGuard,
     OverflowReport,
     ProgressBar,
+    RunRecorder,
     RunSummary,
     ScaleMonitor,
     Throughput,
