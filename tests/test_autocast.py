@@ -165,7 +165,7 @@ def test_evaluation_runs_under_autocast_and_inference_mode_and_leaves_the_scaler
     mine, theirs = make(mlp)
     module = type("Evaluating", (Regression,), {f"{stage}_step": step})(mine)
     trainer = make_trainer(tmp_path, precision=ours(precision))
-    for name in ("scale", "unscale_", "step", "update", "settle"):
+    for name in ("scale", "unscale_", "step", "update", "resolve_outcome"):
         monkeypatch.setattr(trainer.scaler, name, lambda *args, name=name: pytest.fail(f"scaler.{name} was called"))
     before = trainer.scaler.state_dict()
     batches = make_batches(3)

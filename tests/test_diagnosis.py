@@ -6,7 +6,6 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.diagnosis import batch_size_of
 from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
 
 
@@ -205,10 +203,3 @@ def test_which_errors_are_about_memory() -> None:
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
-
-
-def test_the_size_of_a_batch() -> None:
-    assert batch_size_of(torch.ones(5, 2)) == 5
-    assert batch_size_of([{"name": ["a"], "scale": torch.tensor(1.0), "image": torch.ones(3, 2)}, torch.ones(7)]) == 3
-    assert batch_size_of([torch.tensor(1.0)]) is None
-    assert batch_size_of(SimpleNamespace(x=1)) is None

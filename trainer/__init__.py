@@ -17,8 +17,8 @@ from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
     from trainer.compat.checkpoint_io import CheckpointFiles
-    from trainer.engine.optimization import StepOutcome
     from trainer.precision import LossScaler, Precision
+    from trainer.state.outcome import StepOutcome
     from trainer.trainer import Trainer
 
 __all__ = ["CheckpointFiles", "LossScaler", "Precision", "StepOutcome", "Trainer", "__version__"]
@@ -28,7 +28,7 @@ _HOMES = {
     "CheckpointFiles": "trainer.compat.checkpoint_io",
     "LossScaler": "trainer.precision.scaler",
     "Precision": "trainer.precision.base",
-    "StepOutcome": "trainer.engine.optimization",
+    "StepOutcome": "trainer.state.outcome",
     "Trainer": "trainer.trainer",
 }
 

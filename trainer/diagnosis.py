@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from trainer import machine
+from trainer.data.samples import batch_size
+from trainer.data.workers import DEAD_WORKER
 from trainer.errors import DataLoaderError, is_out_of_memory
 
-DEAD_WORKER = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) (?P<how>is killed by signal: [\w ]+|exited unexpectedly)"
-)
-"""What torch says of a worker that has died."""
 _HUNG = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _RAISED = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory thread)")
 _ABOUT_BATCHES = (IndexError, RuntimeError, TypeError, ValueError)
@@ -129,16 +127,6 @@ def free_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def batch_size_of(batch: Any) -> int | None:
-    """The length of the first tensor in a batch; None where there is none with a length."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else None
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    sizes = (batch_size_of(part) for part in batch) if isinstance(batch, (list, tuple)) else ()
-    return next((size for size in sizes if size is not None), None)
-
-
 def describe_batch(batch: Any) -> str:
     """What a batch consists of.
 
@@ -158,7 +146,7 @@ def describe_batch(batch: Any) -> str:
 def _about_memory(trainer: Any) -> str:
     device = trainer.engine.device
     metrics = trainer.active_metrics
-    size = None if metrics is None else batch_size_of(metrics.batch)
+    size = None if metrics is None else batch_size(metrics.batch) or None
     samples = "" if size is None else f", which has {size} sample{'s' * (size != 1)}"
     lines = [f"Memory ran out at {_where(trainer)}{samples}, on {device}{_peak(device)}."]
     training = trainer.training

@@ -1,6 +1,6 @@
 """What the machine has: cores, memory, disks. Imports no torch.
 
-"Has" means what this process may use: a container's share and not the host's, a batch job's cores and not all of them.
+What this process may use counts: a container's share and not the host's, a batch job's cores and not all of them.
 """
 
 from __future__ import annotations

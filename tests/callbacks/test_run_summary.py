@@ -2,7 +2,6 @@ import io
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -308,27 +307,6 @@ def test_cuda_memory_and_time(tmp_path, summary, monkeypatch):
     assert summary.summary["devices"] == "1 x NVIDIA X"
     assert calls[0] == "reset"
     assert calls.count("synchronize") == 1 + 2 * 2 + 1  # train start, around each validation, train end
-
-
-@dataclass
-class Batch:
-    name: str
-    points: torch.Tensor
-
-
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [
-        (torch.zeros(5, 2), 5),
-        (torch.tensor(1.0), 1),
-        (["name", {"a": None, "b": (torch.zeros(7), torch.zeros(3))}], 7),
-        (Batch("name", torch.zeros(4)), 4),
-        ("text", 0),
-        (None, 0),
-    ],
-)
-def test_batch_size(batch, size):
-    assert run_summary.batch_size(batch) == size
 
 
 BOTH_TRAINERS = pytest.mark.parametrize(

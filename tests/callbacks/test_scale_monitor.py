@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_net, make_trainer, native_fp16
 from trainer.callbacks import ScaleMonitor
-from trainer.engine.optimization import StepOutcome
 from trainer.errors import ConfigurationError
 from trainer.precision.underflow import Underflow, UnderflowProbe
+from trainer.state.outcome import StepOutcome
 
 
 class Steps:

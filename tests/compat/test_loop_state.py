@@ -15,12 +15,12 @@ from trainer.compat.loop_state import fit_loop_of, progress_from
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.state.progress import EpochStart, EvalProgress, FitProgress
 
-BETWEEN_EPOCHS = FitProgress(epoch=2, epochs_trained=2, batches=12, optimizer_steps=6, windows=6, is_last_batch=True)
+BETWEEN_EPOCHS = FitProgress(epoch=2, epochs_trained=2, batches=12, optimizer_steps=6, updates=6, is_last_batch=True)
 IN_AN_EPOCH = FitProgress(
-    epoch=1, epochs_trained=1, batch_idx=2, batches=9, optimizer_steps=4, windows=4, epoch_start=EpochStart(1, 6, 6)
+    epoch=1, epochs_trained=1, batch_idx=2, batches=9, optimizer_steps=4, updates=4, epoch_start=EpochStart(1, 6, 6)
 )
 EPOCH_ENDING = FitProgress(
-    epoch=1, epochs_trained=2, batch_idx=5, batches=12, optimizer_steps=6, windows=6, is_last_batch=True
+    epoch=1, epochs_trained=2, batch_idx=5, batches=12, optimizer_steps=6, updates=6, is_last_batch=True
 )
 FRESH = FitProgress()
 CASES = {"between epochs": BETWEEN_EPOCHS, "in an epoch": IN_AN_EPOCH, "an epoch ends": EPOCH_ENDING, "fresh": FRESH}
@@ -40,7 +40,7 @@ def test_there_and_back(progress: FitProgress, automatic: bool) -> None:
     over = progress is EPOCH_ENDING
     assert (back.epoch, back.epochs_trained) == (progress.epochs_trained, progress.epochs_trained)
     assert back.batch_idx == (-1 if over else progress.batch_idx)
-    for counter in ("batches_started", "batches", "optimizer_steps", "windows", "is_last_batch"):
+    for counter in ("batches_started", "batches", "optimizer_steps", "updates", "is_last_batch"):
         assert getattr(back, counter) == getattr(progress, counter), counter
 
 
@@ -59,7 +59,7 @@ def test_a_checkpoint_without_the_count_of_windows_falls_back_on_the_steps() -> 
     fit["epoch_loop.state_dict"] = {}
     back = FitProgress()
     progress_from(fit, back)
-    assert back.windows == 6
+    assert back.updates == 6
 
 
 # --- against what Lightning writes --------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def loop_of(calls: list[Any], loaders: Any, *, stage: str = "validation", step: 
         precision=precision or FullPrecision(),
         published=published,
         recorder=recorder,
-        fit_progress=FitProgress(windows=11, epochs_trained=2),
+        fit_progress=FitProgress(updates=11, epochs_trained=2),
     )
     loop_hooks = Hooks(None, module, [], Scope(), lambda o, n: n in CALLBACK_HOOKS or n in own, lambda callback: False)
     loop.prepare(

@@ -826,7 +826,7 @@ def test_a_window_that_is_left_early_is_a_step_for_everybody(tmp_path):
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     module = Ending(schedule=schedule, interval="step")
     trainer, _ = fit_and_watch(tmp_path, module, make_batches(8), accumulate_grad_batches=2, max_epochs=2)
-    assert trainer.global_step == trainer.progress.windows == 4
+    assert trainer.global_step == trainer.progress.updates == 4
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
 
 

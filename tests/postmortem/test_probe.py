@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError
 
 from tests.postmortem.layers import Amplifier, Huge, OwnCode, Residual, sequential
-from trainer.postmortem.probe import Magnitude, Probe, measure, named_tensors_in
+from trainer.postmortem.probe import Magnitude, Probe, measure
 from trainer.postmortem.replay import backward
 
 
@@ -44,19 +43,6 @@ def test_the_magnitude_of_several():
 
 def test_what_has_no_magnitude():
     assert measure([torch.arange(3), torch.empty(0)]) is None
-
-
-def test_the_tensors_in_a_batch_have_names():
-    @dataclass
-    class Item:
-        x: Tensor
-        label: int = 3
-
-    one, two, three = torch.zeros(1), torch.ones(1), torch.ones(2)
-    batch = [{"image": one, "meta": ("a", two)}, Item(three), None]
-    named = list(named_tensors_in(batch, "batch"))
-    assert [name for name, _ in named] == ["batch[0]['image']", "batch[0]['meta'][1]", "batch[1].x"]
-    assert all(a is b for (_, a), b in zip(named, (one, two, three), strict=True))
 
 
 # --- where --------------------------------------------------------------------------------------------------------

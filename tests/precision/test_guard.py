@@ -28,10 +28,10 @@ def steps(*gradients: Tensor | None, kind: Any = torch.optim.SGD) -> bool:
     guard.unscale_(optimizer)
     guard.step(optimizer)
     guard.update()
-    settled = guard.settle()
-    assert settled.scale == settled.next_scale == 1.0
+    outcome = guard.resolve_outcome()
+    assert outcome.scale == outcome.next_scale == 1.0
     has_stepped = any(parameter.detach().any() for parameter in held)
-    assert has_stepped is (settled.skipped == ())
+    assert has_stepped is (outcome.skipped == ())
     return has_stepped
 
 
@@ -74,7 +74,7 @@ def test_an_optimizer_without_gradients_is_left_alone() -> None:
         guard.unscale_(optimizer)
         guard.step(optimizer)
     guard.update()
-    assert guard.settle().skipped == (busy,)
+    assert guard.resolve_outcome().skipped == (busy,)
 
 
 def test_gradients_stay_what_they_are_to_the_bit() -> None:

@@ -37,7 +37,7 @@ def train(scaler, p, optimizer, slope=1.0):
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    return bool(scaler.settle().skipped)
+    return bool(scaler.resolve_outcome().skipped)
 
 
 # --- same as torch --------------------------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ def test_disabled_is_transparent():
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.is_settled
-    assert scaler.settle() == ((), 1.0, 1.0)
+    assert scaler.knows_outcome
+    assert scaler.resolve_outcome() == ((), 1.0, 1.0)
     scaler.forget_steps()
     assert torch.equal(p, torch.zeros(2))
     assert (scaler.current_scale, scaler.get_scale(), scaler.state_dict()) == (1.0, 1.0, {})
@@ -173,11 +173,11 @@ def test_two_optimizers_are_judged_one_by_one_and_the_scale_adjusted_once(fused)
     scaler.step(one)
     scaler.step(other)
     scaler.update()
-    assert scaler.settle() == ((one,), 8.0, 4.0)
+    assert scaler.resolve_outcome() == ((one,), 8.0, 4.0)
     assert torch.equal(p, torch.ones(2))
     assert torch.equal(q, torch.full((2,), 0.5))
     assert scaler.get_scale() == scaler.current_scale == 4.0
-    assert scaler.settle() == ((), 4.0, 4.0)
+    assert scaler.resolve_outcome() == ((), 4.0, 4.0)
 
 
 @pytest.mark.parametrize("overflow", [0, 1, 2])
@@ -194,7 +194,7 @@ def test_an_overflow_in_any_of_several_steps_counts_once(fused, overflow):
         assert p.grad[0] == (INF if step == overflow else 1.0)
         scaler.step(optimizer)
     scaler.update()
-    assert scaler.settle() == ((optimizer,), 8.0, 4.0)
+    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0)
     assert torch.equal(p, torch.full((2,), -2.0))
     assert scaler.get_scale() == scaler.current_scale == 4.0
     assert train(scaler, p, optimizer) is False
@@ -233,7 +233,7 @@ def test_a_batch_in_which_nothing_steps_changes_nothing():
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.settle() == ((), 8.0, 8.0)
+    assert scaler.resolve_outcome() == ((), 8.0, 8.0)
     scaler.update()
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 0)
     assert train(scaler, p, optimizer) is False  # and the next batch is an ordinary one
@@ -281,7 +281,7 @@ def test_gradients_that_were_looked_at_but_not_stepped_count_as_in_torch():
     backward(scaler, p, INF)
     scaler.unscale_(optimizer)
     scaler.update()
-    assert scaler.settle() == ((), 8.0, 4.0)
+    assert scaler.resolve_outcome() == ((), 8.0, 4.0)
     assert scaler.get_scale() == 4.0
 
 
@@ -306,10 +306,10 @@ def test_an_update_does_not_ask_what_a_fused_optimizer_did(monkeypatch):
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        assert not scaler.is_settled
+        assert not scaler.knows_outcome
     assert scaler._scale.item() == 4.0  # the device is ahead of the host
-    assert scaler.settle() == ((optimizer,), 8.0, 4.0)
-    assert scaler.is_settled
+    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0)
+    assert scaler.knows_outcome
 
 
 def test_a_plain_optimizer_is_settled_at_once():
@@ -318,8 +318,8 @@ def test_a_plain_optimizer_is_settled_at_once():
     backward(scaler, p, INF)
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.is_settled
-    assert scaler.settle() == ((optimizer,), 8.0, 4.0)
+    assert scaler.knows_outcome
+    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0)
 
 
 def test_asking_for_the_scale_takes_nothing_from_who_settles():
@@ -329,9 +329,9 @@ def test_asking_for_the_scale_takes_nothing_from_who_settles():
     scaler.step(optimizer)
     scaler.update()
     assert scaler.current_scale == scaler.current_scale == 4.0
-    assert scaler.is_settled
-    assert scaler.settle() == ((optimizer,), 8.0, 4.0)
-    assert scaler.settle() == ((), 4.0, 4.0)
+    assert scaler.knows_outcome
+    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0)
+    assert scaler.resolve_outcome() == ((), 4.0, 4.0)
 
 
 @pytest.mark.parametrize("ask", [lambda s: s.current_scale, lambda s: s.update(), lambda s: s.forget_steps()])
@@ -354,7 +354,7 @@ def test_floor_and_ceiling_hold_on_the_device():
         scaler.step(optimizer)
         scaler.update()
         seen.append(scaler._scale.item())
-        assert scaler.settle().next_scale == seen[-1]
+        assert scaler.resolve_outcome().next_scale == seen[-1]
     assert seen == [1.5, 1.5, 3.0, 3.0, 3.0]
 
 
@@ -401,7 +401,7 @@ def test_steps_of_an_interrupted_run_are_forgotten():
     scaler.step(optimizer)
     scaler.unscale_(optimizer)
     scaler.forget_steps()
-    assert scaler.settle() == ((), 8.0, 8.0)
+    assert scaler.resolve_outcome() == ((), 8.0, 8.0)
     assert scaler.get_scale() == 8.0
     assert train(scaler, p, optimizer) is False
     assert torch.equal(p, torch.zeros(2))

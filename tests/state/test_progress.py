@@ -21,14 +21,14 @@ def test_every_counter_of_a_fit(tmp_path):
     class Look(Callback):
         def on_train_batch_start(self, trainer, *_):
             p = trainer.progress
-            seen.append(("start", p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.windows))
+            seen.append(("start", p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.updates))
             assert p.in_batch
             assert not p.closing
             assert p.is_last_batch is (p.batch_idx == 4)
 
         def on_train_batch_end(self, trainer, *_):
             p = trainer.progress
-            seen.append(("end", p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.windows))
+            seen.append(("end", p.epoch, p.batch_idx, p.batches, p.optimizer_steps, p.skipped_steps, p.updates))
             assert p.in_batch
             assert p.closing is (p.batch_idx % 2 == 1 or p.batch_idx == 4)
 
@@ -60,14 +60,14 @@ def test_every_counter_of_a_fit(tmp_path):
         ("start", 1, 4, 9, 5, 2, 5), ("end", 1, 4, 10, 6, 2, 5),
     ]  # fmt: skip
     progress = trainer.progress
-    assert (progress.epoch, progress.epochs_trained, progress.batch_idx, progress.windows) == (2, 2, -1, 6)
+    assert (progress.epoch, progress.epochs_trained, progress.batch_idx, progress.updates) == (2, 2, -1, 6)
     assert (trainer.current_epoch, trainer.global_step, trainer.skipped_steps) == (2, 6, 2)
 
 
 def test_the_state_inside_an_epoch():
     progress = FitProgress(
         epoch=3, epochs_trained=3, batch_idx=6, batches=37, optimizer_steps=18, own_steps=3, skipped_steps=2,
-        windows=17, in_batch=True, closing=True, is_last_batch=True,
+        updates=17, in_batch=True, closing=True, is_last_batch=True,
     )  # fmt: skip
     state = progress.state_dict()
     assert state == {
@@ -86,7 +86,7 @@ def test_the_state_inside_an_epoch():
         optimizer_steps=18,
         own_steps=3,
         skipped_steps=2,
-        windows=18,
+        updates=18,
         is_last_batch=True,
     )
     assert restored.batches_this_epoch == 7
@@ -94,11 +94,11 @@ def test_the_state_inside_an_epoch():
 
 def test_the_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
     """``on_train_epoch_end`` is where checkpoints are written."""
-    progress = FitProgress(epoch=3, epochs_trained=4, batch_idx=9, batches=40, optimizer_steps=20, windows=20)
+    progress = FitProgress(epoch=3, epochs_trained=4, batch_idx=9, batches=40, optimizer_steps=20, updates=20)
     restored = FitProgress()
     restored.load_state_dict(progress.state_dict())
     assert restored == FitProgress(
-        epoch=4, epochs_trained=4, batch_idx=-1, batches=40, batches_started=40, optimizer_steps=20, windows=20
+        epoch=4, epochs_trained=4, batch_idx=-1, batches=40, batches_started=40, optimizer_steps=20, updates=20
     )
 
 
@@ -145,5 +145,5 @@ def test_an_interrupted_fit_goes_on_counting_in_the_next(tmp_path, hook):
         trainer.fit(Regression(), loader_of(make_batches(2)))
     trainer.fit(Regression(), loader_of(make_batches(2)))
     assert epochs == ([0, 1, 2] if hook == "on_train_epoch_end" else [0, 0, 1, 2])
-    assert trainer.progress.windows == trainer.global_step
+    assert trainer.progress.updates == trainer.global_step
     assert trainer.current_epoch == 3

@@ -12,11 +12,11 @@ from lightning.pytorch import Callback
 
 from tests.parity import Classifier, Learner, data, ours, run_both
 from trainer.state.progress import FitProgress
-from trainer.state.stopping import FitLimits
+from trainer.state.stopping import StoppingConditions
 
 
 def test_time_decides_when_to_validate() -> None:
-    limits = FitLimits(FitProgress(), max_epochs=1, val_check_seconds=5.0)
+    limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=5.0)
     with mock.patch("time.monotonic", side_effect=[10.0, 14.9, 15.0, 16.0, 20.0, 21.0]):
         limits.restart_validation_clock()
         assert [limits.validation_is_due(), limits.validation_is_due()] == [False, True]
@@ -25,7 +25,7 @@ def test_time_decides_when_to_validate() -> None:
 
 
 def test_who_stops_early_validates_whatever_the_time() -> None:
-    limits = FitLimits(FitProgress(), max_epochs=1, val_check_seconds=1e9)
+    limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=1e9)
     limits.restart_validation_clock()
     limits.should_stop = True
     assert limits.validation_is_due()
@@ -70,7 +70,7 @@ def test_model_checkpoint_is_told_of_the_time() -> None:
 
 
 def test_what_nobody_said_limits_nothing_before_it_is_filled_in():
-    limits = FitLimits(FitProgress(), max_epochs=None)
+    limits = StoppingConditions(FitProgress(), max_epochs=None)
     assert not limits.fit_is_done()
     assert not limits.is_final_epoch()
     assert limits.may_stop()
@@ -80,13 +80,13 @@ def test_what_nobody_said_limits_nothing_before_it_is_filled_in():
 
 @pytest.mark.parametrize(("given", "least"), [({}, 0), ({"min_steps": 0}, 1), ({"min_epochs": 3, "min_steps": 7}, 3)])
 def test_least_epochs(given, least):
-    limits = FitLimits(FitProgress(), max_epochs=5, **given)
+    limits = StoppingConditions(FitProgress(), max_epochs=5, **given)
     limits.fill_in(max_epochs=9)
     assert (limits.max_epochs, limits.min_epochs) == (5, least)
 
 
 def test_signals_are_attended_to_between_batches_and_epochs_and_not_whenever_somebody_asks():
-    limits, calls = FitLimits(FitProgress(), max_epochs=1), []
+    limits, calls = StoppingConditions(FitProgress(), max_epochs=1), []
     limits.attend = calls.append
     assert not limits.epoch_is_done()
     assert not limits.fit_is_done()

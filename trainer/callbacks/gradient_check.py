@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.apply_func import apply_to_collection
 from rich import box, get_console
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 from torch.func import functional_call
 
+from trainer.data.samples import part_of
 from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean
 
 _ROWS = 20
@@ -92,7 +92,7 @@ class GradientCheck(Callback):
         rank_zero_info(f"Comparing the gradients of {len(names)} parameters with finite differences.")
         began = time.monotonic()
         with _silent(pl_module), torch.compiler.set_stance("force_eager"), torch.enable_grad():
-            loss = _Loss(trainer, pl_module, _first(batch, self.samples), batch_idx)
+            loss = _Loss(trainer, pl_module, part_of(batch, 0, self.samples), batch_idx)
             self._check_repeatable(loss)
             self.results = self._check(loss, names)
         if trainer.is_global_zero:
@@ -316,13 +316,6 @@ def _silent(module: nn.Module) -> Iterator[None]:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _first(batch: Any, samples: int) -> Any:
-    """The first samples of every tensor that is as long as the first one."""
-    lengths: list[int] = []
-    apply_to_collection(batch, Tensor, lambda t: lengths.append(len(t)) if t.dim() else None)
-    return apply_to_collection(batch, Tensor, lambda t: t[:samples] if t.dim() and len(t) == lengths[0] else t)
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

@@ -8,8 +8,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.optimization import StepOutcome, clip_gradients
+from trainer.engine.gradients import clip_gradients
 from trainer.errors import ConfigurationError
+from trainer.state.outcome import StepOutcome
 
 
 class GradientClipping(Callback):
@@ -74,7 +75,7 @@ class GradientClipping(Callback):
     ) -> None:
         """Log the norm of a step that was taken."""
         if self.log_norm and outcome.grad_norm is not None and not outcome.skipped:
-            # the gradients, and so their norm, are the same on all ranks: nothing to synchronise
+            # the gradients and so their norm are equal on all ranks: nothing to synchronise
             trainer.log_metric(
                 "grad_norm", outcome.grad_norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True
             )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
+from trainer.data.samples import part_of, tensors_in
 from trainer.errors import ConfigurationError
 
 
@@ -83,9 +81,9 @@ class HalveOnOutOfMemory(Callback):
         Raises:
             ValueError: it cannot be told from the lengths of the batch's tensors.
         """
-        lengths = sorted({len(tensor) for tensor in _tensors_in(batch) if tensor.dim()})
+        lengths = sorted({len(tensor) for tensor in tensors_in(batch) if tensor.dim()})
         if len(lengths) == 1 or (lengths and not self._is_default):
-            return lengths[0] if self._is_default else next(len(t) for t in _tensors_in(batch) if t.dim())
+            return lengths[0] if self._is_default else next(len(t) for t in tensors_in(batch) if t.dim())
         found = f"has tensors of the lengths {lengths}" if lengths else f"({type(batch).__name__}) has no tensors"
         raise ValueError(
             f"the batch {found}, expected the same for all of them: its number of samples. Pass"
@@ -108,46 +106,3 @@ class HalveOnOutOfMemory(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the limit that the checkpoint's run had found."""
         self.limit = state_dict["limit"]
-
-
-def part_of(batch: Any, start: int, stop: int) -> Any:
-    """The samples from ``start`` to ``stop`` of a batch whose tensors all have its length, or none."""
-    size = next((len(tensor) for tensor in _tensors_in(batch) if tensor.dim()), 0)
-    return _part(batch, size, start, stop)
-
-
-def _part(value: Any, size: int, start: int, stop: int) -> Any:
-    def part(item: Any) -> Any:
-        return _part(item, size, start, stop)
-
-    if isinstance(value, Tensor):
-        return value[start:stop] if value.dim() and len(value) == size else value
-    if isinstance(value, MutableMapping):
-        made: Any = copy.copy(value)
-        made.update({key: part(item) for key, item in value.items()})
-        return made
-    if isinstance(value, (list, tuple)):
-        if len(value) == size and not any(tensor.dim() for tensor in _tensors_in(value)):
-            return value[start:stop]  # file names, say
-        items = [part(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
-        for field in fields(value):
-            object.__setattr__(made, field.name, part(getattr(value, field.name)))
-        return made
-    return value
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, MutableMapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors_in(getattr(value, field.name))

@@ -15,8 +15,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError
-from trainer.record.measures import batch_size, folder_of_files
+from trainer.record.measures import folder_of_files
 
 
 class InferenceSpeed(Callback):

@@ -16,12 +16,12 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.optimization import StepOutcome
 from trainer.errors import ConfigurationError, LossScaleCollapse
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of
 from trainer.record.measures import folder_of_files
+from trainer.state.outcome import StepOutcome
 
 _HISTORY = 40
 """Changes of the scale that are remembered: more than it takes from 2**24 down to 1."""

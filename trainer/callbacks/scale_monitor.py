@@ -13,9 +13,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.optimization import StepOutcome, total_norm
+from trainer.engine.gradients import total_norm
 from trainer.errors import ConfigurationError
 from trainer.precision.underflow import Underflow, UnderflowProbe
+from trainer.state.outcome import StepOutcome
 
 
 class ScaleMonitor(Callback):
@@ -193,11 +194,11 @@ class ScaleMonitor(Callback):
 
     def _is_due(self, trainer: Any) -> bool:
         """Whether this is an update whose gradients are looked at: with the default, one that the loggers get."""
-        return bool(self.every_n_steps) and (trainer.progress.windows + 1) % self.every_n_steps == 0
+        return bool(self.every_n_steps) and (trainer.progress.updates + 1) % self.every_n_steps == 0
 
     def _look(self, trainer: Any, optimizer: Optimizer) -> None:
         if self._probe is not None and self._is_due(trainer):
-            self._probed_at = trainer.progress.windows
+            self._probed_at = trainer.progress.updates
             self._probe.start((self._names.get(i, "?"), p.grad) for i, p in _with_gradient(optimizer))
 
     def _report(self, trainer: Any, pl_module: LightningModule, found: list[Underflow], outcome: StepOutcome) -> None:

@@ -3,8 +3,6 @@
 import statistics
 import time
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from trainer.record.measures import batch_size
+from trainer.data.samples import batch_size, tensors_in
 
 
 class Throughput(Callback):
@@ -165,7 +163,9 @@ def checksums(batch: object) -> tuple[int | None, int]:
     """
     floats: int | None = 0
     others = 0
-    for on_device in _tensors(batch):
+    for on_device in tensors_in(batch):
+        if on_device.layout is not torch.strided:
+            continue
         tensor = on_device.detach().cpu()
         if not tensor.is_floating_point():
             others = _checksum(tensor, others)
@@ -178,18 +178,3 @@ def checksums(batch: object) -> tuple[int | None, int]:
 
 def _checksum(tensor: Tensor, start: int) -> int:
     return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, start)
-
-
-def _tensors(batch: object) -> Iterable[Tensor]:
-    parts: Iterable[object] = ()
-    if isinstance(batch, Tensor):
-        if batch.layout is torch.strided:
-            yield batch
-    elif isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
-    elif is_dataclass(batch):
-        parts = (getattr(batch, field.name) for field in fields(batch))
-    for part in parts:
-        yield from _tensors(part)

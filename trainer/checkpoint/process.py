@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint import modes
-from trainer.engine.optimization import StepOutcome
 from trainer.loops.accumulation import gradients_of
 from trainer.state import random_states
 from trainer.state.metrics import MetricStore
+from trainer.state.outcome import StepOutcome
 
 
 class MetricObjects(Protocol):
@@ -39,7 +39,7 @@ class MetricObjects(Protocol):
 
 
 class KeptBatches(Protocol):
-    """The batches of an accumulation window that are going to be evaluated again (``trainer.loops.side_doors``)."""
+    """The batches of an accumulation window that are going to be evaluated again (``trainer.loops.closures``)."""
 
     def state_dict(self) -> dict[str, Any]:
         """The batches, and what is known of them."""

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim import Optimizer
 
-from trainer.engine.optimization import StepOutcome
+from trainer.state.outcome import StepOutcome
 
 _HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_models"
 

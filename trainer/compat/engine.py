@@ -35,8 +35,7 @@ from trainer.compat.precision import PrecisionAdapter
 from trainer.compat.processes import WatchedLauncher, leave_group_at_exit, others
 from trainer.compat.signals import signals_passed_on
 from trainer.engine.agreement import Agreement
-from trainer.engine.optimization import ScheduleConfig
-from trainer.engine.protocol import Weight
+from trainer.engine.protocol import ScheduleConfig, Weight
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
 
@@ -147,7 +146,6 @@ class LightningEngine:
 
     def _spawn(self, launcher: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
         """Have processes call ``function(*args)`` that are started for it; signals are passed on to them."""
-        self.strategy._lightning_module = self._trainer.module  # which gets the weights, and can be saved here
         with signals_passed_on(launcher):
             return launcher.launch(function, *args, trainer=self._trainer)
 

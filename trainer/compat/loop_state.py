@@ -96,7 +96,7 @@ def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow,
     """
     return {
         "state_dict": {},
-        "epoch_loop.state_dict": {"_batches_that_stepped": fit.windows},
+        "epoch_loop.state_dict": {"_batches_that_stepped": fit.updates},
         "epoch_loop.batch_progress": batches_of(fit).state_dict(),
         "epoch_loop.scheduler_progress": schedules_of(fit).state_dict(),
         "epoch_loop.automatic_optimization.state_dict": {},
@@ -155,7 +155,7 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
     # inside an epoch Lightning counts a window after all that may write a checkpoint; by hand, each batch is one
     closed = total["processed"] if manual["total"]["completed"] else progress.optimizer_steps
-    progress.windows = windows + (inside_epoch and not cut_short and closed == windows + 1)
+    progress.updates = windows + (inside_epoch and not cut_short and closed == windows + 1)
     progress.zero_grads = zero_grad["total"]["completed"]
     progress.schedule_steps = schedules["total"]["completed"]
     progress.is_last_batch = batches.get("is_last_batch", False)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.compat.callbacks import overrides
-from trainer.engine.optimization import needs_closure
+from trainer.engine.optimizers import needs_closure
 from trainer.errors import ConfigurationError
 
 

@@ -36,7 +36,7 @@ class PrecisionAdapter(LightningPrecision):
         self.plugin = plugin
         self.device = device
         self.scaler: LossScaler | None = None
-        self.side_door: Any = None  # trainer.side_doors: where the module's own backward passes and steps go
+        self.side_door: Any = None  # where the module's own backward passes and steps go
         self.clip: Callable[[Optimizer, float, str], None] | None = None
 
     @property

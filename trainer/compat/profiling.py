@@ -18,7 +18,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
 from trainer.loops.hooks import Hook, Hooks
-from trainer.loops.side_doors import ManualOptimization
+from trainer.loops.manual_optimization import ManualOptimization
 
 Call = Callable[..., Any]
 

@@ -27,7 +27,7 @@ from trainer.data.batches import Loaders
 from trainer.engine.agreement import Agreement
 from trainer.errors import NonFiniteError, RequeueError
 from trainer.loops.evaluation import EvalLoop
-from trainer.state.stopping import FitLimits
+from trainer.state.stopping import StoppingConditions
 
 INTERRUPTED = "interrupted.ckpt"
 """The file that an interrupted fit leaves in the folder of its first ModelCheckpoint."""
@@ -49,7 +49,7 @@ class Signals:
         interruption: what has ended this run between two batches, because of a signal; None for nothing.
     """
 
-    def __init__(self, trainer: Any, limits: FitLimits, eval_loops: Sequence[EvalLoop]) -> None:
+    def __init__(self, trainer: Any, limits: StoppingConditions, eval_loops: Sequence[EvalLoop]) -> None:
         self.received_sigterm = False
         self.interruption: BaseException | None = None
         self._trainer = trainer
@@ -298,11 +298,6 @@ class Signals:
     @property
     def _handled_elsewhere(self) -> bool:
         return callable(signal.getsignal(signal.SIGTERM))
-
-
-def requeued_checkpoint(trainer: Any) -> str | None:
-    """The newest checkpoint that a requeued job has left in ``default_root_dir``; None for none."""
-    return _CheckpointConnector(trainer)._hpc_resume_path
 
 
 class _PassOn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 import warnings
@@ -14,8 +15,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
 
-from trainer.diagnosis import DEAD_WORKER
-
+DEAD_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) (?P<how>is killed by signal: [\w ]+|exited unexpectedly)"
+)
+"""What torch says of a worker that has died."""
 _LAST_BREATH = 2.0
 """Seconds until the system knows how a worker has died, at most."""
 

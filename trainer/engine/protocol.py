@@ -16,12 +16,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.engine.agreement import Agreement
-from trainer.engine.optimization import ScheduleConfig
 
 T = TypeVar("T")
 
 Weight = float | Tensor
 """How much something counts: a number, or a 0-dim tensor on the device, where reading it would mean waiting."""
+
+
+class ScheduleConfig(Protocol):
+    """One schedule as ``configure_optimizers`` gave it (the shape of Lightning's ``LRSchedulerConfig``)."""
+
+    scheduler: Any
+    interval: str
+    frequency: int
+    reduce_on_plateau: bool
+    monitor: str | None
+    strict: bool
 
 
 class Engine(Protocol):

@@ -127,7 +127,7 @@ class EvalLoop:
                     metrics.update(at_the_end)
                 if not self.sanity_checking:
                     self.recorder.send(
-                        {k: v for one in reversed(logged) for k, v in one.items()}, self.fit_progress.windows
+                        {k: v for one in reversed(logged) for k, v in one.items()}, self.fit_progress.updates
                     )
                 self.fit_progress.end_validation()
                 self.hooks.of(f"on_{self.stage}_end")()

@@ -12,17 +12,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.data.batches import TrainingBatches, as_it_is
-from trainer.engine import optimization
-from trainer.engine.optimization import Schedules, StepOutcome, takes_closure
+from trainer.engine import gradients
+from trainer.engine.optimizers import takes_closure
 from trainer.engine.protocol import Engine
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.loops.hooks import NO_HOOKS, Hook, Hooks
+from trainer.loops.schedules import Schedules
 from trainer.loops.step_output import NOTHING, loss_in, outputs_of
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
+from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
-from trainer.state.stopping import FitLimits
+from trainer.state.stopping import StoppingConditions
 
 Clip = Callable[[Optimizer], Tensor | None]
 """Clips one optimizer's gradients in place; returns their norm before that, if it measured it."""
@@ -54,7 +56,7 @@ class FitLoop:
         progress: FitProgress,
         published: PublishedMetrics,
         recorder: Recorder,
-        limits: FitLimits,
+        limits: StoppingConditions,
     ) -> None:
         self.engine = engine
         self.precision = precision
@@ -67,7 +69,7 @@ class FitLoop:
         self.limits = limits
         self.outcome: StepOutcome | None = None
         self.grad_norms: dict[Optimizer, Tensor] = {}
-        self.unsettled: tuple[int, ...] = ()
+        self.unresolved: tuple[int, ...] = ()
         self.skipped: list[Optimizer] = []
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
         # what belongs to one run
@@ -84,7 +86,7 @@ class FitLoop:
         self.training_step: Callable[..., Any] = as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
-        self.zero_grad: Callable[[Optimizer], None] = optimization.clear_gradients
+        self.zero_grad: Callable[[Optimizer], None] = gradients.clear_gradients
 
     def prepare(
         self,
@@ -97,10 +99,10 @@ class FitLoop:
         validate: Callable[[], None] | None,
         resume: Callable[[], None] | None,
     ) -> None:
-        """Take in what belongs to one run: see ``__init__``. A side door may take the place of ``train`` afterwards."""
+        """Take in what belongs to one run: see ``__init__``. Another path may replace ``train`` afterwards."""
         self.hooks, self.batches, self.transfer = hooks, batches, transfer
         self.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
-        self.unsettled, self.outcome, self.grad_norms = (), None, {}
+        self.unresolved, self.outcome, self.grad_norms = (), None, {}
         self.window.reset()
         self.schedules, self.choose_way = schedules, as_it_is
         self.take_optimizers()
@@ -112,9 +114,9 @@ class FitLoop:
 
     def take_optimizers(self) -> None:
         """Use what the engine has from here on: somebody may exchange optimizers in the middle of a run."""
-        self.settle()
+        self.resolve_outcome()
         self.optimizers = self.engine.optimizers
-        self.zero_grad = optimization.zero_grad_of(self.optimizers)
+        self.zero_grad = gradients.zero_grad_of(self.optimizers)
         self.schedules.follow(self.engine.schedules)
         self.choose_way()
 
@@ -161,7 +163,7 @@ class FitLoop:
     def end_epoch(self) -> None:
         """Close an epoch: its hooks, its metrics, the schedules that wait for them."""
         progress = self.progress
-        self.settle()
+        self.resolve_outcome()
         if not self.window.straddles_epochs:
             self.close_window_early()
         if self.skips_epoch:
@@ -172,7 +174,7 @@ class FitLoop:
         progress.epochs_trained += 1
         self.hooks.on_train_epoch_end()
         self.published.take(self.metrics.current())
-        self.recorder.send(self.metrics.current().logger, progress.windows - 1)
+        self.recorder.send(self.metrics.current().logger, progress.updates - 1)
         self.hooks.save_after_epoch()
         if progress.is_last_batch:  # an epoch that was broken off is none: its schedules wait
             self.schedules.advance("epoch", progress.epoch + 1, on_plateau=True)
@@ -182,7 +184,7 @@ class FitLoop:
     def run_validation(self) -> None:
         """Validate, and come back as if nothing had happened."""
         assert self.validate is not None
-        self.settle()
+        self.resolve_outcome()
         self.published.take(self.metrics.current())
         self.progress.owes_validation = True
         self.validate()
@@ -210,6 +212,22 @@ class FitLoop:
         elif window.is_last and batch is not None:
             self.progress.optimizer_steps += len(self.optimizers)  # counted, though there was nothing to learn from
         self.end_batch(outputs_of(loss, output), batch, batch_idx)
+
+    def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+        """In the place of ``train_batch``: the forward pass and its hooks, for buffers that follow the data (SWA)."""
+        batch = self.start_batch(batch, batch_idx, is_last)
+        if self.skips_epoch:
+            return
+        loss, _ = loss_in(output := self.run_training_step(batch, batch_idx))
+        self.end_batch(outputs_of(loss, output), batch, batch_idx)
+
+    def run_training_step(self, batch: Any, batch_idx: int, nothing: Any = NOTHING) -> Any:
+        """``training_step`` under autocast, also from inside another hook; ``nothing`` where the batch is None."""
+        outer = self.hooks.scope.enter("training_step")  # from `optimizer_step`, perhaps
+        with self.precision.autocast():
+            output = nothing if batch is None else self.training_step(batch, batch_idx)
+        self.hooks.scope.enter(outer)
+        return output
 
     def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
         """Count the batch, move it to the device, announce it. Returns it as it is on the device."""
@@ -258,13 +276,13 @@ class FitLoop:
         progress.batches += 1
         progress.is_trained, progress.closing = True, closes_window
         if progress.is_last_batch or self.limits.logging_is_due():
-            self.settle()  # an epoch's metrics and a row for the loggers do not wait for the next update
+            self.resolve_outcome()  # an epoch's metrics and a row for the loggers do not wait for the next update
         if self.schedules:
             self.advance_schedules()
         self.hooks.on_train_batch_end(outputs, batch, batch_idx)
         self.metrics.end_batch()
         if closes_window and self.limits.logging_is_due():
-            self.recorder.send(self.metrics.current().logger, progress.windows)
+            self.recorder.send(self.metrics.current().logger, progress.updates)
         self.hooks.save_after_batch(outputs, batch, batch_idx)
         progress.in_batch = False
 
@@ -277,7 +295,7 @@ class FitLoop:
         if self.window.is_last:
             if self.schedules and self.has_updated:
                 self.advance_by_step(on_plateau=True)
-            progress.windows += 1
+            progress.updates += 1
             progress.closing = False
         progress.is_followed_up = True
 
@@ -285,7 +303,7 @@ class FitLoop:
 
     def update_weights(self) -> None:
         """Step every optimizer on the mean gradient of the window."""
-        self.settle()  # the update before this one, as long as the weights are what it left
+        self.resolve_outcome()  # the update before this one, as long as the weights are what it left
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)  # gradients are in true units from here on
             self.expose_gradients(optimizer)
@@ -302,24 +320,24 @@ class FitLoop:
     def finish_update(self, stepped: tuple[int, ...]) -> None:
         """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
         self.scaler.update()
-        self.unsettled, self.skipped, self.has_updated = stepped, [], True
-        if self.scaler.is_settled:
-            self.settle()
+        self.unresolved, self.skipped, self.has_updated = stepped, [], True
+        if self.scaler.knows_outcome:
+            self.resolve_outcome()
 
-    def settle(self) -> None:
+    def resolve_outcome(self) -> None:
         """Find out what became of the last weight update, if nobody has yet, and tell everybody.
 
         A fused optimizer decides on the device whether it skips. There, this is put off until just before the next
         update, or until somebody asks: the device is long past the answer, and has a backward pass left to do.
         """
-        if not self.unsettled:
+        if not self.unresolved:
             return
-        stepped, self.unsettled = self.unsettled, ()
-        skipped, scale, next_scale = self.scaler.settle()
+        stepped, self.unresolved = self.unresolved, ()
+        skipped, scale, next_scale = self.scaler.resolve_outcome()
         self.skipped = list(skipped)
         self.schedules.confirm(except_of=self.skipped)
         skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in skipped)) if skipped else ()
-        norm, self.grad_norms = optimization.total_norm(self.grad_norms), {}
+        norm, self.grad_norms = gradients.total_norm(self.grad_norms), {}
         outcome = self.outcome = StepOutcome(bool(skipped), scale, next_scale, norm, stepped, skipping)
         self.progress.skipped_steps += outcome.skipped
         if not self.hooks.on_after_optimizer_step.is_empty:
@@ -329,7 +347,7 @@ class FitLoop:
     def advance_schedules(self) -> None:
         """Step the schedules that follow this batch."""
         if not self.schedules.revocable:
-            self.settle()
+            self.resolve_outcome()
         if self.schedules.by_batch:
             self.schedules.advance("batch", self.progress.batches_this_epoch)
         if self.has_updated:
@@ -340,9 +358,10 @@ class FitLoop:
     def advance_by_step(self, on_plateau: bool = False) -> None:
         """Step the schedules that follow updates. A skipped update is none: they wait for one that happened.
 
-        Where that is not known yet they step, and :meth:`settle` takes it back: so everybody reads the usual rates.
+        Where that is not known yet they step, and :meth:`resolve_outcome` takes it back: so everybody reads the usual
+        rates.
         """
-        number, unknown = self.progress.batches_this_epoch, bool(self.unsettled)
+        number, unknown = self.progress.batches_this_epoch, bool(self.unresolved)
         self.schedules.advance("step", number, on_plateau=on_plateau, except_of=self.skipped, tentatively=unknown)
 
     def close_window_early(self) -> None:
@@ -354,7 +373,7 @@ class FitLoop:
         if window.is_open and window.backwards and is_alone and not any(map(takes_closure, self.optimizers)):
             window.close(None, self.optimizers, self.engine)
             self.update_weights()
-            self.settle()
+            self.resolve_outcome()
             self.advance_by_step()
-            self.progress.windows += 1
+            self.progress.updates += 1
         self.window.reset()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
+
+from trainer.data.samples import tensors_in
 
 
 class Magnitude(NamedTuple):
@@ -30,7 +32,7 @@ class Magnitude(NamedTuple):
     dtype: str
 
     def joined(self, other: Magnitude) -> Magnitude:
-        """This and the other together."""
+        """The statistics of both."""
         dtype = other.dtype if other.not_finite and not self.not_finite else self.dtype
         counts = (self.not_finite + other.not_finite, self.elements + other.elements)
         return Magnitude(max(self.largest, other.largest), *counts, dtype)
@@ -79,7 +81,7 @@ class Probe:
     """Watches a forward pass of a module and of everything in it, and backward passes until one is not finite.
 
     Args:
-        module: the LightningModule. Its metrics are left out: what they return is nobody's input.
+        module: the LightningModule. Its metrics are left out: no module uses what they return.
 
     Attributes:
         first_output: the first call, in the order in which they return, whose output is not finite.
@@ -129,7 +131,7 @@ class Probe:
         self._in_forward, self._watches_gradients = True, False
 
     def look(self, name: str, gradient: Tensor) -> None:
-        """Take in the gradient of a parameter; to be called while the backward pass runs."""
+        """Record the gradient of a parameter; to be called while the backward pass runs."""
         magnitude = self._measured(gradient)
         if magnitude is None or not magnitude.not_finite:
             return
@@ -148,7 +150,7 @@ class Probe:
             return Origin(call)
         if what != "output":
             return Origin(call, parameter=what)
-        # it came to this module as it is: from the code of whichever caller was itself given a finite one
+        # the module received it: it was made in the code of the innermost caller that was given a finite one
         caller = call.caller
         while caller is not None and caller.gradient_in is not None and caller.gradient_in.not_finite:
             caller = caller.caller
@@ -221,24 +223,3 @@ def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
         one = Magnitude(largest, count - int(finite.sum().item()), count, dtype)
         found = one if found is None else found.joined(one)
     return found
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclasses."""
-    for _, tensor in named_tensors_in(value):
-        yield tensor
-
-
-def named_tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Likewise, each with how to get at it: ``[0]['image']``."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from named_tensors_in(item, f"{name}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from named_tensors_in(item, f"{name}[{index}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from named_tensors_in(getattr(value, field.name), f"{name}.{field.name}")

@@ -131,7 +131,7 @@ def backward(
 
 
 class _NoSteps:
-    """Stands in the place of a side door (``trainer.loops.side_doors``): closures run, optimizers do not step."""
+    """In the place of the path that a module's own steps take: closures run, optimizers do not step."""
 
     def step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Evaluate the closure."""

@@ -14,7 +14,7 @@ from trainer.precision.scaler import Check, LossScaler
 
 
 class StepGuard(LossScaler):
-    """Looks at the gradients as a loss scaler does, and skips steps as one; but the loss is scaled by nothing.
+    """Checks gradients and skips steps as a loss scaler does, with a scale of 1.
 
     So what follows a step (its outcome, schedules, averages, counters) follows it in the same way, and a fused
     optimizer's answer is not waited for. To everybody who asks whether the loss is scaled it is a disabled scaler: it
@@ -48,12 +48,12 @@ class StepGuard(LossScaler):
                 self._checks.append(Check(optimizer, list(found.values())))
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Send what was found on its way to the host; see ``settle``."""
-        self.settle()  # of the update before, if nobody has asked
+        """Send what was found on its way to the host; see ``resolve_outcome``."""
+        self.resolve_outcome()  # of the update before, if nobody has asked
         checks, self._checks = self._checks, []
         self._per_optimizer_states.clear()
         self._send(checks)
-        self._unsettled = checks
+        self._unresolved = checks
 
     def state_dict(self) -> dict[str, Any]:
         """{}, as a disabled scaler's."""

@@ -1,8 +1,8 @@
 """The loss scaler: torch's ``GradScaler`` plus the four things a Trainer needs of it.
 
-1. What happened is known: after ``update``, :meth:`LossScaler.settle` says which optimizers skipped. torch's ``step``
-   returns None either way. With a fused optimizer the answer is made on the device; ``update`` sends it to the host
-   without waiting, and ``settle`` may be called much later.
+1. What happened is known: after ``update``, :meth:`LossScaler.resolve_outcome` says which optimizers skipped. torch's
+   ``step`` returns None either way. With a fused optimizer the answer is made on the device; ``update`` sends it to the
+   host without waiting, and ``resolve_outcome`` may be called much later.
 2. Optimizers that have no gradients (frozen, idle this batch) are left alone; torch raises.
 3. An optimizer may step several times before one ``update`` (an n-critic GAN); torch raises. The overflows of all
    the steps count in the one update.
@@ -27,7 +27,7 @@ from trainer.errors import PrecisionError
 from trainer.precision.readback import Readback
 
 
-class Settled(NamedTuple):
+class UpdateOutcome(NamedTuple):
     """What became of one ``update`` and the steps before it.
 
     Attributes:
@@ -101,8 +101,8 @@ class LossScaler(torch.amp.GradScaler):
         self._host_scale = float(init_scale) if enabled else 1.0
         self._host_tracker = 0
         self._checks: list[Check] = []
-        self._unsettled: list[Check] = []
-        self._settled: Settled | None = None
+        self._unresolved: list[Check] = []
+        self._outcome: UpdateOutcome | None = None
         self._wants_scaler: dict[type, bool] = {}
         self._inverse = (0.0, torch.zeros(()))
         self._with_momentum: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -114,7 +114,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def current_scale(self) -> float:
-        """The scale in force (1 when disabled), from the host's own account of it. Takes nothing from `settle`."""
+        """The scale in force (1 when disabled), as the host knows it. `resolve_outcome` still returns its outcome."""
         self._resolve()
         return self._host_scale
 
@@ -156,11 +156,11 @@ class LossScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adjust the scale, once, for all the steps since the last ``update``; nothing if there were none.
 
-        This happens on the device. What the host does not know yet is sent on its way; see :meth:`settle`.
+        This happens on the device. What the host does not know yet is sent on its way; see :meth:`resolve_outcome`.
         """
         if not self._enabled:
             return
-        self.settle()  # of the update before, if nobody has asked
+        self.resolve_outcome()  # of the update before, if nobody has asked
         checks, self._checks = self._checks, []
         self._per_optimizer_states.clear()
         if new_scale is not None:
@@ -176,7 +176,7 @@ class LossScaler(torch.amp.GradScaler):
         fallen, grown = self._host_scale * self._backoff_factor, self._host_scale * self._growth_factor
         if fallen < self.min_scale or grown > self.max_scale:
             scale.clamp_(self.min_scale, self.max_scale)
-        self._unsettled = checks
+        self._unresolved = checks
 
     def _send(self, checks: list[Check]) -> None:
         """Send what the host does not know yet on its way."""
@@ -185,23 +185,23 @@ class LossScaler(torch.amp.GradScaler):
             self.readback.start(unread)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether :meth:`settle` would not wait for the device."""
-        return self.readback.arrives_at_once or all(check.overflowed is not None for check in self._unsettled)
+    def knows_outcome(self) -> bool:
+        """Whether :meth:`resolve_outcome` would not wait for the device."""
+        return self.readback.arrives_at_once or all(check.overflowed is not None for check in self._unresolved)
 
-    def settle(self) -> Settled:
+    def resolve_outcome(self) -> UpdateOutcome:
         """What became of the last ``update``; asked again, nothing new.
 
         A plain optimizer's answer is on the host already: it was read to decide. A fused one's was sent by
         ``update``; if the device has not got that far, this waits for it.
         """
         self._resolve()
-        settled, self._settled = self._settled, None
-        return settled or Settled((), self._host_scale, self._host_scale)
+        outcome, self._outcome = self._outcome, None
+        return outcome or UpdateOutcome((), self._host_scale, self._host_scale)
 
     def _resolve(self) -> None:
-        """Read what the last ``update`` sent, if nobody has, and keep the answer for :meth:`settle`."""
-        checks, self._unsettled = self._unsettled, []
+        """Read what the last ``update`` sent, if nobody has, and keep the answer for :meth:`resolve_outcome`."""
+        checks, self._unresolved = self._unresolved, []
         if not checks:
             return
         unread = [check for check in checks if check.overflowed is None]
@@ -212,13 +212,13 @@ class LossScaler(torch.amp.GradScaler):
         scale = self._host_scale
         self._follow(any(check.overflowed for check in checks))
         skipped = {id(check.optimizer): check.optimizer for check in checks if check.stepped and check.overflowed}
-        self._settled = Settled(tuple(skipped.values()), scale, self._host_scale)
+        self._outcome = UpdateOutcome(tuple(skipped.values()), scale, self._host_scale)
 
     def forget_steps(self) -> None:
         """Forget what an interrupted run left between ``unscale_`` and ``update``. Scale and tracker stay."""
         if not self._enabled:
             return
-        self.settle()
+        self.resolve_outcome()
         self._per_optimizer_states.clear()
         self._checks = []
         self._with_momentum.clear()
@@ -271,7 +271,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def _inverse_scale(self, scale: Tensor) -> Tensor:
         """1 / scale, in double precision and rounded, as torch computes it; kept as long as the scale is the same."""
-        if self._unsettled:  # the host does not know whether it is
+        if self._unresolved:  # the host does not know whether it is
             return scale.double().reciprocal().float()
         if self._inverse[0] != self._host_scale or self._inverse[1].device != scale.device:
             self._inverse = self._host_scale, scale.double().reciprocal().float()

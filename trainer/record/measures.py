@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +104,6 @@ def training_loss(trainer: Any, outputs: Any) -> Tensor | None:
         return None
     share = getattr(trainer, "loss_share", 1.0 / trainer.accumulate_grad_batches)  # `lightning.Trainer` has but this
     return loss if isinstance(share, float) and share == 1.0 else loss / share
-
-
-def batch_size(batch: object) -> int:
-    """The length of the first tensor in a batch, 1 for a 0-dim one; 0 without any tensor."""
-    if isinstance(batch, Tensor):
-        return batch.size(0) if batch.ndim else 1
-    parts: Iterable[object] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
-    elif is_dataclass(batch):
-        parts = (getattr(batch, field.name) for field in fields(batch))
-    return next((size for size in map(batch_size, parts) if size), 0)
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from trainer import redaction
+from trainer.data.samples import batch_size
 from trainer.record.environment import environment
 from trainer.record.measures import (
-    batch_size,
     facts_of,
     folder_of_files,
     memory_in_use,

@@ -38,10 +38,11 @@ class FitProgress:
         optimizer_steps: optimizer steps attempted, skipped ones included, each optimizer counted; windows without a
             loss count as well, and an ``optimizer_step`` of the module's own once a call; ``trainer.global_step``. The
             fit loop, at each step of an optimizer.
-        own_steps: those of them that the module has counted itself, as it steps optimizers past their wrappers. Who
-            writes Lightning's count (``compat/loop_state.py``).
-        skipped_steps: weight updates skipped because a gradient was not finite. The fit loop, when a step settles.
-        windows: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
+        own_steps: those of them that the module has counted itself, as it steps optimizers past their wrappers. Set by
+        whoever writes Lightning's count (``compat/loop_state.py``).
+        skipped_steps: weight updates skipped because a gradient was not finite. The fit loop, when the outcome is
+            known.
+        updates: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
             window's last batch (after that batch is logged).
         zero_grads: windows whose old gradients have been cleared, which is after their first forward. The fit loop.
         schedule_steps: steps of learning-rate schedules, each schedule counted. The schedules.
@@ -50,8 +51,8 @@ class FitProgress:
         is_trained: whether the batch of ``batch_idx`` is trained: False from its start until its weight update is over.
             The fit loop.
         in_batch: whether a batch is being trained, ``on_train_batch_end`` included. The fit loop.
-        closing: whether a window has closed that ``windows`` does not count yet. The fit loop.
-        resumed_epoch: the epoch inside of which a checkpoint has put the fit; -1 without one. Who restores it.
+        closing: whether a window has closed that ``updates`` does not count yet. The fit loop.
+        resumed_epoch: the epoch inside of which a checkpoint has put the fit; -1 without one. Set by the resume.
         is_followed_up: whether what follows the batch of ``batch_idx``, such as a validation, is over. The fit loop.
         owes_validation: whether a validation is under way that is to be run to its end: from its beginning, if a
             checkpoint was written meanwhile. The fit loop; the evaluation loop, before ``on_validation_end``.
@@ -67,7 +68,7 @@ class FitProgress:
     optimizer_steps: int = 0
     own_steps: int = 0
     skipped_steps: int = 0
-    windows: int = 0
+    updates: int = 0
     zero_grads: int = 0
     schedule_steps: int = 0
     epoch_start: EpochStart = field(default_factory=EpochStart)
@@ -107,12 +108,12 @@ class FitProgress:
         self.is_followed_up, self.owes_validation, self.has_validated = True, False, False
 
     def end_validation(self) -> None:
-        """An evaluation is over but for its last hook. If it is the validation under way, nothing of it is owed."""
+        """An evaluation is over but for its last hook. If it is the validation under way, it need not be run again."""
         if self.owes_validation:
             self.owes_validation, self.has_validated = False, True
 
     def count_own_steps(self, steps: int) -> None:
-        """The module says how many optimizer steps there have been."""
+        """Set the number of optimizer steps that the module has counted itself."""
         self.own_steps += steps - self.optimizer_steps
         self.optimizer_steps = steps
 
@@ -129,7 +130,7 @@ class FitProgress:
 
     def start_anew(self) -> None:
         """After an interrupted run: what was trained counts, and the epoch that was not starts from its beginning."""
-        self.windows += self.closing
+        self.updates += self.closing
         self.epoch, self.resumed_epoch = self.epochs_trained, -1
         self.batch_idx = -1
         self.is_last_batch = self.in_batch = self.closing = self.owes_validation = self.has_validated = False
@@ -150,7 +151,7 @@ class FitProgress:
             "optimizer_steps": self.optimizer_steps,
             "own_steps": self.own_steps,
             "skipped_steps": self.skipped_steps,
-            "windows": self.windows + (self.closing and not follows),
+            "windows": self.updates + (self.closing and not follows),
             "closing": self.closing and follows,
             "zero_grads": self.zero_grads,
             "schedule_steps": self.schedule_steps,
@@ -176,11 +177,11 @@ class FitProgress:
             self.batch_idx = state["cut_short"] - 1
         self.zero_grads, self.schedule_steps = state.get("zero_grads", 0), state.get("schedule_steps", 0)
         start = EpochStart(*state.get("epoch_start", ()))
-        self.epoch_start = replace(start, batches_started=start.batches)  # a batch that was under way is no more
+        self.epoch_start = replace(start, batches_started=start.batches)  # no batch is under way any more
         self.batches = self.batches_started = state["batches"]
         self.optimizer_steps, self.own_steps = state["optimizer_steps"], state.get("own_steps", 0)
         self.skipped_steps = state["skipped_steps"]
-        self.windows = state["windows"]
+        self.updates = state["windows"]
         self.is_last_batch = state.get("is_last_batch", False)
         self.is_followed_up = state.get("is_followed_up", True)
         self.owes_validation = state.get("owes_validation", False)
@@ -231,13 +232,13 @@ class EvalProgress:
         self.total_done -= self.batches_done
 
     def forget_run(self) -> None:
-        """Another run is about to begin: as before the first."""
+        """Reset for another run."""
         self.begin_pass()
         self.has_run = False
         self.seen_batches.clear()
 
     def forget_pass(self) -> None:
-        """A sanity check is over, and counts for nothing."""
+        """A sanity check is over; it is not counted."""
         self.total_batches -= self.batches
         self.total_done -= self.batches_done
         self.begin_pass()

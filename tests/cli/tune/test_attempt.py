@@ -20,8 +20,15 @@ from trainer import Trainer, machine
 from trainer.callbacks import ActivationCheckpointing, HalveOnOutOfMemory
 from trainer.cli import tune
 from trainer.cli.arguments import read
-from trainer.cli.tune import RangeTest, Try, attempt
-from trainer.cli.tune.attempt import Meter, run_range_test, samples_in, try_batch_size, use_only
+from trainer.cli.tune import attempt
+from trainer.cli.tune.attempt import (
+    Meter,
+    callbacks_that_stay,
+    run_range_test,
+    samples_in,
+    try_batch_size,
+    watch_memory,
+)
 
 
 @pytest.fixture
@@ -36,23 +43,23 @@ def settings(project, monkeypatch):
     return compose
 
 
-def told(function, job) -> dict[str, Any]:
+def told(function, settings: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
-    function(job, messages.append)
+    function(messages.append, Path("scratch"), settings, **arguments)
     assert len(messages) == 1
     json.dumps(messages[0])
     return messages[0]
 
 
-def tried(settings: dict[str, Any], memory: int | None = None, steps: int = 3, only_on_cpu: bool = False):
-    return told(try_batch_size, Try(settings, Path("scratch"), memory, only_on_cpu, steps))
+def tried(settings: dict[str, Any], memory: int | None = None):
+    return told(try_batch_size, settings, steps=3, memory=memory)
 
 
 def test_a_try(settings):
     message = tried(settings("data.batch_size=8", "optimizer=adam"))
     assert message["status"] == "ok"
     assert (message["batch"], message["samples"], message["skipped"]) == (8, 16, 0)
-    assert (message["device"], message["precision"]) == ("CPU", "32-true")
+    assert message["precision"] == "32-true"
     assert message["samples_per_second"] > 0
     assert message["memory"] > 2**26
     assert not any(Path().rglob("*.ckpt"))
@@ -92,18 +99,17 @@ def test_a_config_that_cannot_be_built_is_the_users(settings):
 
 
 def test_a_peak_beyond_the_budget_is_out_of_memory(settings, monkeypatch):
-    monkeypatch.setattr(attempt, "_watch", lambda memory, tell: None)
+    monkeypatch.setattr(attempt, "watch_memory", lambda budget, tell: None)
     message = tried(settings(), memory=2**20)
     assert (message["status"], message["error"]) == ("out of memory", "the process grew beyond the budget")
     assert message["memory"] > 2**26
 
 
 def test_the_watch_ends_the_process_while_it_grows(monkeypatch):
-    peaks, ended, said = iter([10, 50, 200]), [], []
+    peaks, said = iter([10, 50, 200]), []
     monkeypatch.setattr(machine, "peak_memory", lambda: next(peaks))
-    monkeypatch.setattr(attempt.os, "_exit", ended.append)
-    attempt._watch(100, said.append)
-    assert (ended, said[0]["status"], said[0]["memory"]) == ([1], "out of memory", 200)
+    watch_memory(100, said.append)  # telling ends the process
+    assert [(message["status"], message["memory"]) for message in said] == [("out of memory", 200)]
 
 
 def test_the_budget_of_a_gpu_is_its_allocators(monkeypatch):
@@ -112,9 +118,10 @@ def test_the_budget_of_a_gpu_is_its_allocators(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share))
     before = threading.active_count()
-    attempt._limit(torch.device("cuda", 0), 20 * 2**30, given.append)
-    attempt._limit(torch.device("cuda", 0), 200 * 2**30, given.append)
-    attempt._limit(torch.device("cuda", 0), None, given.append)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))
+    for memory in (20 * 2**30, 200 * 2**30, None):
+        Meter(given.append, 3, memory).setup(trainer, None, "fit")
+    Meter(given.append, 3, 20 * 2**30, only_on_cpu=True).setup(trainer, None, "fit")
     assert given == [0.25, 1.0]
     assert threading.active_count() == before
 
@@ -139,16 +146,14 @@ def test_callbacks_that_save_or_stop_or_save_from_failing_are_left_out():
     kept = [ActivationCheckpointing("net"), WeightAveraging()]
     others = [ModelCheckpoint(), EarlyStopping("loss"), Timer("00:01:00:00"), HalveOnOutOfMemory()]
     trainer = Trainer(accelerator="cpu", callbacks=[*kept, *others], logger=False, precision="16-mixed")
-    meter = Meter(3)
-    use_only(trainer, meter)
-    names = [type(callback).__name__ for callback in trainer.callbacks]
-    assert sorted(names) == sorted(["ActivationCheckpointing", "WeightAveraging", "ScalerCheckpoint", "Meter"])
+    names = [type(callback).__name__ for callback in callbacks_that_stay(trainer.callbacks)]
+    assert sorted(names) == sorted(["ActivationCheckpointing", "WeightAveraging", "ScalerCheckpoint"])
 
 
 def test_rates_leave_out_the_first_update_and_the_waiting(monkeypatch):
     clock = iter([0, 9, 20, 22, 30, 34, 50, 51])  # the start and the end of four batches
     monkeypatch.setattr(attempt.time, "perf_counter", lambda: next(clock))
-    meter = Meter(4)
+    meter = Meter(print, 4)
     trainer = SimpleNamespace(
         global_step=0, skipped_steps=0, should_stop=False, strategy=SimpleNamespace(root_device=torch.device("cpu"))
     )
@@ -177,7 +182,7 @@ def test_how_many_samples_there_are():
 def test_a_range_test_leaves_nothing_behind(settings):
     made = settings("optimizer.momentum=0", "data.batch_size=16", "callbacks=default")
     before = copy.deepcopy(made)
-    message = told(run_range_test, RangeTest(made, Path("scratch"), 1e-4, 0.3, 20))
+    message = told(run_range_test, made, min_lr=1e-4, max_lr=0.3, steps=20)
     assert (message["status"], message["ended_by"], message["groups"]) == ("ok", "the last rate", 1)
     rates, losses = zip(*message["points"], strict=True)
     assert rates == pytest.approx([1e-4 * 3000 ** (step / 19) for step in range(20)])
@@ -192,6 +197,6 @@ def test_a_range_test_that_is_refused(settings):
         Path(),
         {"manual.py": "from line_fit import Line\n\n\nclass Manual(Line):\n    automatic_optimization = False\n"},
     )
-    message = told(run_range_test, RangeTest(settings("model._target_=manual.Manual"), Path("s"), 1e-4, 0.3, 20))
+    message = told(run_range_test, settings("model._target_=manual.Manual"), min_lr=1e-4, max_lr=0.3, steps=20)
     assert (message["status"], message["is_usage"]) == ("failed", True)
     assert "manual optimization" in message["error"]

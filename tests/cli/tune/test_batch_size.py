@@ -107,7 +107,7 @@ def test_nothing_fits():
 def test_precisions(words, precisions):
     arguments = read(["tune", "batch_size", "a=1", *words, "b=2"])
     found, are_given, others = precisions_in(arguments)
-    assert (found, are_given) == ([f"precision={name}" for name in precisions], bool(words))
+    assert (found, are_given) == (precisions, bool(words))
     assert others == ["a=1", "b=2"]
 
 
@@ -212,11 +212,11 @@ def test_another_error_ends_it(hungry, capfd):
 def test_the_table(project, capsys, monkeypatch):
     answers = {"32-true": 10, "16-mixed": 14, "bf16-mixed": 0}
 
-    def attempt(self, size: int) -> dict[str, Any]:
-        capacity = answers[self._config.hydra.runtime.choices.precision]
+    def attempt(config, settings, folder, size: int, **limits: Any) -> dict[str, Any]:
+        capacity = answers[config.hydra.runtime.choices.precision]
         return answer(size, samples=16) if size <= capacity else out_of_memory(size)
 
-    monkeypatch.setattr(tune_batch_size._Attempts, "__call__", attempt)
+    monkeypatch.setattr(tune_batch_size, "attempt_size", attempt)
     assert main(["tune", "batch_size", "+recipe=line", "tune.multiple_of=1", "tune.memory=1GiB"]) == 0
     out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "Budget on a CPU: 1,024 MiB for the whole process, or of torch's on a GPU." in out

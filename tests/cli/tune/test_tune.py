@@ -63,7 +63,7 @@ def test_sizes(given, size):
     ],
 )
 def test_mistakes_are_told_before_anything_starts(project, capsys, monkeypatch, setting, message):
-    monkeypatch.setattr("trainer.cli.tune.batch_size.run_apart", None)
+    monkeypatch.setattr("trainer.cli.tune.batch_size.run_in_child", None)
     words = [setting, "job"] if setting == "--cfg" else [setting]
     assert main(["tune", "batch_size", *LINE, *words]) == 2
     assert message in capsys.readouterr().err
@@ -105,7 +105,7 @@ def test_the_defaults_are_those_of_the_config(project):
     assert settings == Settings()
 
 
-def test_what_the_processes_train(project):
+def test_what_the_processes_train(project, capsys):
     write(
         Path("conf"), {"callbacks/mine.yaml": "x: {_target_: line_fit.Line, dirpath: '${hydra:runtime.output_dir}/y'}"}
     )
@@ -128,14 +128,17 @@ def test_what_the_processes_train(project):
     assert trainer["enable_checkpointing"] is trainer["enable_progress_bar"] is False
     assert "hydra" not in settings
     assert config.data.batch_size == 4  # as it was
-    assert tune.one_device(config)[0].startswith("The config asks for several devices")
+    tune.claim_folder(arguments, config)
+    assert "The config asks for several devices" in capsys.readouterr().out
 
 
-def test_a_run_without_an_end_stays_one(project):
-    config, _ = tune.composed(read(["tune", "lr", *LINE, "trainer.max_epochs=-1"]))
+def test_a_run_without_an_end_stays_one(project, capsys):
+    arguments = read(["tune", "lr", *LINE, "trainer.max_epochs=-1"])
+    config, _ = tune.composed(arguments)
     trainer = tune.plain(config, Path("x"))["trainer"]
     assert (trainer["max_epochs"], trainer["max_steps"]) == (-1, -1)
-    assert tune.one_device(config) == []
+    tune.claim_folder(arguments, config)
+    assert capsys.readouterr().out == ""
 
 
 def test_failures(tmp_path):

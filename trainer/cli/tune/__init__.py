@@ -1,19 +1,17 @@
 """``trainer tune batch_size`` and ``trainer tune lr``: what to set before a training. Imports no torch.
 
-The config is composed and checked as ``fit`` does it. What is tried runs in processes of its own
-(`trainer.cli.tune.attempt`); here is what they are asked to do, and what is made of their answers.
+The config is composed and checked as ``fit`` does it. The training steps that answer the question run in processes of
+their own (`trainer.cli.tune.child`); here is what these are asked to do, and what is made of their answers.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 import sys
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from trainer import redaction
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
 from trainer.cli.processes import is_quiet, under_torchrun
-from trainer.cli.schema import describe
+from trainer.cli.settings import Expected, above, read_settings, text, whole
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
 from trainer.errors import TrainerError, did_you_mean
@@ -34,14 +32,37 @@ RESULT = "tune.json"
 LOG = "tune.log"
 
 _MODULES = {"batch_size": "trainer.cli.tune.batch_size", "lr": "trainer.cli.tune.lr"}
-_EPOCHS, _STEPS = 1000, 100_000  # more than any test takes: schedules want to know how long a run may get
+
+# A short training that neither validates, saves nor logs; `trainer.Trainer`'s arguments.
+_SHORT_TRAINING = {
+    "barebones": False,
+    "devices": 1,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": False,
+    "exact_resume": True,
+    "fast_dev_run": False,
+    "limit_train_batches": None,
+    "limit_val_batches": 0,
+    "max_time": None,
+    "min_epochs": None,
+    "min_steps": None,
+    "num_nodes": 1,
+    "num_sanity_val_steps": 0,
+    "overfit_batches": 0.0,
+    "profiler": None,
+    "resume": None,
+    "strategy": "auto",
+}
+_LONGEST = {"max_epochs": 1000, "max_steps": 100_000}
+"""More than any test takes, where a run has an end: some schedules want to know it."""
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 class TuneError(TrainerError):
-    """A try has failed for another reason than memory. The message is the try's own."""
+    """A training step has failed, and not because memory ran out. The message is the step's own."""
 
 
 @dataclass(frozen=True)
@@ -58,89 +79,10 @@ class Settings:
     max_lr: float = 10.0
     steps: int = 100
 
-    @classmethod
-    def read(cls, settings: Mapping[str, Any]) -> Settings:
-        """The settings that the config's node ``tune`` describes.
-
-        Raises:
-            UsageError: a setting that does not exist, or a value that makes no sense.
-        """
-        names = [setting.name for setting in fields(cls)]
-        for name, value in settings.items():
-            if name not in names:
-                raise UsageError(f"There is no setting 'tune.{name}'.{did_you_mean(name, names)}")
-            if wanted := _expected(name, value):
-                raise UsageError(f"tune.{name} is {describe(value)}, expected {wanted}.")
-        made = cls(**settings)
-        if not made.min_lr < made.max_lr:
-            raise UsageError(
-                f"tune.min_lr is {made.min_lr:g} and tune.max_lr is {made.max_lr:g}: expected more than that."
-            )
-        return made
-
     @property
     def budget(self) -> int | None:
         """``memory`` in bytes."""
-        return None if self.memory is None else bytes_in(self.memory)
-
-
-@dataclass(frozen=True)
-class Try:
-    """A batch size to try.
-
-    Args:
-        settings: the config, resolved, with that size in it.
-        folder: for what a Trainer may write; emptied afterwards.
-        memory: budget in bytes, of the process on a CPU, of torch's allocations on a GPU. None for what there is.
-        only_on_cpu: the budget is the host's, and says nothing about a GPU.
-        steps: weight updates.
-    """
-
-    settings: dict[str, Any]
-    folder: Path
-    memory: int | None
-    only_on_cpu: bool
-    steps: int
-
-
-@dataclass(frozen=True)
-class RangeTest:
-    """A learning-rate range test to run.
-
-    Args:
-        settings: the config, resolved.
-        folder: for what a Trainer may write; emptied afterwards.
-        min_lr: learning rate of the first update.
-        max_lr: that of the last.
-        steps: weight updates.
-    """
-
-    settings: dict[str, Any]
-    folder: Path
-    min_lr: float
-    max_lr: float
-    steps: int
-
-
-def _expected(name: str, value: Any) -> str | None:
-    """What a setting should have been; None if it is that."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    match name:
-        case "memory":
-            return None if value is None or bytes_in(value) else "a size such as 3GiB, 500MB or 4000000000, or null"
-        case "max_batch_size":
-            return None if value is None or (is_whole and value >= 1) else "a whole number of at least 1, or null"
-        case "multiple_of":
-            return None if is_whole and value >= 1 else "a whole number of at least 1"
-        case "steps_per_try":
-            return None if is_whole and value >= 2 else "a whole number of at least 2"
-        case "steps":
-            return None if is_whole and value >= 10 else "a whole number of at least 10"
-        case "min_lr" | "max_lr":
-            return None if is_number and value > 0 else "a number above 0"
-        case _:
-            return None if isinstance(value, str) else "the name of a setting, such as data.batch_size"
+        return bytes_in(self.memory)
 
 
 def bytes_in(size: object) -> int | None:
@@ -159,11 +101,24 @@ def bytes_in(size: object) -> int | None:
     return int(float(found[1]) * factor) or None
 
 
+_EXPECTED = {
+    "batch_size_key": text("the name of a setting, such as data.batch_size"),
+    "memory": Expected("a size such as 3GiB, 500MB or 4000000000", lambda value: bytes_in(value) is not None).or_null(),
+    "max_batch_size": whole(1).or_null(),
+    "multiple_of": whole(1),
+    "steps_per_try": whole(2),
+    "lr_key": text("the name of a setting, such as optimizer.lr"),
+    "min_lr": above(0),
+    "max_lr": above(0),
+    "steps": whole(10),
+}
+
+
 def command(arguments: Arguments) -> int:
     """``trainer tune batch_size|lr``.
 
     Returns:
-        0, or 1 when nothing was found, or a try failed for another reason than memory.
+        0, or 1 when nothing was found, or a training step failed for another reason than memory.
 
     Raises:
         UsageError: what `trainer.cli.validate.validate` refuses, no word or another one, a sweep, or a config that
@@ -200,12 +155,23 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
     if config.ckpt_path is not None:
         raise UsageError("tune starts from the weights that the model is built with: leave ckpt_path out.")
     node: Any = OmegaConf.to_container(config.tune, resolve=True)
-    return config, Settings.read({str(name): value for name, value in node.items()})
+    settings = read_settings(Settings, "tune", node, _EXPECTED)
+    if not settings.min_lr < settings.max_lr:
+        raise UsageError(
+            f"tune.min_lr is {settings.min_lr:g} and tune.max_lr is {settings.max_lr:g}: expected more than that."
+        )
+    return config, settings
 
 
 def claim_folder(arguments: Arguments, config: DictConfig) -> Path:
-    """The folder of this run, made."""
-    return claim(replace(arguments, overrides=list(arguments.overrides)), config).resolve()
+    """The folder of this run, made. Says where what is found holds for a single device only."""
+    folder = claim(replace(arguments, overrides=list(arguments.overrides)), config).resolve()
+    if config.trainer.devices not in (1, "1", "auto") or config.trainer.num_nodes != 1:
+        say(
+            "The config asks for several devices, and tune works on one: DDP takes memory for one more copy of the"
+            " gradients, and more devices make a larger batch in all."
+        )
+    return folder
 
 
 def plain(config: DictConfig, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -225,54 +191,15 @@ def plain(config: DictConfig, folder: Path, **changes: Any) -> dict[str, Any]:
         for key, value in changes.items():
             OmegaConf.update(job, key, value)
     settings = resolve(job)
-    trainer = settings["trainer"]
-    settings |= {"command": "fit", "ckpt_path": None, "logger": {}}
-    trainer |= {
-        "devices": 1,
-        "num_nodes": 1,
-        "strategy": "auto",
-        "barebones": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "enable_progress_bar": False,
-        "exact_resume": True,
-        "fast_dev_run": False,
-        "limit_train_batches": None,
-        "limit_val_batches": 0,
-        "max_time": None,
-        "min_epochs": None,
-        "min_steps": None,
-        "num_sanity_val_steps": 0,
-        "overfit_batches": 0.0,
-        "profiler": None,
-        "resume": None,
-    }
-    if trainer["max_epochs"] != -1:
-        trainer["max_epochs"] = max(_EPOCHS, trainer["max_epochs"] or 0)
-    if trainer["max_steps"] != -1:
-        trainer["max_steps"] = max(_STEPS, trainer["max_steps"])
-    return settings
-
-
-def scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder for what the processes' Trainers write, gone with its context."""
-    return tempfile.TemporaryDirectory(prefix=".tries-", dir=folder, ignore_cleanup_errors=True)
-
-
-def one_device(config: DictConfig) -> list[str]:
-    """A remark, where the config asks for several devices."""
-    trainer = config.trainer
-    several = trainer.devices not in (1, "1", "auto") or trainer.num_nodes != 1
-    if not several:
-        return []
-    return [
-        "The config asks for several devices, and tune works on one: DDP takes memory for one more copy of the"
-        " gradients, and more devices make a larger batch in all."
-    ]
+    trainer = settings["trainer"] | _SHORT_TRAINING
+    for name, longest in _LONGEST.items():
+        if trainer[name] != -1:
+            trainer[name] = max(longest, trainer[name] or 0)
+    return settings | {"command": "fit", "ckpt_path": None, "logger": {}, "trainer": trainer}
 
 
 def failure(message: Mapping[str, Any], where: str, folder: Path) -> TrainerError:
-    """What to raise for a try that failed for another reason than memory.
+    """What to raise for training steps that failed for another reason than memory.
 
     Args:
         message: of the process.
@@ -281,12 +208,12 @@ def failure(message: Mapping[str, Any], where: str, folder: Path) -> TrainerErro
     """
     if message["status"] == "died":
         end = f"signal {message['signal']}" if message["signal"] is not None else f"status {message['exit_status']}"
-        text = f"its process ended with {end}, without a word"
+        said = f"its process ended with {end}, without a word"
     else:
-        text = " ".join(str(message["error"]).split()).rstrip(".")
+        said = " ".join(str(message["error"]).split()).rstrip(".")
     if message.get("is_usage"):
-        return UsageError(redaction.text(f"{text}."))
-    return TuneError(redaction.text(f"{where}: {text}. What it printed is in {seen(folder) / LOG}"))
+        return UsageError(redaction.text(f"{said}."))
+    return TuneError(redaction.text(f"{where}: {said}. What it printed is in {seen(folder) / LOG}"))
 
 
 def write(folder: Path, result: dict[str, Any]) -> None:

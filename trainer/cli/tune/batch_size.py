@@ -1,9 +1,15 @@
-"""``trainer tune batch_size``: the largest batch that fits, and the fastest, in each precision. Imports no torch."""
+"""``trainer tune batch_size``: the largest batch that fits, and the fastest, in each precision. Imports no torch.
+
+Each size is tried in a process of its own, which is why Lightning's ``Tuner.scale_batch_size`` (which works with our
+Trainer, in one process) is not what searches here: a process that has run out of memory is no measure for the next
+size, on a CPU it cannot be held to a budget without ending it, and the table wants the speed and the peak of each size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +20,8 @@ from trainer.cli import tune
 from trainer.cli.arguments import COMPARED, Arguments, UsageError
 from trainer.cli.processes import is_quiet
 from trainer.cli.sweep import four_digits, print_table
-from trainer.cli.tune import LOG, Settings, Try
-from trainer.cli.tune.apart import Message, killed, run_apart
-from trainer.cli.tune.search import largest
+from trainer.cli.tune import LOG, Settings
+from trainer.cli.tune.child import Message, is_killed, run_in_child
 
 _MARGIN = 0.9  # of the host's free memory: the rest is the system's, and what other processes grow by
 
@@ -80,13 +85,11 @@ def run(arguments: Arguments) -> int:
         TuneError: a try failed for another reason than memory.
     """
     precisions, are_given, others = precisions_in(arguments)
-    each = [replace(arguments, overrides=[*others, word]) for word in precisions]
+    each = [replace(arguments, overrides=[*others, f"precision={name}"]) for name in precisions]
     configs = [tune.composed(one) for one in each]
     config, settings = configs[0]
     start = start_of(config, settings)
     folder = tune.claim_folder(each[0], config)
-    for remark in tune.one_device(config):
-        tune.say(remark)
     budget, is_default = settings.budget, settings.memory is None
     if is_default and (usable := machine.memory().usable) is not None:
         budget = int(_MARGIN * usable)
@@ -94,47 +97,39 @@ def run(arguments: Arguments) -> int:
     tune.say(f"Budget on a CPU: {_mebibytes(budget)} for the whole process{on_gpu_too}.")
 
     findings = []
-    with tune.scratch(folder) as scratch:
-        for word, (its_config, its_settings) in zip(precisions, configs, strict=True):
-            name = word.partition("=")[2]
-            attempt = _Attempts(its_config, folder, Path(scratch), budget, is_default, its_settings)
-            finding = find(name, attempt, start, its_settings, are_given=are_given, folder=folder)
-            findings.append(finding)
-    result = _as_dict(findings, settings, budget, config)
-    tune.write(folder, result)
+    for name, (its_config, _) in zip(precisions, configs, strict=True):
+        attempt = partial(attempt_size, its_config, settings, folder, memory=budget, only_on_cpu=is_default)
+        findings.append(find(name, attempt, start, settings, are_given=are_given, folder=folder))
+    tune.write(folder, _as_dict(findings, settings, budget, config))
     _report(findings, settings, folder)
     return 0 if any(finding.largest for finding in findings) else 1
 
 
-class _Attempts:
-    """Tries sizes in processes of their own."""
+def attempt_size(config: DictConfig, settings: Settings, folder: Path, size: int, **limits: Any) -> Message:
+    """What came of training with a batch size, in a process of its own.
 
-    def __init__(
-        self, config: DictConfig, folder: Path, scratch: Path, budget: int | None, is_default: bool, settings: Settings
-    ) -> None:
-        self._config, self._folder, self._scratch = config, folder, scratch
-        self._budget, self._is_default, self._settings = budget, is_default, settings
-
-    def __call__(self, size: int) -> Message:
-        """What came of a size."""
-        changes = {self._settings.batch_size_key: size}
-        settings = tune.plain(self._config, self._folder, **changes)
-        # Gradients that wait for another batch take memory while it is computed: one more batch shows that.
-        windows = settings["trainer"]["accumulate_grad_batches"] or 1
-        settings["trainer"]["accumulate_grad_batches"] = min(2, windows)
-        job = Try(settings, self._scratch, self._budget, self._is_default, self._settings.steps_per_try)
-        return run_apart("trainer.cli.tune.attempt:try_batch_size", job, self._folder / LOG)
+    Args:
+        config: with Hydra's node.
+        settings: of the search.
+        folder: of the run.
+        size: the batch size.
+        limits: of the memory, as `trainer.cli.tune.attempt.Meter` takes them.
+    """
+    made = tune.plain(config, folder, **{settings.batch_size_key: size})
+    # Gradients that wait for another batch take memory while it is computed: one more batch shows that.
+    made["trainer"]["accumulate_grad_batches"] = min(2, made["trainer"]["accumulate_grad_batches"] or 1)
+    function = "trainer.cli.tune.attempt:try_batch_size"
+    return run_in_child(function, folder / LOG, settings=made, steps=settings.steps_per_try, **limits)
 
 
 def precisions_in(arguments: Arguments) -> tuple[list[str], bool, list[str]]:
-    """The overrides of ``precision`` to try one after the other; whether they were given; and all other overrides."""
+    """The precisions to try one after the other; whether they were given; and all other overrides."""
     given = [word for word in arguments.overrides if word.partition("=")[0] == "precision"]
     others = [word for word in arguments.overrides if word not in given]
     if not given:
-        return [f"precision={name}" for name in COMPARED], False, others
+        return list(COMPARED), False, others
     value = given[-1].partition("=")[2]
-    names = [value] if value.startswith("{") else [name.strip() for name in value.split(",")]
-    return [f"precision={name}" for name in names], True, others
+    return [value] if value.startswith("{") else [name.strip() for name in value.split(",")], True, others
 
 
 def start_of(config: DictConfig, settings: Settings) -> int:
@@ -171,53 +166,65 @@ def find(
         UsageError: the config cannot be built, or the setting is not the batch size.
         TuneError: a try failed for another reason than memory.
     """
+    key = settings.batch_size_key
     finding = Finding(precision)
-    samples: int | None = None
-
-    def fits(size: int) -> bool:
-        nonlocal samples
-        where = f"{settings.batch_size_key}={size} in precision={precision}"
+    samples: int | None = None  # in the training set
+    most = settings.max_batch_size
+    size: int | None = start
+    too_large: int | None = None
+    while size is not None:
+        where = f"{key}={size} in precision={precision}"
         message = attempt(size)
-        if message.get("is_precision") and not are_given:
-            raise _CannotBeComputedError(str(message["error"]))
-        if message["status"] == "out of memory" or killed(message):
-            tried = Tried(size, False, memory=message.get("memory"), note=_short(message))
+        if message["status"] == "out of memory" or is_killed(message):
+            too_large = size
+            tried = Tried(size, False, memory=message.get("memory"), note=_why_not(message))
         elif message["status"] == "ok":
-            samples = message["samples"]
-            if message["batch"] < size:  # there are no more
+            samples, batch = message["samples"], message["batch"]
+            if batch < size:  # there are no more
                 if size == start and (samples is None or samples >= size):
                     raise UsageError(
-                        f"{settings.batch_size_key} is {size}, but the batches have {message['batch']} samples: is it"
-                        " the setting that is the batch size? Name the one that is: tune.batch_size_key=KEY"
+                        f"{key} is {size}, but the batches have {batch} samples: is it the setting that is the batch"
+                        " size? Name the one that is: tune.batch_size_key=KEY"
                     )
-                samples = message["batch"]
+                samples = batch
+            finding.largest = size
             note = f"{message['skipped']} updates overflowed" if message["skipped"] else ""
-            tried = Tried(min(size, message["batch"]), True, message["samples_per_second"], message["memory"], note)
+            tried = Tried(min(size, batch), True, message["samples_per_second"], message["memory"], note)
+            most = min((bound for bound in (samples, settings.max_batch_size) if bound is not None), default=None)
+        elif message.get("is_precision") and not are_given:
+            finding.problem = " ".join(str(message["error"]).split())
+            tune.say(f"precision={precision}: {finding.problem}")
+            return finding
         else:
             raise tune.failure(message, where, folder)
         finding.tried.append(tried)
         tune.say(f"{where}: {_said(tried)}")
-        return tried.fits
-
-    def most() -> int | None:
-        known = [bound for bound in (samples, settings.max_batch_size) if bound is not None]
-        return min(known) if known else None
-
-    try:
-        finding.largest = largest(fits, start, most, settings.multiple_of)
-    except _CannotBeComputedError as error:
-        finding.problem = " ".join(str(error).split())
-        tune.say(f"precision={precision}: {finding.problem}")
-    if finding.largest and (bound := most()) is not None and finding.largest >= bound:
-        finding.largest, finding.bound = bound, "samples" if bound == samples else "tune.max_batch_size"
+        size = next_size(finding.largest, too_large, most, settings.multiple_of)
+    if finding.largest and most is not None and finding.largest >= most:
+        finding.largest, finding.bound = most, "samples" if most == samples else "tune.max_batch_size"
     return finding
 
 
-class _CannotBeComputedError(Exception):
-    """A precision that this device does not have."""
+def next_size(fits: int, too_large: int | None, most: int | None, multiple_of: int = 1) -> int | None:
+    """The size to try next, on the way to the largest that fits: doubled or halved, then bisected. None at the end.
+
+    Args:
+        fits: the largest that is known to fit; 0 for none.
+        too_large: the smallest that is known not to; None for none. One of the two is known.
+        most: no larger one is tried; None for no such bound.
+        multiple_of: sizes in between are multiples of this. Below it, any number is one.
+    """
+    if too_large is None:
+        size = 2 * fits if most is None else min(2 * fits, most)
+        return size if size > fits else None
+    if not fits:
+        return too_large // 2 or None
+    unit = multiple_of if too_large > multiple_of else 1
+    first, last = fits // unit + 1, (too_large - 1) // unit
+    return (first + last) // 2 * unit if first <= last else None
 
 
-def _short(message: Message) -> str:
+def _why_not(message: Message) -> str:
     if message["status"] == "died":
         return "killed by the system"
     return " ".join(str(message["error"]).split())[:120]
@@ -226,11 +233,8 @@ def _short(message: Message) -> str:
 def _said(tried: Tried) -> str:
     if not tried.fits:
         return f"does not fit ({tried.note})"
-    parts = [
-        f"{four_digits(tried.samples_per_second)} samples/s" if tried.samples_per_second else "",
-        _mebibytes(tried.memory),
-    ]
-    return f"fits, {', '.join(filter(None, [*parts, tried.note]))}"
+    rate = f"{four_digits(tried.samples_per_second)} samples/s" if tried.samples_per_second else ""
+    return f"fits, {', '.join(filter(None, [rate, _mebibytes(tried.memory), tried.note]))}"
 
 
 def _mebibytes(size: int | None) -> str:

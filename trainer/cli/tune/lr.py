@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli import tune
 from trainer.cli.arguments import Arguments
-from trainer.cli.tune import LOG, RangeTest, Settings
-from trainer.cli.tune.apart import Message, run_apart
+from trainer.cli.tune import LOG, Settings
+from trainer.cli.tune.child import Message, run_in_child
 from trainer.cli.tune.lr_picture import draw
 from trainer.cli.tune.lr_suggestion import suggest
 
@@ -31,22 +31,21 @@ def run(arguments: Arguments) -> int:
     """
     config, settings = tune.composed(arguments)
     folder = tune.claim_folder(arguments, config)
-    for remark in tune.one_device(config):
-        tune.say(remark)
     tune.say(
         f"{settings.steps} weight updates, with learning rates from {settings.min_lr:g} to {settings.max_lr:g}, in a"
         " process of their own ..."
     )
-    with tune.scratch(folder) as scratch:
-        message = _measured(config, settings, folder, Path(scratch))
+    message = run_in_child(
+        "trainer.cli.tune.attempt:run_range_test",
+        folder / LOG,
+        settings=tune.plain(config, folder),
+        min_lr=settings.min_lr,
+        max_lr=settings.max_lr,
+        steps=settings.steps,
+    )
     if message["status"] != "ok":
         raise tune.failure(message, "The range test failed", folder)
     return report(message, config, settings, folder)
-
-
-def _measured(config: DictConfig, settings: Settings, folder: Path, scratch: Path) -> Message:
-    job = RangeTest(tune.plain(config, folder), scratch, settings.min_lr, settings.max_lr, settings.steps)
-    return run_apart("trainer.cli.tune.attempt:run_range_test", job, folder / LOG)
 
 
 def report(message: Message, config: DictConfig, settings: Settings, folder: Path) -> int:

@@ -11,13 +11,13 @@ its slope against the rate itself and not against the logarithm, which favours s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.errors import ConfigurationError
 
@@ -27,19 +27,14 @@ _MOST_SKIPPED = 30  # in a row; 16 halvings lead from the first scale to 1
 _SWEEP = "Try some rates in a sweep: fit -m optimizer.lr=0.001,0.01,0.1"
 
 
-@dataclass
-class _Update:
-    rate: float
-    skipped: bool | None = None  # not known yet
-
-
 class LearningRateSweep(Callback):
     """Raises the learning rate from one weight update to the next, and notes the loss that follows each.
 
-    The loss beside a rate is the first one after an update with that rate. An update that overflowed and was skipped
-    has changed nothing: it is no point of the curve, and its rate is tried again. Parameter groups keep their
-    proportions; the rate is that of the fastest. Schedules are taken away. The fit ends with the last rate, or when the
-    loss has diverged: it is not finite, or its running mean is four times the lowest and above the first.
+    The rates are a schedule, in the place of the module's own: parameter groups keep their proportions (the rate is
+    that of the fastest), and an update that overflowed and was skipped does not advance it. The loss beside a rate is
+    the first one after an update with that rate; a skipped update is no point of the curve. The fit ends with the last
+    rate, or when the loss has diverged: it is not finite, or its running mean is four times the lowest and above the
+    first.
 
     Args:
         min_lr: the first rate.
@@ -56,17 +51,20 @@ class LearningRateSweep(Callback):
         self.points: list[tuple[float, float]] = []
         self.first_loss: float | None = None
         self.ended_by = "the end of the fit"
-        self._rates = [min_lr * (max_lr / min_lr) ** (step / (steps - 1)) for step in range(steps)]
+        self._min_lr, self._max_lr, self._steps = min_lr, max_lr, steps
         self._own_rates: set[float] = set()  # that the module has given the optimizer
-        self._shares: list[float] = []  # of the fastest group's rate, for each group
-        self._updates: list[_Update] = []
+        self._groups = 0
         self._window: list[float] = []  # losses of the batches of the current window
-        self._windows = 0  # that are over
+        self._rate: float | None = None  # of the last update
+        self._learned: float | None = None  # the rate of the one before, if it was not skipped
+        self._is_updated = False  # in this batch
+        self._skips = self._skips_in_a_row = 0
+        self._is_skipped = False  # the last update whose outcome is known
         self._mean: float | None = None  # running
         self._lowest = math.inf  # running mean
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Looks at the optimizer, and takes the schedules away.
+        """Puts the schedule of the test in the place of the module's.
 
         Raises:
             ConfigurationError: there is not one optimizer, the module steps it itself, or it has no learning rate.
@@ -89,29 +87,29 @@ class LearningRateSweep(Callback):
             )
         # Where a schedule has changed the rate already, it has kept what it was.
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-        self._shares = [rate / max(rates) if max(rates) > 0 else 1.0 for rate in rates]
         given = optimizer.defaults.get("lr")  # some schedules change initial_lr as well
         self._own_rates = {*rates, *([] if given is None else [float(given)])}
-        trainer.lr_scheduler_configs.clear()
+        self._groups = len(rates)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate / max(rates) if max(rates) > 0 else 1.0  # the schedule multiplies it
+        schedule = LambdaLR(optimizer, self._rate_at)
+        trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(schedule, interval="step")]
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Gives the optimizer the rate of this update. What became of those before is known by now."""
-        done = sum(not update.skipped for update in self._updates)
-        update = _Update(self._rates[min(done, len(self._rates) - 1)])
-        self._updates.append(update)
-        for group, share in zip(optimizer.param_groups, self._shares, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(update.rate * share)
-            else:
-                group["lr"] = update.rate * share
+        """Notes the rate of this update. What became of those before is known by now."""
+        self._learned = None if self._is_skipped else self._rate
+        self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
+        self._is_updated = True
 
     def on_after_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, outcome: Any
     ) -> None:
-        """Notes whether the update was skipped. With a fused optimizer that is known just before the next."""
-        self._updates[-1].skipped = outcome.skipped
+        """Notes whether an update was skipped. With a fused optimizer that is known just before the next."""
+        self._is_skipped = outcome.skipped
+        self._skips += outcome.skipped
+        self._skips_in_a_row = self._skips_in_a_row + 1 if outcome.skipped else 0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -120,16 +118,15 @@ class LearningRateSweep(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self._window.append(float(loss))  # host-device synchronisation
-        if len(self._updates) == self._windows or not self._window:
+        if not self._is_updated or not self._window:
             return  # within a window
-        self._windows += 1
+        self._is_updated = False
         loss, self._window = sum(self._window), []  # each is its share of the window's mean
-        before = self._updates[self._windows - 2] if self._windows > 1 else None
-        if before is None:
+        if self.first_loss is None:
             self.first_loss = loss
-        elif not before.skipped and math.isfinite(loss):
-            self.points.append((before.rate, loss))
-        if reason := self._is_over(loss, before):
+        if self._learned is not None and math.isfinite(loss):
+            self.points.append((self._learned, loss))
+        if reason := self._reason_to_end(loss):
             self.ended_by = reason
             trainer.should_stop = True
 
@@ -139,12 +136,18 @@ class LearningRateSweep(Callback):
             "points": self.points,
             "first_loss": self.first_loss,
             "ended_by": self.ended_by,
-            "skipped": sum(bool(update.skipped) for update in self._updates),
-            "groups": len(self._shares),
+            "skipped": self._skips,
+            "groups": self._groups,
             "own_rates": sorted(self._own_rates),
         }
 
-    def _is_over(self, loss: float, before: _Update | None) -> str | None:
+    def _rate_at(self, step: int) -> float:
+        """The rate after ``step`` updates that were not skipped."""
+        share = min(step / (self._steps - 1), 1.0)
+        rate: float = self._min_lr * (self._max_lr / self._min_lr) ** share
+        return rate
+
+    def _reason_to_end(self, loss: float) -> str | None:
         """Why the test ends with this loss; None where it goes on."""
         if not math.isfinite(loss):
             return "divergence"
@@ -153,8 +156,6 @@ class LearningRateSweep(Callback):
         assert self.first_loss is not None
         if self._mean > self._lowest + (_DIVERGED - 1) * abs(self._lowest) and self._mean > self.first_loss:
             return "divergence"
-        last = self._updates[-_MOST_SKIPPED:]
-        if len(last) == _MOST_SKIPPED and all(update.skipped for update in last):
+        if self._skips_in_a_row >= _MOST_SKIPPED:
             return "overflows"
-        is_last = before is not None and not before.skipped and len(self.points) >= len(self._rates)
-        return "the last rate" if is_last else None
+        return "the last rate" if len(self.points) >= self._steps else None

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from tests.loops.test_side_doors import Outcomes, Pair, train_pair
+from tests.loops.test_manual_optimization import Outcomes, Pair, train_pair
 from tests.support import (
     OPTIMIZERS,
     Regression,

@@ -1,52 +1,18 @@
-"""Weight updates: their outcome, the schedules that follow them, and what is done to gradients."""
+"""Learning-rate schedules: when each one steps, and how a step is taken back whose weight update was skipped."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.engine.protocol import ScheduleConfig
 from trainer.errors import ConfigurationError
 from trainer.state.progress import FitProgress
-
-
-class StepOutcome(NamedTuple):
-    """What became of one weight update.
-
-    Attributes:
-        skipped: whether the weights were left alone because a gradient was not finite. With several optimizers:
-            whether any of them was.
-        scale: the loss scale that the gradients were computed with; 1 without a scaler.
-        next_scale: the loss scale from the next batch on.
-        grad_norm: total norm of the gradients before clipping, unscaled, over all optimizers whose gradients were
-            measured; a 0-dim tensor on the gradients' device, inf or nan when skipped; None where nothing measured it.
-        optimizers: the indices (in ``trainer.optimizers``) of those that were to step.
-        skipped_optimizers: the indices of those among them that skipped a step.
-    """
-
-    skipped: bool
-    scale: float
-    next_scale: float
-    grad_norm: Tensor | None
-    optimizers: tuple[int, ...]
-    skipped_optimizers: tuple[int, ...] = ()
-
-
-class ScheduleConfig(Protocol):
-    """One schedule as ``configure_optimizers`` gave it (the shape of Lightning's ``LRSchedulerConfig``)."""
-
-    scheduler: Any
-    interval: str
-    frequency: int
-    reduce_on_plateau: bool
-    monitor: str | None
-    strict: bool
 
 
 class Schedules:
@@ -206,75 +172,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return False
     return bool(one == other)
-
-
-def clear_gradients(optimizer: Optimizer) -> None:
-    """What ``optimizer.zero_grad()`` does, without torch's profiling scope around it (4 microseconds a call)."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-
-
-def zero_grad_of(optimizers: Iterable[Optimizer]) -> Callable[[Optimizer], None]:
-    """What clears the gradients of these: ``clear_gradients``, unless one has a ``zero_grad`` of its own."""
-    default = all(type(o).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(o) for o in optimizers)
-    return clear_gradients if default else _zero_grad
-
-
-def _zero_grad(optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer evaluates the loss itself (LBFGS, SAM): its ``step`` has a closure without default."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def takes_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is to be given a closure that trains: its ``step`` takes one, and is not torch's own.
-
-    What another's does with it, nobody can know: evaluate the loss twice (SAM), pass it on (Lookahead), insist on it.
-    """
-    step = type(optimizer).step
-    parameters = inspect.signature(step).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    is_known = step.__module__.startswith(
-        ("torch.", "lightning.")
-    )  # of an inherited one, too, it is where it was written
-    return needs_closure(optimizer) or (not is_known and ("closure" in parameters or takes_any))
-
-
-def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:
-    """The L2 norm of all gradients together, from that of each optimizer's (of its last step); None without any."""
-    each = list(norms.values())
-    if len(each) < 2:
-        return each[0] if each else None
-    total: Tensor = torch.linalg.vector_norm(torch.stack(each))
-    return total
-
-
-def clip_gradients(
-    optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
-) -> Tensor | None:
-    """Clip the gradients of one optimizer, in place.
-
-    Args:
-        optimizer: whose gradients.
-        limit: the largest norm, or the largest absolute value.
-        algorithm: ``"norm"`` or ``"value"``.
-        norm_type: which norm.
-        measure: whether to return the norm where clipping itself does not need it.
-
-    Returns:
-        The total norm before clipping, a 0-dim tensor on the gradients' device; or None.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not parameters:
-        return None
-    if algorithm == "norm":
-        total = torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type)
-        return total if isinstance(total, Tensor) else None  # users' tests put a mock in its place
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type) if measure else None
-    torch.nn.utils.clip_grad_value_(parameters, limit)
-    return norm

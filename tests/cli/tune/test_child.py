@@ -12,67 +12,63 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.tune.apart import killed, run_apart
+from trainer.cli.tune.child import is_killed, run_in_child
 
-HERE = "tests.cli.tune.test_apart"
+HERE = "tests.cli.tune.test_child"
 
 
-def told(argument, tell):
+def told(tell, folder, number):
     print("said aloud")
+    (folder / "something").write_text("of no use afterwards")
     method = multiprocessing.get_start_method()
-    tell({"status": "ok", "twice": 2 * argument, "pid": os.getpid(), "method": method})
+    tell({"status": "ok", "twice": 2 * number, "pid": os.getpid(), "method": method, "folder": str(folder)})
+    time.sleep(60)  # nobody waits for it
 
 
-def told_and_hangs(argument, tell):
-    tell({"status": "ok"})
-    time.sleep(60)
-
-
-def leaves_its_number(argument, tell):
-    argument.write_text(str(os.getpid()))
+def leaves_its_number(tell, folder, file):
+    file.write_text(str(os.getpid()))
     time.sleep(120)
 
 
-def silent(argument, tell):
+def silent(tell, folder):
     os._exit(3)
 
 
-def struck(argument, tell):
-    os.kill(os.getpid(), argument)
+def struck(tell, folder, number):
+    os.kill(os.getpid(), number)
 
 
-def raises(argument, tell):
+def raises(tell, folder):
     raise ValueError("not caught")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_what_they_tell_and_how_they_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.cli.tune.apart._LAST_WORDS", 0.2)
+def test_what_they_tell_and_how_they_end(tmp_path):
     log = tmp_path / "log"
-    message = run_apart(f"{HERE}:told", 21, log)
+    begun = time.monotonic()
+    message = run_in_child(f"{HERE}:told", log, number=21)
+    assert time.monotonic() - begun < 50
     assert (message["status"], message["twice"]) == ("ok", 42)
     assert message["pid"] != os.getpid()
     assert message["method"] == multiprocessing.get_start_method()  # of the workers of dataloaders
     assert log.read_text() == "said aloud\n"
-    assert run_apart(f"{HERE}:silent", None, log) == {"status": "died", "signal": None, "exit_status": 3}
-    dead = run_apart(f"{HERE}:struck", signal.SIGKILL, log)
-    assert (dead["signal"], killed(dead)) == (signal.SIGKILL, True)
-    dead = run_apart(f"{HERE}:struck", signal.SIGTERM, log)
-    assert (dead["signal"], killed(dead)) == (signal.SIGTERM, False)
-    assert run_apart(f"{HERE}:raises", None, log)["exit_status"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["log"]
+    assert run_in_child(f"{HERE}:silent", log) == {"status": "died", "signal": None, "exit_status": 3}
+    dead = run_in_child(f"{HERE}:struck", log, number=signal.SIGKILL)
+    assert (dead["signal"], is_killed(dead)) == (signal.SIGKILL, True)
+    dead = run_in_child(f"{HERE}:struck", log, number=signal.SIGTERM)
+    assert (dead["signal"], is_killed(dead)) == (signal.SIGTERM, False)
+    assert run_in_child(f"{HERE}:raises", log)["exit_status"] == 1
     assert "ValueError: not caught" in log.read_text()
-    begun = time.monotonic()
-    assert run_apart(f"{HERE}:told_and_hangs", None, log)["status"] == "ok"
-    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_they_do_not_outlive_the_one_that_started_them(tmp_path):
     code = (
-        "from pathlib import Path; from trainer.cli.tune import apart; apart._PRELOADED = 'json';"
-        f"apart.run_apart('{HERE}:leaves_its_number', Path('{tmp_path}/number'), Path('{tmp_path}/log'))"
+        "from pathlib import Path; from trainer.cli.tune import child; child._PRELOADED = 'json';"
+        f"child.run_in_child('{HERE}:leaves_its_number', Path('{tmp_path}/log'), file=Path('{tmp_path}/number'))"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3]) as parent:
         number = wait_for(lambda: (tmp_path / "number").exists() and (tmp_path / "number").read_text())

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.cli.tune.search import largest
+from trainer.cli.tune.batch_size import next_size
 
 
 def search(capacity: int, start: int = 64, most: int | None = None, multiple_of: int = 1) -> tuple[int, list[int]]:
     tried: list[int] = []
 
-    def fits(size: int) -> bool:
+    size: int | None = start
+    found, too_large = 0, None
+    while size is not None:
         tried.append(size)
-        return size <= capacity
-
-    found = largest(fits, start, lambda: most, multiple_of)
+        if size <= capacity:
+            found = size
+        else:
+            too_large = size
+        size = next_size(found, too_large, most, multiple_of)
     assert len(set(tried)) == len(tried)
     assert all(size >= 1 for size in tried)
     assert most is None or max(tried) <= max(most, start)
@@ -51,8 +55,3 @@ def test_no_more_than_there_are():
     assert search(10**9, 64, most=1257) == (1257, [64, 128, 256, 512, 1024, 1257])
     assert search(1200, 64, most=1257, multiple_of=8)[0] == 1200
     assert search(10**9, 64, most=64) == (64, [64])
-
-
-def test_what_a_try_finds_out_counts():
-    bounds = iter([None, 100, 100])
-    assert largest(lambda size: True, 32, lambda: next(bounds), 1) == 100

@@ -1,0 +1,76 @@
+"""What is in a batch: its tensors, how many samples it has, and some of these."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def named_tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested tuples, lists, mappings and dataclasses, each with how to get at it: ``[0]['image']``."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_tensors_in(item, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from named_tensors_in(item, f"{name}[{index}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from named_tensors_in(getattr(value, field.name), f"{name}.{field.name}")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Likewise, without the names."""
+    for _, tensor in named_tensors_in(value):
+        yield tensor
+
+
+def batch_size(batch: Any) -> int:
+    """The length of the first tensor in a batch that has one; 1 where all are 0-dim, 0 without any tensor."""
+    scalars = 0
+    for tensor in tensors_in(batch):
+        if tensor.dim() and len(tensor):
+            return len(tensor)
+        scalars += not tensor.dim()
+    return min(1, scalars)
+
+
+def part_of(batch: Any, start: int, stop: int) -> Any:
+    """The samples from ``start`` to ``stop`` of a batch: of each tensor that is as long as the first one.
+
+    Lists of as many other things (file names, say) are cut, too; everything else stays as it is.
+    """
+    size = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
+    return _part(batch, size, start, stop)
+
+
+def _part(value: Any, size: int, start: int, stop: int) -> Any:
+    def part(item: Any) -> Any:
+        return _part(item, size, start, stop)
+
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.dim() and len(value) == size else value
+    if isinstance(value, Mapping):
+        parts = {key: part(item) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return type(value)(parts)  # type: ignore[call-arg]  # as those that cannot be changed are made
+        made: Any = copy.copy(value)
+        made.update(parts)
+        return made
+    if isinstance(value, (list, tuple)):
+        if len(value) == size and not any(tensor.dim() for tensor in tensors_in(value)):
+            return value[start:stop]
+        items = [part(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(made, field.name, part(getattr(value, field.name)))
+        return made
+    return value

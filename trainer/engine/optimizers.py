@@ -1,0 +1,27 @@
+"""What an optimizer's ``step`` wants: a closure that evaluates the loss, or none."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch.optim import Optimizer
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer evaluates the loss itself (LBFGS, SAM): its ``step`` has a closure without default."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is to be given a closure that trains: its ``step`` takes one, and is not torch's own.
+
+    What another's does with it, nobody can know: evaluate the loss twice (SAM), pass it on (Lookahead), insist on it.
+    """
+    step = type(optimizer).step
+    parameters = inspect.signature(step).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    is_known = step.__module__.startswith(
+        ("torch.", "lightning.")
+    )  # of an inherited one, too, it is where it was written
+    return needs_closure(optimizer) or (not is_known and ("closure" in parameters or takes_any))

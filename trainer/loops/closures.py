@@ -1,0 +1,227 @@
+"""The path of a batch whose loss is evaluated by the optimizer, or inside the module's own ``optimizer_step``.
+
+It takes the place of ``FitLoop.train_batch`` where the module overrides ``optimizer_step``, where the optimizer
+evaluates the loss itself (LBFGS), and where it is another library's and may do so (SAM):
+``trainer.engine.optimizers.takes_closure``.
+
+The scaler's rules are those of the loop: gradients are unscaled once for each step, the scale is the same
+throughout a batch, and ``update`` runs once, at its end.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.engine.optimizers import needs_closure
+from trainer.errors import ConfigurationError, ResumeError
+from trainer.loops.fit import FitLoop
+from trainer.loops.step_output import outputs_of
+
+Closure = Callable[[], Any]
+
+
+class ClosureOptimization:
+    """The forward and backward pass are a closure that the module's ``optimizer_step``, or the optimizer, calls.
+
+    An optimizer that evaluates the loss itself moves the weights between two evaluations. So each is one of the whole
+    accumulation window: the earlier batches are kept until then, and run again with the last one.
+
+    Args:
+        loop: the fit loop whose batches these are.
+        optimizer_step: ``LightningModule.optimizer_step(epoch, batch_idx, optimizer, closure)``; it ends up in
+            :meth:`step`.
+        wrapped: returns the optimizers in the form the module knows them in (Lightning's wrappers).
+
+    Attributes:
+        evaluates_again: whether an optimizer does, several times a step.
+
+    Raises:
+        ConfigurationError: an optimizer evaluates the loss several times a step, and the loss is scaled: an overflow
+            in one of the evaluations could not be undone.
+    """
+
+    def __init__(self, loop: FitLoop, optimizer_step: Callable[..., Any], wrapped: Callable[[], list[Any]]) -> None:
+        self._loop = loop
+        self._optimizer_step = optimizer_step
+        self._wrapped = wrapped
+        self._stepped: list[Optimizer] = []
+        self.evaluates_again = any(needs_closure(optimizer) for optimizer in loop.optimizers)
+        self._earlier: list[_Pass] = []
+        refuse_scaled_closures(loop)
+
+    def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+        """Inside a window evaluate the loss; at its end hand the closure that does to ``optimizer_step``."""
+        loop = self._loop
+        batch = loop.start_batch(batch, batch_idx, is_last)
+        if loop.skips_epoch:
+            return
+        this = _Pass(batch, batch_idx, loop.window.mark())
+        if loop.window.is_first:
+            self._earlier.clear()
+        with loop.engine.gradient_sync(loop.window.is_last):
+            if loop.window.is_last and (batch is not None or loop.window.backwards):
+                for optimizer in self._wrapped():
+                    self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, partial(self._close_window, this))
+                    loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
+                self._earlier.clear()  # nobody will want them again
+            else:
+                self._evaluate(this)
+                if self.evaluates_again:
+                    self._earlier.append(this)
+        finish_steps(loop, self._stepped)
+        loop.end_batch(this.outputs, batch, batch_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The batches that are kept, for a checkpoint inside a window.
+
+        They are None where ``torch.load(weights_only=True)`` would not read them: where there is more in them than
+        tensors, numbers, strings and plain containers of those.
+        """
+        if not all(_is_plain(one.batch) for one in self._earlier):
+            return {"batches": None}
+        return {"batches": [[one.batch, one.batch_idx, one.mark, one.share] for one in self._earlier]}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, *, exact: bool) -> None:
+        """Keep the batches that :meth:`state_dict` returned.
+
+        Raises:
+            ResumeError: it could not return them, and ``exact`` is set. Otherwise the window goes on without them.
+        """
+        if state["batches"] is None:
+            reason = (
+                "The checkpoint was written inside an accumulation window whose batches the optimizer evaluates again,"
+                " and it could not keep them: they hold more than tensors, numbers, strings and plain containers."
+            )
+            if exact:
+                raise ResumeError(
+                    f"{reason} Resume from one that was written between two windows, or go on without these batches:"
+                    " Trainer(exact_resume=False)."
+                )
+            warnings.warn(f"{reason} The window goes on without them.", stacklevel=2)
+        for batch, batch_idx, mark, share in _moved(state["batches"] or [], device):
+            self._earlier.append(one := _Pass(batch, batch_idx, mark))
+            one.share = share
+
+    def _evaluate(self, this: _Pass) -> Tensor | None:
+        """Forward and backward of one batch. Returns its share of the window's mean loss."""
+        loop = self._loop
+        loop.window.go_back(this.mark)
+        output = loop.run_training_step(this.batch, this.batch_idx)
+        if loop.window.is_first:
+            loop.clear_gradients()
+        loss = loop.share_of(output)
+        if loss is not None:
+            loop.run_backward(loop.scaler.scale(loss))
+            this.share = loss.detach()
+        this.outputs = outputs_of(loss, output)
+        return loss
+
+    def _close_window(self, last: _Pass) -> Tensor | None:
+        """The closure: evaluates the last batch, and once the weights have moved the earlier ones before it.
+
+        Returns:
+            The window's mean loss, or as much of it as was evaluated.
+        """
+        if last.is_evaluated:
+            with self._loop.engine.gradient_sync(False):
+                for one in self._earlier:
+                    self._evaluate(one)
+        last.is_evaluated = True
+        loss = self._evaluate(last)
+        shares = [one.share * self._loop.window.correction for one in self._earlier if one.share is not None]
+        if not shares and not (loss is None and self.evaluates_again):
+            return loss
+        zero = torch.zeros((), device=self._loop.engine.device)  # what there is nothing to learn from is no number
+        return sum(shares, zero if loss is None else loss)
+
+    def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
+        """``optimizer.step(closure)`` of one optimizer. Returns what the closure returned."""
+        result = step_with_closure(self._loop, optimizer, closure, **kwargs)
+        self._stepped.append(optimizer)
+        return result
+
+
+def refuse_scaled_closures(loop: FitLoop) -> None:
+    """Refuse an optimizer that evaluates the loss several times a step, where the loss is scaled."""
+    greedy = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
+    if greedy and loop.scaler.is_enabled():
+        raise ConfigurationError(
+            f"Got the optimizer {greedy[0]} with precision={loop.precision.name!r}, expected one that takes a"
+            " single gradient: it evaluates the loss itself, several times a step, which loss scaling cannot"
+            " follow. Use precision='bf16-mixed' or '32-true'."
+        )
+
+
+def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
+    """Evaluate the closure, let the hooks see the gradients, step; with a scaler, unless they overflowed."""
+    loop.resolve_outcome()  # the last batch's update
+
+    def evaluate() -> Any:
+        with torch.enable_grad():
+            result = closure()
+        loop.scaler.unscale_(optimizer)
+        loop.expose_gradients(optimizer)
+        return result
+
+    if loop.scaler.skips_steps:
+        result = evaluate()
+        loop.scaler.step(optimizer, **kwargs)
+    else:
+        result = optimizer.step(closure=evaluate, **kwargs)
+    return result
+
+
+def finish_steps(loop: FitLoop, stepped: list[Optimizer]) -> None:
+    """One scale adjustment for all the steps of a batch, however many there were of each optimizer."""
+    if stepped:
+        loop.finish_update(
+            tuple(i for i, optimizer in enumerate(loop.optimizers) if any(optimizer is s for s in stepped))
+        )
+        stepped.clear()
+
+
+class _Pass:
+    """One batch of a window, as often as it is evaluated.
+
+    Args:
+        batch, batch_idx: what ``training_step`` is given.
+        mark: where the window stands when it is.
+
+    Attributes:
+        share: its loss's share of the window's mean loss, when it was evaluated last; None where it had none.
+        outputs: what ``on_train_batch_end`` is given.
+        is_evaluated: whether the closure has been called for it.
+    """
+
+    __slots__ = ("batch", "batch_idx", "is_evaluated", "mark", "outputs", "share")
+
+    def __init__(self, batch: Any, batch_idx: int, mark: dict[str, Any]) -> None:
+        self.batch = batch
+        self.batch_idx = batch_idx
+        self.mark = mark
+        self.share: Tensor | None = None
+        self.outputs: dict[str, Any] | None = {}
+        self.is_evaluated = False
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(type(key) in (str, int) and _is_plain(one) for key, one in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (Tensor, str, bytes, bool, int, float)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(one, device) for key, one in value.items()}
+    return type(value)(_moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value

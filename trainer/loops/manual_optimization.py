@@ -1,0 +1,94 @@
+"""Manual optimization: the path of a batch whose backward passes and steps are the module's own.
+
+It takes the place of ``FitLoop.train_batch`` where the module sets ``automatic_optimization = False`` and calls
+``manual_backward`` and ``optimizer.step()`` itself, for as many optimizers and as often as it likes.
+
+The scaler's rules are those of the loop: gradients are unscaled once for each step, the scale is the same
+throughout a batch, and ``update`` runs once, at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.errors import ConfigurationError
+from trainer.loops.closures import Closure, finish_steps, refuse_scaled_closures, step_with_closure
+from trainer.loops.fit import FitLoop
+
+
+class ManualOptimization:
+    """The module does backward passes and steps in its ``training_step``.
+
+    Args:
+        loop: the fit loop whose batches these are.
+
+    Raises:
+        ConfigurationError: an optimizer evaluates the loss itself and the loss is scaled; see below.
+    """
+
+    def __init__(self, loop: FitLoop) -> None:
+        self._loop = loop
+        self._stepped: list[Optimizer] = []
+        refuse_scaled_closures(loop)
+
+    def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+        """``training_step`` does everything; then the scale is adjusted once for all the steps it took."""
+        loop = self._loop
+        batch = loop.start_batch(batch, batch_idx, is_last)
+        if loop.skips_epoch:
+            return
+        output = loop.run_training_step(batch, batch_idx, nothing=None)
+        finish_steps(loop, self._stepped)
+        loop.end_batch(None if batch is None else self.outputs_of(output), batch, batch_idx)
+
+    def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
+        """``manual_backward``: ``run`` on the scaled loss, outside of the training step's autocast."""
+        loop = self._loop
+        with _without_autocast(loop):
+            scaled = loop.scaler.scale(loss)
+            loop.hooks.on_before_backward(scaled)
+            run(scaled)
+            loop.hooks.on_after_backward()
+
+    def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
+        """``optimizer.step(closure)`` of one optimizer. Returns what the closure returned."""
+        device = self._loop.engine.device.type
+        around = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+
+        def forward() -> Any:
+            # the training step's autocast has kept casts of the weights, and a step changes those
+            torch.clear_autocast_cache()
+            with around:
+                return closure()
+
+        with _without_autocast(self._loop):
+            result = step_with_closure(self._loop, optimizer, forward, **kwargs)
+        torch.clear_autocast_cache()
+        self._loop.progress.optimizer_steps += 1
+        self._stepped.append(optimizer)
+        return result
+
+    @staticmethod
+    def outputs_of(output: Any) -> dict[str, Any]:
+        """What ``on_train_batch_end`` is given."""
+        if output is None:
+            return {}
+        if isinstance(output, Mapping):
+            return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+        if isinstance(output, Tensor):
+            return {"loss": output.detach()}
+        raise ConfigurationError(
+            "In manual optimization, `training_step` must either return a Tensor or have no return. Got"
+            f" {type(output).__name__}; a dict, whose items go to `on_train_batch_end`, is welcome, too."
+        )
+
+
+def _without_autocast(loop: FitLoop) -> AbstractContextManager[object]:
+    """Backward operations run in the dtype of their forward; nothing in them is to be cast again."""
+    return torch.autocast(loop.engine.device.type, enabled=False)
