@@ -4,12 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support import Clock
+from tests.warm_python import WarmPython, warm_python
 from trainer.precision.readback import Readback
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +33,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests that are not marked ``gpu`` see a machine without one, and so do the processes that they start.
+
+    Else ``accelerator="auto"`` would take the GPU, and Lightning would warn of each Trainer that does not.
+    """
+    if item.get_closest_marker("gpu"):
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
+        patch.setattr(torch.accelerator, "is_available", lambda: False)
+        patch.setattr(torch.backends.mps, "is_available", lambda: False)
+        return (yield)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time that passes only when ``clock.now`` is changed, for whoever asks ``time`` in this test."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[WarmPython]:
+    """Runs programs and commands as ``python`` would, without seconds of imports: ``python.trainer("fit", ...)``."""
+    with warm_python() as python:
+        yield python
 
 
 @pytest.fixture

@@ -1,14 +1,16 @@
-"""What tests share: a quiet Trainer, a small module, and the loop that one would write by hand in its place."""
+"""What tests share: a quiet Trainer, a small module, the loop that one would write by hand, and a fake Trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -218,3 +220,143 @@ def assert_same(ours: Trace, theirs: Trace) -> None:
 def native_fp16(**options: Any) -> MixedPrecision:
     """16-mixed on torch's own CPU kernels, whatever the model's size."""
     return MixedPrecision("float16", cpu_kernels="native", **options)
+
+
+class Clock:
+    """Time that passes only when told to; a number of seconds when called."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeTrainer:
+    """What callbacks read of a Trainer, and the hooks of a run in their order, with no training behind them.
+
+    :meth:`hook` calls one hook; :meth:`train_batch`, :meth:`train_epoch`, :meth:`evaluate` and :meth:`fit` those of a
+    part of a run. Time passes by ``clock`` alone; the fixture of that name makes it the time that callbacks see.
+
+    Args:
+        *callbacks: whose hooks are called.
+        folder: the ``default_root_dir``.
+        clock: shows what time it is.
+        seconds: that each batch takes.
+        batches: of an epoch of training, and of each other dataloader.
+        max_epochs: of a fit.
+        scale: the loss scale; None where the loss is not scaled.
+        device: the root device.
+        **values: of other attributes.
+    """
+
+    def __init__(
+        self,
+        *callbacks: Any,
+        folder: Any = None,
+        clock: Clock | None = None,
+        seconds: float = 1.0,
+        batches: float = 4,
+        max_epochs: int = 2,
+        scale: float | None = 65536.0,
+        device: str = "cpu",
+        **values: Any,
+    ) -> None:
+        self.callbacks, self.default_root_dir = list(callbacks), folder
+        self.clock, self.seconds, self.scale = clock or Clock(), seconds, scale
+        self.num_training_batches, self.num_sanity_val_batches = batches, [1]
+        self.num_val_batches = self.num_test_batches = self.num_predict_batches = [batches]
+        self.max_epochs, self.max_steps, self.accumulate_grad_batches = max_epochs, -1, 1
+        self.current_epoch = self.global_step = self.skipped_steps = 0
+        self.precision = "32-true" if scale is None else "16-mixed"
+        self.scaler = SimpleNamespace(is_enabled=lambda: self.scale is not None, get_scale=lambda: self.scale)
+        self.strategy, self.world_size = SimpleNamespace(root_device=torch.device(device)), 1
+        self.is_global_zero, self.sanity_checking = True, False
+        self.loggers: list[Any] = []
+        self.checkpoint_callback = self.lightning_module = self.settled_outcome = None
+        self.callback_metrics: dict[str, Any] = {}
+        self.progress_bar_metrics: dict[str, Any] = {}
+        self.progress = SimpleNamespace(skipped_steps=0)
+        self.state = SimpleNamespace(fn=TrainerFn.FITTING)
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def hook(self, name: str, *arguments: Any) -> None:
+        """Call a hook of all callbacks."""
+        for callback in self.callbacks:
+            getattr(callback, name, lambda *_: None)(self, self.lightning_module, *arguments)
+
+    def log(self, **metrics: float) -> None:
+        """As the module would, on the progress bar, too."""
+        tensors = {name: torch.tensor(value) for name, value in metrics.items()}
+        self.callback_metrics |= tensors
+        self.progress_bar_metrics |= tensors
+
+    def train_batch(
+        self,
+        batch_idx: int = 0,
+        batch: Any = None,
+        outputs: Any = None,
+        seconds: float | None = None,
+        skipped: bool = False,
+        optimizers: Iterable[Any] = (None,),
+    ) -> None:
+        """One batch, and the weight update after it; one that is ``skipped`` halves the scale."""
+        self.hook("on_train_batch_start", batch, batch_idx)
+        self.clock.now += self.seconds if seconds is None else seconds
+        self.global_step += 1
+        scale = self.scale or 1.0
+        if skipped:
+            self.scale, self.skipped_steps = scale / 2, self.skipped_steps + 1
+        self.settled_outcome = SimpleNamespace(skipped=skipped, scale=scale, next_scale=self.scale or 1.0)
+        for optimizer in optimizers:
+            self.hook("on_after_optimizer_step", optimizer, self.settled_outcome)
+        self.hook("on_train_batch_end", {} if outputs is None else outputs, batch, batch_idx)
+
+    def train_epoch(self, first: int = 0, last: int | None = None, **options: Any) -> None:
+        """The batches from ``first`` to ``last``; the epoch's end is :meth:`end_epoch`."""
+        self.hook("on_train_epoch_start")
+        for batch_idx in range(first, int(self.num_training_batches) if last is None else last):
+            self.train_batch(batch_idx, **options)
+
+    def end_epoch(self, **metrics: float) -> None:
+        """Log, and end the epoch."""
+        self.log(**metrics)
+        self.hook("on_train_epoch_end")
+        self.current_epoch += 1
+
+    def evaluate(
+        self,
+        stage: str = "validation",
+        batches: int = 4,
+        dataloader_idx: int = 0,
+        seconds: float | None = None,
+        ends: bool = True,
+        **metrics: float,
+    ) -> None:
+        """A validation, test or predict over one dataloader; the last hook is left out unless it ``ends``."""
+        self.hook(f"on_{stage}_start")
+        for batch_idx in range(batches):
+            self.hook(f"on_{stage}_batch_start", None, batch_idx, dataloader_idx)
+            self.clock.now += self.seconds if seconds is None else seconds
+            self.hook(f"on_{stage}_batch_end", None, None, batch_idx, dataloader_idx)
+        self.log(**metrics)
+        if ends:
+            self.hook(f"on_{stage}_end")
+
+    def fit(self, error: BaseException | None = None, **metrics: float) -> None:
+        """All epochs, each with a validation that logs ``metrics``; ``error`` is raised before the first of these."""
+        self.hook("on_fit_start")
+        self.sanity_checking = True
+        self.evaluate(batches=1)
+        self.sanity_checking = False
+        self.hook("on_train_start")
+        for _ in range(self.max_epochs):
+            self.train_epoch()
+            if error is not None:
+                self.hook("on_exception", error)
+                return
+            self.evaluate(**metrics)
+            self.end_epoch()
+        self.hook("on_train_end")
+        self.hook("on_fit_end")

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.docs.execute import make_commands, run, shell_environment, warm_python
+from tests.docs.execute import make_commands, run, shell_environment
 from tests.docs.pages import ROOT, Block, read
+from tests.warm_python import WarmPython, warm_python
 
 PAGE = ROOT / "docs" / "quick-start.md"
 STEPS = [
@@ -56,14 +56,12 @@ class Newcomer:
     Args:
         folder: empty at first.
         tools: a folder beside it.
-        server: the warm Python that has the wheel.
-        wheel: the folder that it is installed in.
+        python: has the wheel.
     """
 
     folder: Path
     tools: Path
-    server: Path
-    wheel: Path
+    python: WarmPython
 
     def write(self) -> None:
         """Write all files of the page."""
@@ -80,14 +78,14 @@ class Newcomer:
 
     def run(self, blocks: list[Block], name: str) -> str:
         """Run blocks, with tools in a folder called ``name``; returns what was printed."""
-        return run(blocks, self.folder, self.tools / name, self.server, timeout=200, packages=self.wheel)
+        return run(blocks, self.folder, self.tools / name, self.python, timeout=200)
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
         """Start one command."""
         tools = self.tools / "start"
         if not tools.exists():
             make_commands(tools)
-        environment = shell_environment(tools, self.server, self.wheel) | {"DOCS_LIMITS": "none"}
+        environment = shell_environment(tools, self.python) | {"DOCS_LIMITS": "none"}
         return subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=self.folder, env=environment)
 
     def one(self, pattern: str) -> Path:
@@ -97,15 +95,15 @@ class Newcomer:
 
 
 @pytest.fixture(scope="module")
-def server(installed: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="newcomer") as folder, warm_python(Path(folder), installed) as path:
-        yield path
+def python(installed: Path) -> Iterator[WarmPython]:
+    with warm_python(installed) as python:
+        yield python
 
 
 @pytest.fixture
-def newcomer(server: Path, installed: Path, tmp_path: Path) -> Newcomer:
+def newcomer(python: WarmPython, tmp_path: Path) -> Newcomer:
     (tmp_path / "empty").mkdir()
-    return Newcomer(tmp_path / "empty", tmp_path / "tools", server, installed)
+    return Newcomer(tmp_path / "empty", tmp_path / "tools", python)
 
 
 def result_in(folder: Path) -> dict[str, Any]:
@@ -124,12 +122,12 @@ def test_it_is_the_wheel(newcomer: Newcomer) -> None:
         ["bash", "-c", "python where.py"], cwd=newcomer.folder, capture_output=True, text=True, timeout=60, check=True,
         env=_environment(newcomer),
     ).stdout  # fmt: skip
-    assert where.split() == [str(newcomer.wheel / name / "__init__.py") for name in ("trainer", "recipes")]
+    assert where.split() == [str(newcomer.python.packages / name / "__init__.py") for name in ("trainer", "recipes")]
 
 
 def _environment(newcomer: Newcomer) -> dict[str, str]:
     make_commands(newcomer.tools)
-    return shell_environment(newcomer.tools, newcomer.server, newcomer.wheel)
+    return shell_environment(newcomer.tools, newcomer.python)
 
 
 def test_trains_the_default_recipe(newcomer: Newcomer) -> None:
@@ -194,7 +192,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: 
     (block,) = steps()["Kill a run, and go on"]
     command = block.text.strip()
     newcomer.write()
-    undisturbed = Newcomer(tmp_path / "undisturbed", tmp_path / "other", newcomer.server, newcomer.wheel)
+    undisturbed = Newcomer(tmp_path / "undisturbed", tmp_path / "other", newcomer.python)
     undisturbed.folder.mkdir()
     undisturbed.write()
     assert undisturbed.start(command).wait(timeout=120) == 0

@@ -1,6 +1,6 @@
 """What the machine has: cores, memory, disks. Imports no torch.
 
-"Has" means what this process may use: a container's share and not the host's, a batch job's cores and not all of them.
+What this process may use counts: a container's share and not the host's, a batch job's cores and not all of them.
 """
 
 from __future__ import annotations
@@ -173,6 +173,15 @@ def suggested_workers(usable: int, gpus: int) -> int:
     if gpus == 0:
         return min(4, usable // 8)
     return max(1, min(8, (usable - gpus) // gpus))
+
+
+def memory_in_use() -> int:
+    """Bytes: the physical memory that this process takes now; where that cannot be asked, `peak_memory`."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return peak_memory()
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_memory() -> int:

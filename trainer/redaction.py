@@ -1,8 +1,8 @@
-"""Secrets stay out of what is written: values that a config takes from the environment, and passwords in addresses.
+"""Keeps secrets out of what is written: values that a config takes from the environment, and passwords in URLs.
 
-A config may say ``${oc.env:TOKEN}``. Objects are built with the value; wherever something is written down (log, result,
-hyper-parameters in loggers and checkpoints, error messages) the text that named it stands in its place. What cannot be
-traced is written as it is: a value that was computed from a secret, or one that somebody typed.
+A config may contain ``${oc.env:TOKEN}``. Objects are built with the value; wherever something is written (log, a run's
+record, hyper-parameters in loggers and checkpoints, error messages) the interpolation is written instead. A value that
+was computed from a secret, or was typed, cannot be traced and is written as it is.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _values: dict[str, str] = {}  # by value, the name of the variable
 
 
 def remember(name: str, value: str) -> None:
-    """``value`` is the environment's, and a config uses it."""
+    """Register ``value`` as that of the environment variable ``name``, which a config uses."""
     if value:
         _values[value] = name
 
 
 def forget() -> None:
-    """Nothing is secret any more."""
+    """Forget all registered secrets."""
     _values.clear()
 
 
@@ -52,7 +52,7 @@ def text(written: str) -> str:
 
 
 def containers(value: Any) -> Any:
-    """``value`` with the texts in its plain containers redacted; itself where there is nothing to do."""
+    """``value`` with the strings in its plain containers redacted; the same object where there is nothing to redact."""
     if isinstance(value, str):
         redacted = text(value)
         return value if redacted == value else redacted
@@ -85,7 +85,7 @@ class Filter(logging.Filter):
 
 
 def environment_value(*arguments: Any) -> Any:
-    """OmegaConf's ``oc.env``, and what it gives is remembered as the environment's."""
+    """OmegaConf's ``oc.env``; the value it returns is registered as a secret."""
     from omegaconf.resolvers import oc
 
     value = oc.env(*arguments)

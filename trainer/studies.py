@@ -1,4 +1,4 @@
-"""Studies of Optuna: opened by the sweep that owns one, and by its runs, which report to it. Imports neither torch nor,
+"""Optuna's studies: opened by the sweep that owns one, and by its runs, which report to it. Imports neither torch nor,
 before it is asked for something, Optuna.
 """
 
@@ -68,19 +68,19 @@ def _make(module: Any, classes: Mapping[str, str], kind: str, settings: Mapping[
 
 
 def check_pickles(study: Any) -> None:
-    """See that a study, which may be somebody else's, brings no code along.
+    """Check that a study, which may be a stranger's, contains no code.
 
-    Optuna's sampler of CMA-ES keeps itself in the trials' attributes, as a pickle, and unpickles what it finds there.
+    Optuna's CMA-ES sampler keeps its state in the trials' attributes as a pickle, and unpickles what it finds there.
 
     Raises:
-        ConfigurationError: one asks for more than CMA-ES is made of.
+        ConfigurationError: a pickle names something that CMA-ES does not consist of.
     """
     for trial in study.get_trials(deepcopy=False):
         parts = {key: text for key, text in trial.system_attrs.items() if ":optimizer:" in key}
         names = sorted(parts, key=lambda key: int(key.rpartition(":")[2]))
         try:
             _OfCMA(io.BytesIO(bytes.fromhex("".join(parts[name] for name in names)) or pickle.dumps(None))).load()
-        except Exception as error:  # what is damaged breaks in any way
+        except Exception as error:  # a damaged pickle may raise anything
             raise ConfigurationError(
                 f"The study {study.study_name} holds what CMA-ES does not write, and what may run any code ({error})."
                 " Choose another sampler, hydra.sweeper.sampler.name=tpe, or a study of your own."
@@ -100,7 +100,7 @@ class _OfCMA(pickle.Unpickler):
 
 
 def trial_of(storage: str, study_name: str, number: int, pruner: Mapping[str, Any] | None) -> Any:
-    """A trial of a study, to report to; in another process than the one that has begun it."""
+    """A trial of a study, to report to; in another process than the one that started it."""
     import optuna
 
     opened = optuna.storages.get_storage(storage)

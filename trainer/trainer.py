@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -48,24 +48,22 @@ from trainer.compat import (
     loop_state,
     modules,
     registry,
-    restored_paths,
     resuming,
     savers,
 )
 from trainer.compat.averaging import attach_averaging, detach_averaging, training_weights
 from trainer.compat.base import TrainerBase
-from trainer.compat.checkpoints import select_path
+from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.data import DataSource, move_training_batch
 from trainer.compat.engine import LightningEngine
 from trainer.compat.environment import defaults_from_environment, log_devices
 from trainer.compat.errors import TunerExit
 from trainer.compat.loaders import DrawnLoaderSet
-from trainer.compat.logging import ModuleScope, attach_log, detach_log, no_log, print_results
+from trainer.compat.logging import LoggerConnector, ModuleScope, attach_log, detach_log, no_log
 from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
 from trainer.compat.signals import Signals
-from trainer.compat.tuning import CheckpointConnectorView
-from trainer.compat.views import EvalLoopView, FitLoopView, MonitoredMetrics, announce_end
+from trainer.compat.views import EvalLoopView, FitLoopView, MonitoredMetrics, PredictLoopView
 from trainer.data.batches import Loaders, TrainingBatches, Transfer
 from trainer.engine.gradients import clip_gradients
 from trainer.engine.optimizers import needs_closure, takes_closure
@@ -227,7 +225,7 @@ class Trainer(TrainerBase):
         self.scaler: LossScaler = plugin.build_scaler(self.engine.device)
         self.engine.adapter.scaler = self.scaler if self.scaler.is_enabled() else None
 
-        self._default_root_dir = _folder(default_root_dir)
+        self._default_root_dir = os.fspath(default_root_dir or os.getcwd())
         self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run or False
         self.overfit_batches = limits.train if overfit_batches else 0.0
         self.limit_train_batches = limits.train
@@ -246,11 +244,7 @@ class Trainer(TrainerBase):
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
-        self.module: LightningModule | None = None
-        self._ckpt_path: str | Path | None = None
-        self.ckpt_path_is_assigned = False
         self.foreign_checkpoints: dict[str, str] = {}  # by path, the checkpoint that named it
-        self._checkpoint: dict[str, Any] = {}
         self._process_state: dict[str, Any] | None = None
         self.process = ProcessState(self, MetricObjects)
         self._inference_mode = inference_mode
@@ -278,7 +272,6 @@ class Trainer(TrainerBase):
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.name.startswith(("16-", "bf16-")),
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
-        ordering.check_state_keys(self.callbacks)
         self.progress = FitProgress()
         self.published = PublishedMetrics()
         self.log_metric = no_log
@@ -315,12 +308,17 @@ class Trainer(TrainerBase):
             RunningStage.TESTING: EvalLoop("test", **shared, fit_progress=self.progress),
             RunningStage.PREDICTING: EvalLoop("predict", **shared, fit_progress=self.progress),
         }
-        self.fit_loop = FitLoopView(self, self.loop, validation)
-        self.validate_loop = self.fit_loop.epoch_loop.val_loop
-        self.test_loop = EvalLoopView(self, self.eval_loops[RunningStage.TESTING], RunningStage.TESTING)
-        self.predict_loop = EvalLoopView(self, self.eval_loops[RunningStage.PREDICTING], RunningStage.PREDICTING)
+        evaluations = [
+            (self.eval_loops[stage], stage, fn) for fn, stage in _STAGES.items() if fn is not TrainerFn.FITTING
+        ]
+        in_fit = EvalLoopView(self, validation, RunningStage.VALIDATING, TrainerFn.FITTING)
+        self.fit_loop = FitLoopView(self, self.loop, in_fit)
+        self.validate_loop = EvalLoopView(self, *evaluations[0])
+        self.test_loop = EvalLoopView(self, *evaluations[1])
+        self.predict_loop = PredictLoopView(self, *evaluations[2])
         self._signal_connector = Signals(self, self.loop.limits, list(self.eval_loops.values()))
-        self._checkpoint_connector = CheckpointConnectorView(self)
+        self._checkpoint_connector = CheckpointConnector(self)
+        self._logger_connector = LoggerConnector(self)
         self._announce()
 
     # --- what users call --------------------------------------------------------------------------------------
@@ -350,7 +348,7 @@ class Trainer(TrainerBase):
         self.should_stop = False
         with self._running(TrainerFn.FITTING):
             self._attach(model, given, datamodule, ckpt_path)
-            self.engine.launch(self._run, self.module, weights_only)
+            self.engine.launch(self._run, self._module, weights_only)
 
     def validate(
         self,
@@ -360,7 +358,7 @@ class Trainer(TrainerBase):
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
-    ) -> list[dict[str, float]]:
+    ) -> list[Mapping[str, float]]:
         """Run one pass over the validation data. Returns, for each dataloader, what was logged."""
         return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
@@ -372,7 +370,7 @@ class Trainer(TrainerBase):
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
-    ) -> list[dict[str, float]]:
+    ) -> list[Mapping[str, float]]:
         """Run one pass over the test data. Returns, for each dataloader, what was logged."""
         return self._evaluate(TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
@@ -406,7 +404,7 @@ class Trainer(TrainerBase):
         loop.keep_predictions, loop.predictions = keep or self.predict_loop.is_written_at_the_end, []
         with self._running(TrainerFn.PREDICTING):
             self._attach(model, {RunningStage.PREDICTING: dataloaders}, datamodule, ckpt_path)
-            self.engine.launch(self._run, self.module, weights_only)
+            self.engine.launch(self._run, self._module, weights_only)
         if not keep:
             loop.predictions = []
         return self.predict_loop.predictions if loop.predictions else None
@@ -483,11 +481,6 @@ class Trainer(TrainerBase):
         return self.progress.skipped_steps
 
     @property
-    def default_root_dir(self) -> str:
-        """Where files go that no logger has a folder for."""
-        return self._default_root_dir
-
-    @property
     def gradient_clip_val(self) -> float | None:
         """The limit of the (first) GradientClipping callback; may be set between two runs."""
         clipping = self._first_callback(GradientClipping)
@@ -540,16 +533,16 @@ class Trainer(TrainerBase):
         verbose: bool,
         datamodule: LightningDataModule | None,
         weights_only: bool | None,
-    ) -> list[dict[str, float]]:
-        results: list[dict[str, float]] = []
+    ) -> list[Mapping[str, float]]:
+        results: list[Mapping[str, float]] = []
         loop = self.eval_loops[_STAGES[fn]]
         loop.verbose = verbose
         with self._running(fn):
             self._attach(model, {_STAGES[fn]: dataloaders}, datamodule, ckpt_path)
-            results = self.engine.launch(self._run, self.module, weights_only) or []
+            results = self.engine.launch(self._run, self._module, weights_only) or []
         if loop.verbose and self.is_global_zero:
             view = self.test_loop if fn is TrainerFn.TESTING else self.validate_loop
-            print_results(results, fn.value, view.print_results)
+            view.print_results(results)
         return results
 
     def _attach(
@@ -570,26 +563,20 @@ class Trainer(TrainerBase):
                 f"You cannot pass both dataloaders and a datamodule to `Trainer.{self._function}`. Got"
                 f" {type(datamodule).__name__} and {sorted(stage.value for stage in given)} dataloaders."
             )
-        if model is None and self.module is None:
-            raise TypeError(
-                f"`Trainer.{self._function}()` requires a `LightningModule` when it hasn't been passed in a previous"
-                " run"
-            )
-        module = self.module = modules.as_module(model if model is not None else self.module)
-        module.trainer = self  # type: ignore[assignment]
+        module = modules.attach(self, model)
         self.data.attach(module, given, datamodule)
         if self.state.fn is TrainerFn.FITTING:
             self.eval_loops[RunningStage.VALIDATING].loaders = None  # those of an earlier `validate`
-        self._ckpt_path = select_path(self, ckpt_path, model_given=model is not None)
+        self._checkpoint_connector.select(ckpt_path, model_given=model is not None)
 
-    def _run(self, module: LightningModule, weights_only: bool | None) -> Any:
+    def _run(self, module: LightningModule, weights_only: bool | None) -> Any:  # type: ignore[override]
         """One run in this process: set up, train or evaluate, tear down.
 
         The module is an argument because launchers look there for modules whose memory processes must not share.
         """
-        module.trainer = self  # type: ignore[assignment]  # again: neither takes its trainer along to a process
+        module.trainer = self  # again: neither takes its trainer along to a process
         if self.datamodule is not None:
-            self.datamodule.trainer = self  # type: ignore[assignment]
+            self.datamodule.trainer = self
         self._set_up(weights_only)
         result: Any = None
         if self.state.fn is TrainerFn.FITTING:
@@ -597,7 +584,7 @@ class Trainer(TrainerBase):
             self._prepare_fit()
             with self._signal_connector.saving():
                 self.loop.run()
-            announce_end(self)
+            _ = self.fit_loop.done  # says why
         else:
             assert self.state.stage is not None
             result = [to_scalars(metrics) for metrics in self.eval_loops[self.state.stage].run()]
@@ -615,21 +602,20 @@ class Trainer(TrainerBase):
             )
         hparams.drop_unpicklable(module)
         self.engine.connect(module)
-        self.callbacks = ordering.with_model_callbacks(self.callbacks, module)
+        ordering.attach_model_callbacks(self)
         modules.verify(self, module)
         attach_log(module, self)
         self._session.callback(detach_log, module, self.callbacks)
         self.engine.setup_environment()
-        if fitting and self.resume and self._ckpt_path is None and not self.fast_dev_run:
-            # before anybody asks a logger for its folder
-            self._ckpt_path = resuming.newest_checkpoint(self, self._session)
+        if fitting and self.resume and not self.fast_dev_run:
+            self._checkpoint_connector.find_newest(self._session)  # before anybody asks a logger for its folder
         modules.set_up_profiler(self, module)
         self.data.prepare_data()
         self._call_setup_hooks()
-        modules.configure_model(self, module, self.engine.adapter.plugin)
+        modules.configure_model(self)
         self.engine.convert_module()
         if not self.engine.restores_after_setup:
-            self._restore_module_and_callbacks(weights_only)
+            self._checkpoint_connector.restore_module_and_callbacks(weights_only)
         self.published.clear()
         for metrics in (self.loop.metrics, *(loop.metrics for loop in self.eval_loops.values())):
             metrics.clear()  # of an interrupted run, or of another module
@@ -647,40 +633,17 @@ class Trainer(TrainerBase):
         if self.enable_autolog_hparams:
             hparams.log_hyper_parameters(self)
         if fitting and self.checkpoint_callbacks and self.is_global_zero:
-            hparams.announce(self.module, self.datamodule)
+            hparams.announce(module, self.datamodule)
         if self.engine.restores_after_setup:
-            self._restore_module_and_callbacks(weights_only)
-        if self._checkpoint and fitting:
-            checkpoints.restore_training(self, self._checkpoint, loop_state.progress_from)
-            val_progress, loops = self.eval_loops[RunningStage.VALIDATING].progress, self._checkpoint.get("loops")
-            if loops:
-                loop_state.evaluation_from(loops["fit_loop"], val_progress, self.progress)
-                loop_state.resume_validation(val_progress, self.progress)
-            self._refuse_past_the_end()
-            self._process_state = checkpoints.process_state_in(self._checkpoint, self.engine, exact=self.exact_resume)
-            if self.progress.batches_this_epoch or self.max_steps != -1:
-                self.data.states = loop_state.loader_states_in(self._checkpoint)
-        elif fitting:
-            self.progress.start_anew()
-        if self._checkpoint:
-            done = "Restored all states" if fitting else "Loaded model weights"
-            rank_zero_info(f"{done} from the checkpoint at {redaction.text(str(self.ckpt_path))}")
-        self._checkpoint = {}  # free the memory
+            self._checkpoint_connector.restore_module_and_callbacks(weights_only)
+        if fitting:
+            self._process_state = self._checkpoint_connector.restore_fit()
+        self._checkpoint_connector.forget()
         self._signal_connector.register_signal_handlers()
         self.engine.barrier("run-stage")
         module.zero_grad()
         if not fitting:
             self._prepare_evaluation(hooks, _STAGES[self.state.fn], self._may_infer)  # type: ignore[index]
-
-    def _restore_module_and_callbacks(self, weights_only: bool | None) -> None:
-        self._checkpoint = {}
-        if self.ckpt_path is not None:
-            rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self.ckpt_path))}")
-            self._checkpoint = checkpoints.read(self.engine, self.ckpt_path, weights_only)
-            checkpoints.restore_module_and_callbacks(self, self._checkpoint)
-            if self.state.fn is TrainerFn.FITTING:
-                savers.restore(self, self._checkpoint)
-            restored_paths.take_note(self)
 
     def _build_hooks(self) -> Hooks:
         module = self._module
@@ -696,15 +659,11 @@ class Trainer(TrainerBase):
         )
 
     def _call_setup_hooks(self) -> None:
-        module = self._module
-        modules.announce_device(self, module)
         for logger in defaults.in_opening_order(self.loggers):
             _ = getattr(logger, "experiment", None)
         checkpoint_folders.claim(self, self._session)
-        self.engine.barrier("pre_setup")
         with checkpoint_folders.without_warnings_of_ours(self):
-            ordering.run_hook_around(self, "setup")
-        self.engine.barrier("post_setup")
+            modules.call_setup_hooks(self)
 
     def _prepare_fit(self) -> None:
         module, loop, hooks = self._module, self.loop, self._hooks
@@ -812,7 +771,7 @@ class Trainer(TrainerBase):
         def hook(name: str) -> Hook | None:
             own = self.data.transfer_hook(name)
             if own is not None and self._profiling is not None:
-                own = self._profiling.hook(getattr(own, "__self__", self.module), name, own)
+                own = self._profiling.hook(getattr(own, "__self__", self._module), name, own)
             return None if own is None else Hook(name, scope, module=own)
 
         return Transfer(
@@ -930,14 +889,7 @@ class Trainer(TrainerBase):
         self._release()
         if self.state.fn is TrainerFn.FITTING:
             self._hooks.on_fit_end()
-        self._call_teardown_hooks()
-
-    def _call_teardown_hooks(self) -> None:
-        ordering.run_hook_around(self, "teardown")
-        modules.forget_run(self._module)
-        for logger in self.loggers:
-            logger.finalize("success")
-        self.profiler.describe()
+        modules.call_teardown_hooks(self)
 
     def _release(self) -> None:
         """Give back what a run holds: the device, the module's wrapper, contexts. Safe to call twice."""
@@ -963,7 +915,7 @@ class Trainer(TrainerBase):
         try:
             yield
         except TunerExit:
-            self._call_teardown_hooks()
+            modules.call_teardown_hooks(self)
             self._release()
         except KeyboardInterrupt as error:
             rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
@@ -988,14 +940,14 @@ class Trainer(TrainerBase):
             with suppress(Exception):  # what is raised is `error`; but who asks later wants to know
                 self.loop.resolve_outcome()
             for callback in self.callbacks:
-                callback.on_exception(self, self.module, error)
+                callback.on_exception(self, self.lightning_module, error)
             if self.datamodule is not None:
                 self.datamodule.on_exception(error)
             self.engine.on_exception(error)
             for logger in self.loggers:
                 logger.finalize("failed")
         finally:
-            if self.module is not None:
+            if self.lightning_module is not None:
                 self._release()
             self.eval_loops[RunningStage.SANITY_CHECKING].sanity_checking = False
             self.state.stage = None
@@ -1045,20 +997,13 @@ class Trainer(TrainerBase):
         self.loop.resolve_outcome()
         loops = loop_state.loops_of(self)
         loops["fit_loop"]["state_dict"].update(self.data.state_dict())
-        as_lightning = hparams.as_lightning(loops, self.module, self.datamodule)
+        as_lightning = hparams.as_lightning(loops, self._module, self.datamodule)
         scope = ModuleScope(self._module)
         outer = scope.enter("on_save_checkpoint")
         checkpoint = checkpoints.dump(self, as_lightning, weights_only=weights_only)
         scope.enter(outer)
-        hparams.settle(checkpoint, self.module, self.datamodule)  # after the hooks, which may have changed them
+        hparams.settle(checkpoint, self._module, self.datamodule)  # after the hooks, which may have changed them
         return checkpoint
-
-    def _refuse_past_the_end(self) -> None:
-        if self.max_epochs not in (None, -1) and self.current_epoch > self.max_epochs:
-            raise ConfigurationError(
-                f"You restored a checkpoint with current_epoch={self.current_epoch}, but you have set"
-                f" Trainer(max_epochs={self.max_epochs}). Set max_epochs to the number of epochs in all."
-            )
 
     # --- construction -----------------------------------------------------------------------------------------
 
@@ -1105,12 +1050,6 @@ class Trainer(TrainerBase):
                 category=PossibleUserWarning,
             )
         return 1000
-
-
-def _folder(given: str | Path | None) -> str:
-    """``default_root_dir``: a folder here, written out, or one elsewhere (``s3://...``) as it is."""
-    folder = os.fspath(given or os.getcwd())
-    return folder if "://" in folder else os.path.normpath(os.path.expanduser(folder))
 
 
 def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:

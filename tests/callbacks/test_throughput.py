@@ -1,56 +1,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer
+from tests.support import FakeTrainer, Regression, fit_and_watch, loader_of, make_batches, make_trainer
 from trainer.callbacks import Throughput
 from trainer.callbacks.throughput import checksums
 from trainer.precision import MixedPrecision
 
 
-class FakeTrainer:
-    """What is read of a trainer, and the hooks of a fit in their order. Fetching a batch takes ``fetch`` seconds."""
-
-    def __init__(self, callback, world_size=1, device="cpu"):
-        self.callback = callback
-        self.world_size = world_size
-        self.strategy = SimpleNamespace(root_device=torch.device(device))
-        self.num_training_batches = 4
-        self.now = 100.0
-        callback._clock = lambda: self.now
-
-    def fit(self, epochs, fetch=0.0, validate_after=(3,)):
-        """Epochs are lists of the seconds that batches take."""
-        self.num_training_batches = len(epochs[0])
-        self.validate()  # the sanity check
-        self.callback.on_train_start(self, None)
-        for epoch in epochs:
-            self.callback.on_train_epoch_start(self, None)
-            for batch_idx, seconds in enumerate(epoch):
-                self.now += fetch
-                batch = [torch.full((8, 2), float(batch_idx)), torch.arange(8)]
-                self.callback.on_train_batch_start(self, None, batch, batch_idx)
-                self.now += seconds
-                self.callback.on_train_batch_end(self, None, {}, batch, batch_idx)
-                if batch_idx in validate_after:
-                    self.validate()
-                    self.now += 1000.0  # a checkpoint is written
-            self.callback.on_train_epoch_end(self, None)
-
-    def validate(self):
-        self.callback.on_validation_start(self, None)
-        self.now += 500.0
-        self.callback.on_validation_end(self, None)
+def fit(clock, callback, epochs, fetch=0.0, validate_after=(3,), **options):
+    """Run the hooks of a fit. Epochs are lists of the seconds that batches take; to fetch one takes ``fetch``."""
+    trainer = FakeTrainer(callback, clock=clock, batches=len(epochs[0]), **options)
+    validation = {"batches": 1, "seconds": 500.0}
+    trainer.evaluate(**validation)  # the sanity check
+    trainer.hook("on_train_start")
+    for epoch in epochs:
+        trainer.hook("on_train_epoch_start")
+        for batch_idx, seconds in enumerate(epoch):
+            clock.now += fetch
+            trainer.train_batch(batch_idx, [torch.full((8, 2), float(batch_idx)), torch.arange(8)], seconds=seconds)
+            if batch_idx in validate_after:
+                trainer.evaluate(**validation)
+                clock.now += 1000.0  # a checkpoint is written
+        trainer.end_epoch()
 
 
-def test_the_rate_is_that_of_training_alone():
+def test_the_rate_is_that_of_training_alone(clock):
     callback = Throughput(warmup_batches=0)
-    FakeTrainer(callback, world_size=2).fit([[1.0] * 4, [0.5] * 4, [2.0] * 4])
+    fit(clock, callback, [[1.0] * 4, [0.5] * 4, [2.0] * 4], world_size=2)
     assert callback.rates == [16.0, 32.0, 8.0]
     assert callback.samples_per_second == 16.0  # the median, not the mean
     assert callback.train_seconds == 14.0
@@ -58,9 +39,9 @@ def test_the_rate_is_that_of_training_alone():
     assert callback.waiting == 0.0
 
 
-def test_a_validation_inside_an_epoch_stops_the_clock():
+def test_a_validation_inside_an_epoch_stops_the_clock(clock):
     callback = Throughput(warmup_batches=0)
-    FakeTrainer(callback).fit([[1.0] * 4], validate_after=(0, 1, 3))
+    fit(clock, callback, [[1.0] * 4], validate_after=(0, 1, 3))
     assert callback.rates == [8.0]
     assert callback.train_seconds == 4.0
 
@@ -68,33 +49,32 @@ def test_a_validation_inside_an_epoch_stops_the_clock():
 @pytest.mark.parametrize(
     ("warmup", "rates", "measured"), [(0, [3.2, 8.0], 8), (1, [8.0, 8.0], 7), (2, [8.0, 8.0], 6), (50, [8.0, 8.0], 6)]
 )
-def test_the_first_batches_do_not_count(warmup, rates, measured):
+def test_the_first_batches_do_not_count(clock, warmup, rates, measured):
     callback = Throughput(warmup)
-    FakeTrainer(callback).fit([[7.0, 1.0, 1.0, 1.0], [1.0] * 4])
+    fit(clock, callback, [[7.0, 1.0, 1.0, 1.0], [1.0] * 4])
     assert callback.rates == rates
     assert callback.measured_batches == measured
     assert callback.train_seconds == 14.0  # this has it all
 
 
-def test_the_warm_up_is_over_once():
+def test_the_warm_up_is_over_once(clock):
     callback = Throughput(warmup_batches=2)
-    FakeTrainer(callback).fit([[9.0, 9.0, *[1.0] * 7], [1.0] * 9])
+    fit(clock, callback, [[9.0, 9.0, *[1.0] * 7], [1.0] * 9])
     assert callback.rates == [8.0, 8.0]
     assert callback.measured_batches == 16
 
 
-def test_waiting_for_batches_is_part_of_the_time():
+def test_waiting_for_batches_is_part_of_the_time(clock):
     callback = Throughput(warmup_batches=0)
-    FakeTrainer(callback).fit([[1.0] * 4], fetch=3.0)
+    fit(clock, callback, [[1.0] * 4], fetch=3.0)
     assert callback.rates == [2.0]
     assert callback.waiting == 0.75
 
 
-def test_a_second_fit_starts_afresh():
+def test_a_second_fit_starts_afresh(clock):
     callback = Throughput(warmup_batches=2)
-    trainer = FakeTrainer(callback)
-    trainer.fit([[1.0] * 4, [1.0] * 4])
-    trainer.fit([[9.0, 9.0, 2.0, 2.0]])
+    fit(clock, callback, [[1.0] * 4, [1.0] * 4])
+    fit(clock, callback, [[9.0, 9.0, 2.0, 2.0]])
     assert callback.rates == [4.0]
     assert callback.train_seconds == 22.0
     assert callback.measured_batches == 2
@@ -107,12 +87,12 @@ def test_nothing_is_known_before_the_first_epoch_ends():
     assert callback.waiting is None
 
 
-def test_a_gpu_is_waited_for_at_the_ends_only(monkeypatch):
+def test_a_gpu_is_waited_for_at_the_ends_only(clock, monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     for batches in (4, 40):
         waits.clear()
-        FakeTrainer(Throughput(warmup_batches=2), device="cuda:1").fit([[1.0] * batches] * 2, validate_after=())
+        fit(clock, Throughput(warmup_batches=2), [[1.0] * batches] * 2, validate_after=(), device="cuda:1")
         # epoch start, around the first batch's checksum, epoch end; around the end of the warm-up
         assert waits == [torch.device("cuda:1")] * (2 * 4 + 2)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import write
-from tests.cli.sweep.test_sweep import command_line
+from tests.warm_python import WarmPython
 from trainer.cli import main
 
 STOPPED = {
@@ -57,8 +57,8 @@ def test_the_exit_status_tells_the_signal(stopped: Path, number: int, status: in
 
 
 @pytest.mark.slow
-def test_a_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path) -> None:
-    done = command_line("fit", "-m", *LINE, "model.to_parent=true", "seed=1,2", "hydra.sweep.dir=jobs")
+def test_a_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python: WarmPython) -> None:
+    done = python.trainer("fit", "-m", *LINE, "model.to_parent=true", "seed=1,2", "hydra.sweep.dir=jobs", children=True)
     assert done.returncode == 143, done.stderr
     (job,) = json.loads(Path("jobs/summary.json").read_text())
     assert (job["job"], job["status"], job["exit_status"], job["steps"]) == (0, "interrupted", 143, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -47,12 +48,6 @@ def attributes(trainer: Any) -> list[str]:
 
 with lightnings_noise_ignored():
     ATTRIBUTES = attributes(lightning())
-
-
-def test_it_is_one_of_lightnings_trainers_and_inherits_nothing_public() -> None:
-    assert issubclass(Trainer, LightningTrainer)
-    own = {name for kind in Trainer.__mro__[: Trainer.__mro__.index(LightningTrainer)] for name in vars(kind)}
-    assert {name for name in vars(LightningTrainer) if not name.startswith("_")} - own == set()
 
 
 class Reads(Callback):
@@ -140,6 +135,51 @@ def test_attributes_say_what_lightnings_say(arguments: dict[str, Any], tmp_path:
     assert not different
 
 
+INHERITED = {
+    name: value
+    for name, value in inspect.getmembers(Trainer)
+    if vars(LightningTrainer).get(name) is value and not name.startswith("_")
+}
+PROPERTIES = {name: value for name, value in INHERITED.items() if isinstance(value, property)}
+
+
+class UsesAllThatIsInherited(Reads):
+    """Reads what is inherited from Lightning's Trainer, assigns it to itself where it can be assigned, and calls it."""
+
+    def look(self, where: str, trainer: Any) -> None:
+        for name, attribute in PROPERTIES.items():
+            value = getattr(trainer, name)
+            if attribute.fset is not None:
+                setattr(trainer, name, value)
+                assert getattr(trainer, name) == value, name
+            if name not in IN_OUR_OWN_WAY:
+                self.read.setdefault(where, {})[name] = plain(value)
+        trainer.print(where)
+        with trainer.init_module():
+            assert nn.Linear(2, 2).weight.device == trainer.strategy.root_device
+
+
+def test_everything_inherited_from_lightnings_trainer_works(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert INHERITED.keys() - PROPERTIES.keys() == {"print", "init_module"}, "call the others in `look`, too"
+
+    def scenario(make: Any) -> Any:
+        uses, arguments = UsesAllThatIsInherited(), {"default_root_dir": tmp_path, "logger": RecordingLogger()}
+        trainer = make(max_epochs=2, callbacks=[uses], log_every_n_steps=1, **arguments)
+        uses.look("built", trainer)
+        trainer.validate(Logs(), data(4), verbose=False)
+        trainer.fit(Logs(), data(8), data(4))
+        trainer.test(Logs(), data(4), verbose=False)
+        trainer.predict(Logs(), data(4))
+        uses.look("after", trainer)
+        return uses.read, capsys.readouterr().out.splitlines()
+
+    (theirs, printed), mine = run_both(scenario)
+    assert mine[1] == printed
+    assert set(printed) == theirs.keys() == mine[0].keys()
+    for where, values in theirs.items():
+        assert mine[0][where] == values, where
+
+
 def test_callbacks_are_found_by_kind() -> None:
     early, saver = EarlyStopping("x"), ModelCheckpoint()
     trainer = ours(callbacks=[early, saver], enable_checkpointing=True)
@@ -164,12 +204,11 @@ def test_only_rank_zero_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "hello!"
 
 
-def test_the_base_class_assigns_nothing_itself() -> None:
-    """Each attribute that it declares is there after construction."""
+def test_every_attribute_that_our_classes_declare_is_there_after_construction() -> None:
+    ours_alone = Trainer.__mro__[1 : Trainer.__mro__.index(LightningTrainer)]
+    declared = {name for kind in ours_alone for name in vars(kind).get("__annotations__", {})}
     trainer = ours()
-    declared = {name for kind in Trainer.__mro__[1:-1] for name in vars(kind).get("__annotations__", {})}
-    missing = {name for name in declared if not hasattr(trainer, name)}
-    assert not missing
+    assert {name for name in declared if not hasattr(trainer, name)} == set()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true", "64-true"])

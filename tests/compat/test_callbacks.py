@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
-from trainer.compat.callbacks import in_order, monitors, overrides, with_model_callbacks
+from trainer.compat.callbacks import in_order, monitors, overrides
 
 
 class Own(Callback):
@@ -69,18 +69,6 @@ def test_those_that_read_metrics_at_the_epochs_end_wait_for_the_module() -> None
     assert monitors(EarlyStopping("x"))
     assert monitors(ModelCheckpoint())
     assert not monitors(Own())
-
-
-def test_the_modules_callbacks_replace_those_of_their_type() -> None:
-    class Module(Learner):
-        def configure_callbacks(self) -> Any:
-            return EarlyStopping("mine")
-
-    module = Module()
-    trainers = EarlyStopping("trainer's"), Own()
-    merged = with_model_callbacks(list(trainers), module)
-    assert [getattr(callback, "monitor", None) for callback in merged] == [None, "mine"]
-    assert with_model_callbacks(list(trainers), Learner()) == list(trainers)
 
 
 def test_the_modules_callbacks_run() -> None:

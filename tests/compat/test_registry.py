@@ -38,7 +38,8 @@ def test_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     vars(package)["download_model"], vars(checkpoints)["LightningModelCheckpoint"] = download_model, Uploads
     for module in (package, ModuleType("litmodels.integrations"), checkpoints):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for place in ("trainer.compat.registry", "lightning.pytorch.utilities.model_registry"):
+    connector = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+    for place in ("trainer.compat.checkpoints", connector, "lightning.pytorch.utilities.model_registry"):
         monkeypatch.setattr(f"{place}.module_available", lambda name: True)
     monkeypatch.setattr(registry, "RequirementCache", lambda requirement: True)
 

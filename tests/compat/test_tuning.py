@@ -299,7 +299,7 @@ def test_the_connector_answers_to_all_of_lightnings_names(tmp_path: Path) -> Non
     trainer = ours()
     assert connector_of(trainer) is connector_of(trainer)  # what somebody puts there stays
     connector_of(trainer)._ckpt_path, connector_of(trainer)._user_managed = "x.ckpt", True
-    assert (trainer.ckpt_path, trainer.ckpt_path_is_assigned) == ("x.ckpt", True)
+    assert trainer.ckpt_path == "x.ckpt"
 
 
 @pytest.mark.parametrize(

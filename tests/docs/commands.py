@@ -73,7 +73,7 @@ def main(name: str, words: list[str]) -> int:
         ours = [place for place, pair in enumerate(pairwise(words)) if pair == ("-m", "trainer")]
         if ours:
             words = [*words, *limits(words[ours[0] + 2 :], os.environ.get("DOCS_LIMITS"))]
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     from warm_python import run
 
     return run(os.environ["WARM_PYTHON"], words)

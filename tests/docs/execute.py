@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
@@ -20,41 +19,20 @@ import yaml
 from tests.docs.commands import AGAIN, NAMES, ROOT
 from tests.docs.output import missing_line
 from tests.docs.pages import READ, Block
+from tests.warm_python import WarmPython
 
 _HERE = Path(__file__).parent
 
 
-@contextmanager
-def warm_python(folder: Path, packages: Path = ROOT) -> Iterator[Path]:
-    """A server of `tests.docs.warm_python` for the time of the context; yields its socket.
-
-    Args:
-        folder: for the socket; its path must be short.
-        packages: the folder that has the project's packages: the checkout, or where a wheel is installed.
-    """
-    path = folder / "python"
-    environment = os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, str(_HERE / "warm_python.py"), "serve", str(path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as server:
-        try:
-            assert server.stdout is not None
-            assert server.stdout.readline() == "ready\n"
-            yield path
-        finally:
-            server.terminate()
-
-
-def run(blocks: Sequence[Block], folder: Path, tools: Path, server: Path, timeout: float, packages: Path = ROOT) -> str:
+def run(blocks: Sequence[Block], folder: Path, tools: Path, python: WarmPython, timeout: float) -> str:
     """Run a page's blocks.
 
     Args:
         blocks: of the page.
         folder: an empty one.
         tools: a folder for what is needed to run them.
-        server: the warm Python's socket.
+        python: what runs programs.
         timeout: seconds for all of them.
-        packages: those of the server.
 
     Returns:
         Everything that was printed.
@@ -68,7 +46,7 @@ def run(blocks: Sequence[Block], folder: Path, tools: Path, server: Path, timeou
     make_commands(tools)
     script = tools / "page.sh"
     script.write_text("\n".join(["set -eo pipefail", *_lines(blocks, tools)]) + "\n")
-    environment = shell_environment(tools, server, packages)
+    environment = shell_environment(tools, python)
     if any("scripts/" in block.text for block in blocks):
         shutil.copytree(tools / "scripts", folder / "scripts")
     status, said = _bash(script, folder, environment, timeout)
@@ -80,16 +58,16 @@ def run(blocks: Sequence[Block], folder: Path, tools: Path, server: Path, timeou
     return said
 
 
-def shell_environment(tools: Path, server: Path, packages: Path = ROOT) -> dict[str, str]:
+def shell_environment(tools: Path, python: WarmPython) -> dict[str, str]:
     """The environment in which commands of a page run. ``tools`` has what `make_commands` makes."""
     dropped = ("PYTEST", "COLUMNS", "TRAINER_TRUST")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return environment | {
         "XDG_CONFIG_HOME": str(tools / "config"),
         "PATH": f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(packages),
+        "PYTHONPATH": str(python.packages),
         "OMP_NUM_THREADS": "1",
-        "WARM_PYTHON": str(server),
+        "WARM_PYTHON": str(python.socket),
         "WARM_PYTHON_AGAIN": str(tools / "bin" / AGAIN),
     }
 

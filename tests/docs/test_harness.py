@@ -15,6 +15,7 @@ from tests.docs.commands import limits
 from tests.docs.execute import run
 from tests.docs.output import missing_line
 from tests.docs.pages import Block, PageError, anchors, blocks, links
+from tests.warm_python import WarmPython
 
 
 def page(text: str) -> list[Block]:
@@ -99,17 +100,17 @@ def test_compares_outputs():
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
 class TestRunning:
-    def run(self, text: str, tmp_path: Path, server: Path, timeout: float = 60.0) -> str:
+    def run(self, text: str, tmp_path: Path, python: WarmPython, timeout: float = 60.0) -> str:
         folder = tmp_path / "folder"
         folder.mkdir()
-        return run(page(text), folder, tmp_path / "tools", server, timeout)
+        return run(page(text), folder, tmp_path / "tools", python, timeout)
 
-    def fails(self, text: str, tmp_path: Path, server: Path, timeout: float = 60.0) -> str:
+    def fails(self, text: str, tmp_path: Path, python: WarmPython, timeout: float = 60.0) -> str:
         with pytest.raises(AssertionError) as error:
-            self.run(text, tmp_path, server, timeout)
+            self.run(text, tmp_path, python, timeout)
         return str(error.value)
 
-    def test_blocks_share_folder_and_environment(self, tmp_path: Path, server: Path):
+    def test_blocks_share_folder_and_environment(self, tmp_path: Path, python: WarmPython):
         said = self.run(
             """
             <!-- file: package/mine.py -->
@@ -145,7 +146,7 @@ class TestRunning:
             ```
             """,
             tmp_path,
-            server,
+            python,
         )
         assert "7 kept package ['block_13.py']" in said
         assert "There is no command 'fitt'. Did you mean 'fit'?" in said
@@ -167,10 +168,10 @@ class TestRunning:
             ("```bash\necho one\n```\n<!-- output -->\n```text\ntwo\n```\n", "'two', which was not printed"),
         ],
     )
-    def test_notices(self, text: str, message: str, tmp_path: Path, server: Path):
-        assert message in self.fails(text, tmp_path, server)
+    def test_notices(self, text: str, message: str, tmp_path: Path, python: WarmPython):
+        assert message in self.fails(text, tmp_path, python)
 
-    def test_what_hangs_is_ended(self, tmp_path: Path, server: Path):
+    def test_what_hangs_is_ended(self, tmp_path: Path, python: WarmPython):
         sleeps = """
             ```python
             import os, subprocess, sys, time
@@ -178,7 +179,7 @@ class TestRunning:
             time.sleep(300)
             ```
         """
-        assert "Not ready after 5 s" in self.fails(sleeps, tmp_path, server, timeout=5.0)
+        assert "Not ready after 5 s" in self.fails(sleeps, tmp_path, python, timeout=5.0)
         process = int((tmp_path / "folder" / "process").read_text())
         for _ in range(100):
             try:

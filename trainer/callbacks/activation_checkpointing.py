@@ -52,11 +52,11 @@ class ActivationCheckpointing(Callback):
         self._checkpointed: list[_CheckpointedForward] = []
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Find the modules: early, since this is where a wrong name shows."""
+        """Find the modules early, so that a wrong name is refused before the run starts."""
         self._chosen = _choose(pl_module, self.modules)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Exchange their forward."""
+        """Replace their forward."""
         self._checkpointed = [_CheckpointedForward(module) for module in self._chosen]
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -110,7 +110,7 @@ def _matches(choice: Choice, name: str, module: nn.Module) -> bool:
 
 
 class _CheckpointedForward:
-    """Stands in the place of a module's ``forward``: as an attribute of the instance, which comes before the class's.
+    """Replaces a module's ``forward``: an attribute of the instance, which precedes the class's.
 
     Args:
         module: whose forward.
@@ -119,12 +119,12 @@ class _CheckpointedForward:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._forward: Callable[..., Any] = module.forward
-        self._outer = vars(module).get("forward")  # somebody else's exchange, which comes back
+        self._outer = vars(module).get("forward")  # somebody else's replacement, which is restored
         self._buffers = [(owner, name) for owner in module.modules() for name, _ in owner.named_buffers(recurse=False)]
         vars(module)["forward"] = self
 
     def remove(self) -> None:
-        """Give the module its forward back, unless somebody has exchanged ours meanwhile."""
+        """Restore the module's forward, unless ours has been replaced meanwhile."""
         if vars(self._module).get("forward") is not self:
             return
         if self._outer is None:

@@ -36,7 +36,7 @@ class AnomalyDetection(Callback):
         self._recorder: Recorder | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy is of no run
+        # a copy belongs to no run
         return {**vars(self), "_recorder": None}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -54,11 +54,11 @@ class AnomalyDetection(Callback):
             _replay(trainer, batches)
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the batches."""
+        """Drop the recorded batches."""
         self._let_go()
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the batches."""
+        """Drop the recorded batches."""
         self._let_go()
 
     def _let_go(self) -> None:

@@ -75,7 +75,7 @@ class GradientClipping(Callback):
     ) -> None:
         """Log the norm of a step that was taken."""
         if self.log_norm and outcome.grad_norm is not None and not outcome.skipped:
-            # the gradients, and so their norm, are the same on all ranks: nothing to synchronise
+            # the gradients and so their norm are equal on all ranks: nothing to synchronise
             trainer.log_metric(
                 "grad_norm", outcome.grad_norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True
             )

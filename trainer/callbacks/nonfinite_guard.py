@@ -81,24 +81,24 @@ class NonFiniteGuard(Callback):
         self.every_step = every_step and policy != "go_on"
         self.max_in_a_row = max_in_a_row
         if not self.every_step:
-            vars(self)["on_after_optimizer_step"] = None  # a hook that nobody has costs a step nothing
+            vars(self)["on_after_optimizer_step"] = None  # a hook that nobody overrides costs a step nothing
         self._scaler: Any = None  # the Trainer's own, while a guard stands in its place
         self._watch: _Watch | None = None
         self._in_a_row = 0
         self._has_told = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy is of no run
+        # a copy belongs to no run
         return {**vars(self), "_scaler": None, "_watch": None}
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Put a scaler that scales nothing, and skips steps, in the place of one that does neither."""
+        """Replace a scaler that neither scales nor skips by one that skips steps."""
         if stage == "fit" and self.every_step and not trainer.scaler.skips_steps:
             self._scaler = trainer.scaler
             trainer.scaler = trainer.loop.scaler = StepGuard(trainer.engine.device.type)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Start afresh."""
+        """Reset the counts."""
         self._in_a_row, self._has_told = 0, False
         if not self.every_step:
             return
@@ -148,15 +148,15 @@ class NonFiniteGuard(Callback):
             )
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the Trainer as it was."""
+        """Restore the Trainer's scaler and training step."""
         self._let_go(trainer)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Leave the Trainer as it was."""
+        """Restore the Trainer's scaler and training step."""
         self._let_go(trainer)
 
     def _tell(self, trainer: Any, step: int) -> None:
-        """Say it once; end the run where too many steps in a row were skipped."""
+        """Warn once; end the run where too many steps in a row were skipped."""
         if self._in_a_row == self.max_in_a_row:
             raise NonFiniteError(
                 f"{self._in_a_row} optimizer steps in a row, up to step {step} of epoch {trainer.current_epoch}, were"
@@ -210,7 +210,7 @@ class _Window:
 
     @torch.no_grad()
     def put_buffers_back(self) -> None:
-        """Give elements of buffers that are not finite the values from before."""
+        """Restore the elements of buffers that are not finite to their values from before the window."""
         for buffer, saved in zip(self._buffers, self._saved, strict=True):
             buffer.copy_(buffer.where(buffer.isfinite(), saved))
 
@@ -228,7 +228,7 @@ class _Window:
 
 
 class _Watch:
-    """Stands in the place of ``FitLoop.training_step`` and keeps windows until their outcome is known.
+    """Replaces ``FitLoop.training_step`` and keeps windows until their outcome is known.
 
     As ``trainer.postmortem.recording.Recorder``, but cheap enough to be there at every step.
 
@@ -251,10 +251,10 @@ class _Watch:
         self._loop.training_step = self
 
     def stop(self) -> None:
-        """Keep nothing any more."""
+        """Stop recording."""
         self._windows.clear()
         self._is_watching = False
-        if self._loop.training_step is self:  # otherwise somebody else has been put in front of this one
+        if self._loop.training_step is self:  # otherwise another recorder was put in front of this one
             self._loop.training_step = self._training_step
 
     def take(self) -> _Window | None:

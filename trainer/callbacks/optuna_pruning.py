@@ -1,4 +1,4 @@
-"""Ends a run that a study of Optuna does not think worth finishing."""
+"""Ends a run that an Optuna study prunes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trainer.studies import trial_of
 class OptunaPruning(L.Callback):
     """Reports a metric to a trial of Optuna after each validation, and stops the run when the study's pruner says so.
 
-    ``hydra/sweeper=optuna`` adds it to each job. The run ends as by early stopping, so its checkpoints are as they
-    should be. Validations are counted from 0, across a resume.
+    ``hydra/sweeper=optuna`` adds it to each job. The run ends as with early stopping, so its checkpoints are complete.
+    Validations are counted from 0, across a resume.
 
     Args:
         storage: of the study, a URL as Optuna takes it.
@@ -38,6 +38,10 @@ class OptunaPruning(L.Callback):
         self.validations = 0
         self._trial: Any = None
         self._reported: set[int] = set()  # validations; a trial that is run again has some
+
+    def run_facts(self) -> dict[str, Any]:
+        """What the record of the run says."""
+        return {"pruned": True} if self.pruned else {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the study, on the first process."""

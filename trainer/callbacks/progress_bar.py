@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.text import Text
 from torch import Tensor
 
-from trainer.callbacks.curves import training_loss
+from trainer.record.measures import training_loss
 
 # Drawing may take this share of the time at most: a terminal that is slow (a busy ssh connection, say) is
 # written to less often than `refresh_rate` asks for.

@@ -27,7 +27,7 @@ class ScalerCheckpoint(Callback):
         self._unused: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """A fit begins without what an earlier one was given."""
+        """Forget the state that an earlier fit was given."""
         if stage == "fit":
             self._unused = {}
 
@@ -38,7 +38,7 @@ class ScalerCheckpoint(Callback):
             checkpoint[KEY] = state
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore it, or say why not. Evaluating a checkpoint does not touch the scaler."""
+        """Restore it, or log why it was not restored. Evaluating a checkpoint does not change the scaler."""
         if not trainer.training:
             return
         state = checkpoint.get(KEY) or checkpoint.get(OLD_KEY)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from lightning.fabric.utilities.registry import _load_external_callbacks
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector, _validate_callbacks_list
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.arguments import refuse_other_package
 from trainer.compat.averaging import follows_outcomes
-from trainer.compat.logging import ModuleScope
-from trainer.loops.hooks import Hook
 
 _BASES = (Callback, LightningModule, LightningDataModule)
 
@@ -46,66 +44,24 @@ def saves(callback: Any) -> bool:
 
 
 def in_order(callbacks: Sequence[Any]) -> list[Any]:
-    """Tuners first, those that save checkpoints last, the others between them as they were given."""
-
-    def place(callback: Any) -> int:
-        if isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
-            return 0
-        return 2 if isinstance(callback, Checkpoint) else 1
-
-    return sorted(callbacks, key=place)
-
-
-def with_model_callbacks(callbacks: list[Any], module: LightningModule) -> list[Any]:
-    """``callbacks`` with those of ``module.configure_callbacks()``, which replace those of their types and bases."""
-    returned = Hook("configure_callbacks", ModuleScope(module), module=module.configure_callbacks)()
-    if not returned:
-        return callbacks
-    own = list(returned) if isinstance(returned, Sequence) else [returned]
-    refuse_other_package("configure_callbacks", *own)
-    types = {type(callback) for callback in callbacks} - {Callback}
-    replaced = {kind for kind in types if any(issubclass(type(callback), kind) for callback in own)}
-    if replaced:
-        rank_zero_info(
-            "The following callbacks returned in `LightningModule.configure_callbacks` will override existing callbacks"
-            f" passed to Trainer: {', '.join(sorted(kind.__name__ for kind in replaced))}"
-        )
-    return in_order([callback for callback in callbacks if type(callback) not in replaced] + own)
-
-
-def check_state_keys(callbacks: Sequence[Any]) -> None:
-    """Refuse callbacks whose states would take each other's place in a checkpoint.
+    """Tuners first, those that save checkpoints last, the others between them as they were given.
 
     Raises:
-        RuntimeError: two callbacks with a state have the same ``state_key``.
+        RuntimeError: two callbacks with a state have the same ``state_key``: one's would take the other's place in a
+            checkpoint.
     """
-    seen = set()
-    for callback in callbacks:
-        if not overrides(callback, "state_dict"):
-            continue
-        if callback.state_key in seen:
-            raise RuntimeError(
-                f"Found more than one stateful callback of type `{type(callback).__name__}`. In the current"
-                " configuration, this callback does not support being saved alongside other instances of the same type:"
-                f" both have state_key={callback.state_key!r}, and one's state would take the other's place. Leave one"
-                " out, or give them different arguments, or a `state_key` of their own."
-            )
-        seen.add(callback.state_key)
+    try:
+        _validate_callbacks_list(list(callbacks))
+    except RuntimeError as error:
+        advice = "Leave one out, or give them different arguments, or a `state_key` of their own."
+        raise RuntimeError(f"{error} {advice}") from None
+    return _CallbackConnector._reorder_callbacks(list(callbacks))
 
 
-def run_hook_around(trainer: Any, name: Literal["setup", "teardown"]) -> None:
-    """Run ``setup`` or ``teardown``: the datamodule's, then the callbacks', then the module's."""
-    module, datamodule, stage = trainer.lightning_module, trainer.datamodule, trainer.state.fn
-    calls: list[tuple[str, str, Any, tuple[Any, ...]]] = []
-    calls += [("LightningDataModule", type(datamodule).__name__, getattr(datamodule, name, None), ())]
-    calls += [("Callback", one.state_key, getattr(one, name), (trainer, module)) for one in trainer.callbacks]
-    calls += [("LightningModule", type(module).__name__, getattr(module, name), ())]
-    outer, module._current_fx_name = module._current_fx_name, name
-    for kind, owner, call, arguments in calls:
-        if callable(call):
-            with trainer.profiler.profile(f"[{kind}]{owner}.{name}"):
-                call(*arguments, stage=stage)
-    module._current_fx_name = outer
+def attach_model_callbacks(trainer: Any) -> None:
+    """Add the callbacks of ``LightningModule.configure_callbacks``, which replace those of their types and bases."""
+    trainer._callback_connector._attach_model_callbacks()
+    refuse_other_package("configure_callbacks", *trainer.callbacks)
 
 
 def external_callbacks() -> list[Any]:

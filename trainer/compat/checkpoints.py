@@ -1,20 +1,22 @@
-"""Which file ``ckpt_path`` means, and what older versions of Lightning wrote."""
+"""Which file ``ckpt_path`` means, and what is put back from it; by Lightning's checkpoint connector."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+from lightning.pytorch.utilities.model_registry import _is_registry, download_model_from_registry
+from lightning_utilities.core.imports import module_available
 
-from trainer.compat import registry
-from trainer.compat.restored_paths import refuse_foreign
-from trainer.compat.signals import requeued_checkpoint
+from trainer import redaction
+from trainer.checkpoint import state as checkpoints
+from trainer.compat import loop_state, restored_paths, resuming, savers
 from trainer.errors import ConfigurationError
 
 VERSION_KEY = "pytorch-lightning_version"
@@ -26,118 +28,129 @@ def up_to_date(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     return _pl_migrate_checkpoint(checkpoint, path) if is_lightnings else checkpoint
 
 
-def select_path(trainer: Any, given: str | Path | None, *, model_given: bool) -> str | Path | None:
-    """The file to load for a run that was called with ``ckpt_path=given``; None for none.
+class CheckpointConnector(_CheckpointConnector):
+    """``trainer._checkpoint_connector``: Lightning's; what it writes, reads and puts back is ours.
 
-    What the user has assigned to ``trainer.ckpt_path`` counts where nothing is given; otherwise what is given does.
-
-    Args:
-        trainer: which state's function is about to run.
-        given: a path, a URL, ``"best"``, ``"last"``, ``"hpc"``, ``"registry..."`` or None.
-        model_given: whether the run was given a module; if not, None means ``"best"``.
-
-    Raises:
-        ConfigurationError: there is no such file.
+    Who uses it, beside the Trainer: the tuner's finders and programs that dump a checkpoint.
     """
-    if trainer.ckpt_path_is_assigned:
-        if not given:
-            assigned: str | Path = trainer.ckpt_path
-            return assigned
-        rank_zero_warn(
-            f"`trainer.ckpt_path = {trainer.ckpt_path!r}` was called but then you passed"
-            f" `trainer.fit(ckpt_path={given!r})`. The latter will be loaded."
-        )
-        trainer.ckpt_path = None
-    fn: str = trainer.state.fn.value
-    on_exception = [callback for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]
-    if given is None:
-        given = _by_default(trainer, fn, model_given, has_on_exception=bool(on_exception))
-        if given is None:
+
+    trainer: Any
+
+    def select(self, given: str | Path | None, *, model_given: bool) -> None:
+        """Choose the file to load for a run that was called with ``ckpt_path=given``: ``trainer.ckpt_path``.
+
+        What the user has assigned to ``trainer.ckpt_path`` counts where nothing is given.
+
+        Args:
+            given: a path, a URL, ``"best"``, ``"last"``, ``"hpc"``, ``"registry..."`` or None.
+            model_given: whether the run was given a module; if not, None means ``"best"``.
+
+        Raises:
+            ConfigurationError: there is no such file, or only another checkpoint says which one it is.
+        """
+        trainer, is_assigned = self.trainer, self._user_managed and not given
+        if given and _is_registry(given) and module_available("litmodels"):
+            download_model_from_registry(given, trainer)
+        try:
+            path = self._select_ckpt_path(trainer.state.fn, given, model_provided=model_given, model_connected=True)
+        except ValueError as error:
+            advice = "Add ModelCheckpoint(monitor=...) to the callbacks, or pass the path of a file."
+            if given == "hpc":
+                advice = f"Expected a file hpc_ckpt_*.ckpt in {trainer.default_root_dir}."
+            raise ConfigurationError(f"{str(error).rstrip('.')}. {advice}") from error
+        if path != given and not is_assigned:
+            restored_paths.refuse_foreign(trainer, path, trainer.state.fn.value)
+        self._ckpt_path = path
+
+    def find_newest(self, session: ExitStack) -> None:
+        """``resume="auto"``: unless a checkpoint is chosen, choose the newest good one in the folders of this run.
+
+        Args:
+            session: holds the folders for this run alone until it closes.
+        """
+        if self._ckpt_path is None:
+            self._ckpt_path = resuming.newest_checkpoint(self.trainer, session)
+
+    def restore_module_and_callbacks(self, weights_only: bool | None) -> None:
+        """Read the run's checkpoint, if it has one, and put back what has to be there before the strategy's set-up."""
+        self._loaded_checkpoint = {}
+        if self._ckpt_path is None:
+            return
+        rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self._ckpt_path))}")
+        self.resume_start(self._ckpt_path, weights_only)
+        checkpoints.restore_module_and_callbacks(self.trainer, self._loaded_checkpoint)
+        if self.trainer.state.fn is TrainerFn.FITTING:
+            savers.restore(self.trainer, self._loaded_checkpoint)
+        restored_paths.take_note(self.trainer)
+
+    def restore_fit(self) -> dict[str, Any] | None:
+        """Put back counters, optimizers and schedules. Returns what the checkpoint has of this process."""
+        trainer, checkpoint = self.trainer, self._loaded_checkpoint
+        if not checkpoint:
+            trainer.progress.start_anew()
             return None
-    if given == "best":
-        given = _best(trainer, fn)
-    elif given == "last":
-        given = _last(trainer, fn, on_exception)
-        if given is None:
-            return None
-    elif given == "hpc":
-        given = requeued_checkpoint(trainer)
-        if given is None:
+        checkpoints.restore_training(trainer, checkpoint, loop_state.progress_from)
+        if loops := checkpoint.get("loops"):
+            validation = trainer.eval_loops[RunningStage.VALIDATING].progress
+            loop_state.evaluation_from(loops["fit_loop"], validation, trainer.progress)
+            loop_state.resume_validation(validation, trainer.progress)
+        if trainer.max_epochs not in (None, -1) and trainer.current_epoch > trainer.max_epochs:
             raise ConfigurationError(
-                f'`.{fn}(ckpt_path="hpc")` is set but no HPC checkpoint was found: expected a file hpc_ckpt_*.ckpt in'
-                f" {trainer.default_root_dir}. Please pass an exact checkpoint path to `.{fn}(ckpt_path=...)`"
+                f"You restored a checkpoint with current_epoch={trainer.current_epoch}, but you have set"
+                f" Trainer(max_epochs={trainer.max_epochs}). Set max_epochs to the number of epochs in all."
             )
-    else:
-        given = registry.fetch(given, trainer)
-    if not given:
-        raise ConfigurationError(
-            f"`.{fn}()` found no path for the best weights: {given!r}. Please specify a path for a checkpoint"
-            f" `.{fn}(ckpt_path=PATH)`"
-        )
-    return given
+        if trainer.progress.batches_this_epoch or trainer.max_steps != -1:
+            trainer.data.states = loop_state.loader_states_in(checkpoint)
+        return checkpoints.process_state_in(checkpoint, trainer.engine, exact=trainer.exact_resume)
 
+    def forget(self) -> None:
+        """Everything is put back: say so, and free the memory."""
+        if self._loaded_checkpoint:
+            done = "Restored all states" if self.trainer.state.fn is TrainerFn.FITTING else "Loaded model weights"
+            rank_zero_info(f"{done} from the checkpoint at {redaction.text(str(self._ckpt_path))}")
+        self._loaded_checkpoint = {}
 
-def _by_default(trainer: Any, fn: str, model_given: bool, *, has_on_exception: bool) -> str | None:
-    if SLURMEnvironment.detect() and requeued_checkpoint(trainer) is not None:
-        return "hpc"
-    advice = (
-        f" You can pass `.{fn}(ckpt_path='best')` to use the best model or `.{fn}(ckpt_path='last')` to use the last"
-        " model. If you pass a value, this warning will be silenced."
-    )
-    if has_on_exception and trainer.state.fn is TrainerFn.FITTING:
-        rank_zero_warn(
-            f"`.{fn}(ckpt_path=None)` was called with an `OnExceptionCheckpoint`. The last model of the previous `fit`"
-            f" call will be used.{advice}"
-        )
-        return "last"
-    if model_given:
-        return None
-    tip = " There is also an on-exception checkpoint available, however it is used by default only when fitting."
-    rank_zero_warn(
-        f"`.{fn}(ckpt_path=None)` was called without a model. The best model of the previous `fit` call will be used."
-        f"{tip if has_on_exception else ''}{advice}"
-    )
-    return "best"
+    def _get_loops_state_dict(self) -> dict[str, Any]:
+        return loop_state.loops_of(self.trainer)
 
+    def restore_callbacks(self) -> None:
+        """Put back the callbacks' states."""
+        super().restore_callbacks()
+        _call_callbacks_load_state_dict(self.trainer, self._ours)
 
-def _best(trainer: Any, fn: str) -> str | Path | None:
-    if len(trainer.checkpoint_callbacks) > 1:
-        rank_zero_warn(
-            f'`.{fn}(ckpt_path="best")` is called with Trainer configured with multiple `ModelCheckpoint` callbacks.'
-            " It will use the best checkpoint path from first checkpoint callback."
-        )
-    callback = trainer.checkpoint_callback
-    if callback is None:
-        raise ConfigurationError(
-            f'`.{fn}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured. Add one to the callbacks, or'
-            " pass the path of a file."
-        )
-    path: str | Path | None = getattr(callback, "best_model_path", None)
-    refuse_foreign(trainer, path, fn)
-    if not path and hasattr(callback, "best_model_path"):
-        if trainer.fast_dev_run:
-            raise ConfigurationError(
-                f'You cannot execute `.{fn}(ckpt_path="best")` with `fast_dev_run=True`. Please pass an exact'
-                f" checkpoint path to `.{fn}(ckpt_path=...)`"
-            )
-        raise ConfigurationError(
-            f'`.{fn}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save the best model.'
-            " Add ModelCheckpoint(monitor=...) to the callbacks, or pass the path of a file."
-        )
-    return path
+    def restore_loops(self) -> None:
+        """Put back the counters."""
+        super().restore_loops()
+        if self.trainer.state.fn is TrainerFn.FITTING and "progress" in self._ours:
+            self.trainer.progress.load_state_dict(self._ours["progress"])
 
+    @property
+    def _ours(self) -> dict[str, Any]:
+        """What the checkpoint that is read has beside Lightning's parts."""
+        ours: dict[str, Any] = self._loaded_checkpoint.get("loops", {}).get(checkpoints.OUR_KEY, {})
+        return ours
 
-def _last(trainer: Any, fn: str, on_exception: list[OnExceptionCheckpoint]) -> str | None:
-    candidates: set[Any] = {callback.ckpt_path for callback in on_exception}
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            candidates |= callback._find_last_checkpoints(trainer)
-    times = {path: fs.modified(path) for path in candidates if path and (fs := get_filesystem(path)).exists(path)}
-    if not times:
-        rank_zero_warn(  # not an error: so it can be there before the first run
-            f'.{fn}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be loaded.'
-            " HINT: Set `ModelCheckpoint(..., save_last=True)`."
-        )
-        return None
-    newest: str = max(times, key=times.__getitem__)
-    return newest
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """A checkpoint of this moment."""
+        checkpoint: dict[str, Any] = self.trainer._dump(bool(weights_only))
+        return checkpoint
+
+    def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
+        """Read a checkpoint, for the methods that put back parts of it."""
+        self._ckpt_path = checkpoint_path
+        if checkpoint_path:
+            self._loaded_checkpoint = checkpoints.read(self.trainer.engine, checkpoint_path, weights_only)
+
+    def restore(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
+        """Put back everything that a checkpoint of this run holds."""
+        if not checkpoint_path:
+            return
+        trainer = self.trainer
+        checkpoint = checkpoints.read(trainer.engine, checkpoint_path, weights_only)
+        checkpoints.restore_module_and_callbacks(trainer, checkpoint)
+        if trainer.state.fn is not TrainerFn.FITTING:
+            return
+        if "lr_schedulers" in checkpoint and len(checkpoint["lr_schedulers"]) != len(trainer.engine.schedules):
+            checkpoint["lr_schedulers"] = []  # a finder that failed has left a schedule of its own; that error counts
+            trainer.engine.schedules.clear()
+        checkpoints.restore_training(trainer, checkpoint, loop_state.progress_from)

@@ -146,7 +146,6 @@ class LightningEngine:
 
     def _spawn(self, launcher: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
         """Have processes call ``function(*args)`` that are started for it; signals are passed on to them."""
-        self.strategy._lightning_module = self._trainer.module  # which gets the weights, and can be saved here
         with signals_passed_on(launcher):
             return launcher.launch(function, *args, trainer=self._trainer)
 

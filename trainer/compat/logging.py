@@ -8,7 +8,7 @@ its way here through :class:`ResultsView`.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,15 +17,15 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, accumulation_dtype, to_scalars
+from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, PublishedMetrics, accumulation_dtype, to_scalars
 
 _REDUCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max",
                "avg": "mean", sum: "sum", min: "min", max: "max"}  # fmt: skip
@@ -359,6 +359,40 @@ class ResultsView(Mapping[str, ResultView]):
         """Nothing: the loops reset their metrics at an epoch's start."""
 
 
+class LoggerConnector(_LoggerConnector):
+    """``trainer._logger_connector``: Lightning's, over the metrics that our loops publish."""
+
+    trainer: Any
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """Everything logged so far, for callbacks to monitor; 0-dim tensors. One live dict."""
+        return self._fresh().callback
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """Everything logged so far that is meant for loggers; 0-dim tensors."""
+        return self._fresh().logged
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """Everything logged so far that is meant for the progress bar; numbers: asking waits for the device."""
+        return self._fresh().read_progress_bar()
+
+    def _fresh(self) -> PublishedMetrics:
+        """The published metrics, with what the running stage has logged since they were published."""
+        store: MetricStore | None = self.trainer.active_metrics
+        published: PublishedMetrics = self.trainer.published
+        if store is not None and store.entries:
+            published.take(store.current())
+        return published
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Send a row to the loggers."""
+        at = self.trainer.progress.updates if step is None else step
+        self.trainer.recorder.send(metrics, at, exact_step=step is not None)
+
+
 def attach_log(module: LightningModule, trainer: Any) -> None:
     """Put a :class:`ModuleLog` in the place of ``module.log``, unless somebody has overridden that.
 
@@ -436,11 +470,3 @@ def _find_attribute(module: LightningModule, name: str, metric: Metric) -> None:
 
 def _misuse(message: str) -> Exception:
     return MisconfigurationException(message)
-
-
-def print_results(results: list[dict[str, float]], stage: str, own: Callable[..., None] | None = None) -> None:
-    """Print what an evaluation logged as a table, a column for each dataloader; as Lightning or ``own`` does."""
-    if own is not None:
-        own([{name: torch.tensor(value) for name, value in result.items()} for result in results], stage)
-        return
-    _EvaluationLoop._print_results(results, stage)  # type: ignore[arg-type]  # tensors there, numbers here

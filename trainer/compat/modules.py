@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
+from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_hook, _call_teardown_hook
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify_strategy_supports_compile
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.arguments import refuse_other_package
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.data.batches import Loaders
-from trainer.precision.base import Precision
+
+call_setup_hooks = _call_setup_hook
+configure_model = _call_configure_model
+call_teardown_hooks = _call_teardown_hook
 
 
-def as_module(model: Any) -> LightningModule:
-    """``model``, or the LightningModule inside what ``torch.compile`` returned.
+def attach(trainer: Any, model: Any) -> LightningModule:
+    """Make ``model`` the Trainer's module; None stands for that of an earlier run. Returns it.
+
+    Args:
+        trainer: the Trainer.
+        model: a LightningModule, or what ``torch.compile`` returned for one.
 
     Raises:
         ConfigurationError: it is a module of another package.
-        TypeError: it is neither.
+        TypeError: it is neither, or None and there was no earlier run.
     """
     refuse_other_package("model", getattr(model, "_orig_mod", model))
-    return _maybe_unwrap_optimized(model)
+    if model is None and trainer.lightning_module is None:
+        raise TypeError(
+            f"`Trainer.{trainer.state.fn.value}()` requires a `LightningModule` when it hasn't been passed in a"
+            " previous run"
+        )
+    module = trainer.lightning_module if model is None else _maybe_unwrap_optimized(model)
+    trainer.strategy._lightning_module = module
+    module.trainer = trainer
+    return module
 
 
 def verify(trainer: Any, module: LightningModule) -> None:
@@ -68,33 +81,8 @@ def warn_of_eval_mode(module: LightningModule) -> None:
         )
 
 
-def announce_device(trainer: Any, module: LightningModule) -> None:
-    """Let ``module.device`` tell where the module will be; it is moved there after the ``setup`` hooks."""
-    for part in module.modules():
-        if isinstance(part, _DeviceDtypeModuleMixin):
-            part._device = trainer.strategy.root_device
-
-
 def set_up_profiler(trainer: Any, module: LightningModule) -> None:
     """Tell the profiler whose run it watches."""
     trainer.profiler._lightning_module = module
     rank = trainer.local_rank if trainer.world_size > 1 else None
     trainer.profiler.setup(stage=trainer.state.fn, local_rank=rank, log_dir=trainer.log_dir)
-
-
-def configure_model(trainer: Any, module: LightningModule, precision: Precision) -> None:
-    """Run ``module.configure_model()``, whose parameters are made on the device and in the precision's dtype."""
-    if not is_overridden("configure_model", module):
-        return
-    with ExitStack() as stack:
-        stack.enter_context(trainer.strategy.tensor_init_context())
-        stack.enter_context(trainer.strategy.model_sharded_context())
-        module._current_fx_name = "configure_model"
-        module.configure_model()
-    module._current_fx_name = None
-
-
-def forget_run(module: LightningModule) -> None:
-    """Forget what belonged to the run that has ended."""
-    module._current_fx_name = None
-    module._metric_attributes = None

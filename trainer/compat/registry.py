@@ -8,16 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.utilities.model_registry import (
-    _is_registry,
-    download_model_from_registry,
-    find_model_local_ckpt_path,
-)
-from lightning_utilities.core.imports import RequirementCache, module_available
+from lightning_utilities.core.imports import RequirementCache
 
 
 def model_name(given: str | None) -> str | None:
@@ -32,11 +25,3 @@ def default_checkpoint(model_registry: str | None) -> Callable[[], Checkpoint]:
     from litmodels.integrations.checkpoints import LightningModelCheckpoint  # type: ignore[import-not-found]
 
     return partial(LightningModelCheckpoint, model_registry=model_registry)
-
-
-def fetch(ckpt_path: str | Path, trainer: Any) -> str | Path:
-    """The file that ``ckpt_path`` means: downloaded where it names a registered model, itself otherwise."""
-    if not _is_registry(ckpt_path) or not module_available("litmodels"):
-        return ckpt_path
-    download_model_from_registry(ckpt_path, trainer)
-    return find_model_local_ckpt_path(ckpt_path, trainer._model_registry, trainer.default_root_dir)

@@ -300,11 +300,6 @@ class Signals:
         return callable(signal.getsignal(signal.SIGTERM))
 
 
-def requeued_checkpoint(trainer: Any) -> str | None:
-    """The newest checkpoint that a requeued job has left in ``default_root_dir``; None for none."""
-    return _CheckpointConnector(trainer)._hpc_resume_path
-
-
 class _PassOn:
     """The handler of a process that waits for others."""
 

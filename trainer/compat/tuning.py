@@ -9,15 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
-from trainer.checkpoint import state as checkpoints
-from trainer.compat import loop_state
 from trainer.data.batches import TrainingBatches
 from trainer.state.metrics import MetricStore
 
@@ -58,89 +53,6 @@ def _loaders(trainer: Any, stage: RunningStage) -> Any:
     """The dataloaders of ``stage``. Where there were none, because of a limit of 0, they are asked for again."""
     loaders = trainer.data.loaders(stage)
     return trainer.data.loaders(stage, anew=True) if loaders is None else loaders
-
-
-class CheckpointConnectorView(_CheckpointConnector):
-    """``trainer._checkpoint_connector``: Lightning's, for the finders, SLURM's requeueing, and the curious.
-
-    What it has are the Trainer's path and checkpoint; what it writes, reads and puts back is ours.
-    """
-
-    trainer: Any
-
-    def __init__(self, trainer: Any) -> None:  # all that Lightning's constructor assigns is the Trainer's
-        self.trainer = trainer
-
-    @property
-    def _ckpt_path(self) -> str | Path | None:
-        path: str | Path | None = self.trainer._ckpt_path
-        return path
-
-    @_ckpt_path.setter
-    def _ckpt_path(self, path: str | Path | None) -> None:
-        self.trainer._ckpt_path = path
-
-    @property
-    def _user_managed(self) -> bool:
-        return bool(self.trainer.ckpt_path_is_assigned)
-
-    @_user_managed.setter
-    def _user_managed(self, is_assigned: bool) -> None:
-        self.trainer.ckpt_path_is_assigned = is_assigned
-
-    @property
-    def _loaded_checkpoint(self) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = self.trainer._checkpoint
-        return checkpoint
-
-    @_loaded_checkpoint.setter
-    def _loaded_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.trainer._checkpoint = checkpoint
-
-    def _get_loops_state_dict(self) -> dict[str, Any]:
-        return loop_state.loops_of(self.trainer)
-
-    def restore_callbacks(self) -> None:
-        """Put back the callbacks' states."""
-        super().restore_callbacks()
-        _call_callbacks_load_state_dict(self.trainer, self._ours)
-
-    def restore_loops(self) -> None:
-        """Put back the counters."""
-        super().restore_loops()
-        if self.trainer.state.fn is TrainerFn.FITTING and "progress" in self._ours:
-            self.trainer.progress.load_state_dict(self._ours["progress"])
-
-    @property
-    def _ours(self) -> dict[str, Any]:
-        """What the checkpoint that is read has beside Lightning's parts."""
-        ours: dict[str, Any] = self._loaded_checkpoint.get("loops", {}).get(checkpoints.OUR_KEY, {})
-        return ours
-
-    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """A checkpoint of this moment."""
-        checkpoint: dict[str, Any] = self.trainer._dump(bool(weights_only))
-        return checkpoint
-
-    def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
-        """Read a checkpoint, for the methods that put back parts of it."""
-        self._ckpt_path = checkpoint_path
-        if checkpoint_path:
-            self._loaded_checkpoint = checkpoints.read(self.trainer.engine, checkpoint_path, weights_only)
-
-    def restore(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
-        """Put back everything that a checkpoint of this run holds."""
-        if not checkpoint_path:
-            return
-        trainer = self.trainer
-        checkpoint = checkpoints.read(trainer.engine, checkpoint_path, weights_only)
-        checkpoints.restore_module_and_callbacks(trainer, checkpoint)
-        if trainer.state.fn is not TrainerFn.FITTING:
-            return
-        if "lr_schedulers" in checkpoint and len(checkpoint["lr_schedulers"]) != len(trainer.engine.schedules):
-            checkpoint["lr_schedulers"] = []  # a finder that failed has left a schedule of its own; that error counts
-            trainer.engine.schedules.clear()
-        checkpoints.restore_training(trainer, checkpoint, loop_state.progress_from)
 
 
 @contextmanager

@@ -1,14 +1,21 @@
-"""``trainer.loops.fit`` and its relatives, as stock callbacks, loggers and the tuner read and write them.
+"""``trainer.fit_loop`` and its relatives, as stock callbacks, loggers and the tuner read and write them.
 
-Each view holds nothing of its own: it shows the loop's state under Lightning's names.
+Each view is one of Lightning's loops whose state is that of our loop: what Lightning's constructor assigns is a
+property here. What Lightning derives from that state (``done``, ``batch_idx``, ``max_batches``, ...) is inherited. The
+methods that would run something call our loop.
 """
+
+# mypy: disable-error-code="override"
+# (Lightning's loops have attributes where views have properties.)
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
+import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -16,9 +23,11 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning_utilities.core.rank_zero import WarningCache, rank_zero_debug, rank_zero_info
+from lightning_utilities.core.rank_zero import WarningCache
+from torch import Tensor
 
 from trainer.compat import loop_state, tuning
 from trainer.compat.logging import ResultsView
@@ -30,36 +39,42 @@ _warnings = WarningCache()
 View = TypeVar("View")
 
 
+def alias(path: str, *, writable: bool = False) -> Any:
+    """A property that shows another attribute.
+
+    Args:
+        path: of that attribute, from the object that has the property: ``"loop.limits.max_steps"``.
+        writable: whether assigning to the property assigns to that attribute.
+    """
+    owner, _, name = path.rpartition(".")
+    find_owner = attrgetter(owner)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(find_owner(self), name, value)
+
+    def delete(self: Any) -> None:
+        delattr(find_owner(self), name)
+
+    return property(attrgetter(path), *(write, delete) if writable else ())
+
+
 def is_automatic(trainer: Any) -> bool:
     """Whether optimization is automatic."""
     return trainer.lightning_module is None or bool(trainer.lightning_module.automatic_optimization)
 
 
-def announce_end(trainer: Any) -> None:
-    """Say why a fit trains no further epoch."""
-    limits, progress = trainer.loop.limits, trainer.progress
-    if trainer.num_training_batches == 0:
-        rank_zero_info("`Trainer.fit` stopped: No training batches.")
-    elif limits.max_steps != -1 and progress.optimizer_steps >= limits.max_steps:
-        rank_zero_info(f"`Trainer.fit` stopped: `max_steps={limits.max_steps!r}` reached.")
-    elif limits.max_epochs not in (None, -1) and progress.epochs_trained >= limits.max_epochs:
-        rank_zero_info(f"`Trainer.fit` stopped: `max_epochs={limits.max_epochs!r}` reached.")
-    else:
-        rank_zero_debug("`Trainer.fit` stopped: `trainer.should_stop` was set.")
-
-
 class LoopPlace(Generic[View]):
-    """Where a Trainer, or a loop, has one of its loops: a view of ours.
+    """The attribute of a Trainer or of a loop that holds one of its loops: a view.
 
-    Of a loop of Lightning's that a program puts there, the table of its results is taken, and it may override nothing
-    else: it would not run.
+    A program may assign a loop of Lightning's to it. Its table of results is used, and it may override nothing else:
+    that would not run.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, holder: Any, owner: type | None = None) -> View:
-        place: Any = self if holder is None else vars(holder)[self._name]  # asked of the class it is the place itself
+        place: Any = self if holder is None else vars(holder)[self._name]
         view: View = place
         return view
 
@@ -75,7 +90,7 @@ class LoopPlace(Generic[View]):
                 " Use hooks of the module or of a callback."
             )
         if own:
-            vars(holder)[self._name].print_results = getattr(loop, "_print_results")  # noqa: B009
+            vars(holder)[self._name]._print_results = getattr(loop, "_print_results")  # noqa: B009
 
 
 def _overrides_of(loop: Any) -> set[str]:
@@ -88,78 +103,64 @@ def _overrides_of(loop: Any) -> set[str]:
     return own - set(vars(type("", (), {})))
 
 
-class EvalLoopView:
-    """``trainer.validate_loop``, ``test_loop``, ``predict_loop`` and ``fit_loop.epoch_loop.val_loop``."""
+class _EvaluationView(_Loop):
+    """What the views of all evaluations have in common."""
 
-    def __init__(self, trainer: Any, loop: EvalLoop, stage: RunningStage) -> None:
-        self.trainer = self._trainer = trainer
+    trainer: Any
+    verbose: bool = alias("_loop.verbose", writable=True)
+    inference_mode: bool = alias("_loop.inference_mode", writable=True)
+    _has_run: bool = alias("_loop.progress.has_run")
+
+    def __init__(self, trainer: Any, loop: EvalLoop, stage: RunningStage, fn: TrainerFn) -> None:
+        _Loop.__init__(self, trainer)
         self._loop = loop
         self._stage = stage
-        self.print_results: Callable[[list[dict[str, Any]], str], None] | None = None  # a table of somebody's own
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # the tuner asks what kind of loop it has
-        return _PredictionLoop if self._stage is RunningStage.PREDICTING else _EvaluationLoop
-
-    def __reduce__(self) -> Any:
-        return _bare, (type(self),), vars(self)
-
-    @property
-    def _results(self) -> Any:
-        return ResultsView(self._trainer, self._loop.metrics)
-
-    @property
-    def _has_run(self) -> bool:
-        return self._loop.progress.has_run
-
-    @property
-    def restarting(self) -> bool:
-        """Whether the loop goes on in the middle of a pass: ours never does."""
-        return False
-
-    @restarting.setter
-    def restarting(self, restarting: bool) -> None:
-        pass
-
-    @property
-    def verbose(self) -> bool:
-        """Whether the results are printed."""
-        return self._loop.verbose
-
-    @verbose.setter
-    def verbose(self, verbose: bool) -> None:
-        self._loop.verbose = verbose
-
-    @property
-    def return_predictions(self) -> bool:
-        """Whether what ``predict_step`` returns is kept."""
-        return self._loop.keep_predictions
-
-    @return_predictions.setter
-    def return_predictions(self, keep: bool | None) -> None:
-        self._loop.keep_predictions = keep is not False
+        self._trainer_fn = fn
 
     @property
     def _data_source(self) -> Any:
-        return self._trainer.data.source(self._stage)
+        return self.trainer.data.source(self._stage)
 
     @property
     def _combined_loader(self) -> Any:
-        loaders = self._trainer.data.loaders(self._stage) if self._trainer.data.is_ready(self._stage) else None
+        loaders = self.trainer.data.loaders(self._stage) if self.trainer.data.is_ready(self._stage) else None
         return None if loaders is None else loaders.combined
 
     @_combined_loader.setter
     def _combined_loader(self, combined: None) -> None:
-        self._trainer.data.forget(self._stage)
+        self.trainer.data.forget(self._stage)
+
+    @property
+    def _data_fetcher(self) -> Any:
+        return getattr(self._loop.loaders, "fetcher", None)
 
     def setup_data(self) -> None:
         """Make the dataloaders, where there are none yet."""
-        tuning.set_up_evaluation_data(self._trainer, self._stage)
+        tuning.set_up_evaluation_data(self.trainer, self._stage)
+
+    def reset(self) -> None:
+        """Forget the last pass."""
+        self._loop.progress.forget_run()
+
+    def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
+        """What a checkpoint keeps of the counts."""
+        return {"state_dict": {}, "batch_progress": self.batch_progress.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Go on from what ``state_dict`` returned."""
+        loop_state.batches_from(state_dict["batch_progress"], self._loop.progress)
+
+    @property
+    def batch_progress(self) -> Any:
+        """Counts of batches."""
+        inside_fit = self._stage is RunningStage.VALIDATING and self.trainer.state.fn is TrainerFn.FITTING
+        epoch = self.trainer.progress.epoch_start.epoch if inside_fit else None
+        return loop_state.evaluation_of(self._loop.progress, epoch)
 
     @property
     def run(self) -> Callable[[], Any]:
         """One pass, from inside a hook of another. What is assigned takes the place of every pass of the loop."""
-        return vars(self._loop).get("run") or partial(tuning.rerun, self._trainer, self._stage)
+        return vars(self._loop).get("run") or partial(tuning.rerun, self.trainer, self._stage)
 
     @run.setter
     def run(self, run: Callable[..., Any]) -> None:
@@ -169,56 +170,49 @@ class EvalLoopView:
     def run(self) -> None:
         del self._loop.run
 
-    @property
-    def _evaluation_step(self) -> Callable[..., None]:
-        return self._loop.evaluate_batch
+    def _limits(self) -> list[float]:
+        """Batches to run of each dataloader, as soon as there are dataloaders."""
+        data = self.trainer.data
+        loaders = data.loaders(self._stage) if data.is_ready(self._stage) else self._loop.loaders
+        return [] if loaders is None else loaders.limits
 
-    @_evaluation_step.setter
-    def _evaluation_step(self, step: Callable[..., None]) -> None:
-        self._loop.evaluate_batch = step  # type: ignore[method-assign]
 
-    @_evaluation_step.deleter
-    def _evaluation_step(self) -> None:
-        del self._loop.evaluate_batch
+class EvalLoopView(_EvaluationView, _EvaluationLoop):
+    """``trainer.validate_loop``, ``test_loop`` and ``fit_loop.epoch_loop.val_loop``."""
 
-    def reset(self) -> None:
-        """Forget the last pass."""
-        self._loop.progress.forget_run()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the counts."""
-        return {"state_dict": {}, "batch_progress": self.batch_progress.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
-        loop_state.batches_from(state_dict["batch_progress"], self._loop.progress)
+    _evaluation_step: Any = alias("_loop.evaluate_batch", writable=True)
 
     @property
-    def _data_fetcher(self) -> Any:
-        return getattr(self._loop.loaders, "fetcher", None)
+    def _results(self) -> Any:
+        return ResultsView(self.trainer, self._loop.metrics)
+
+    @property
+    def _max_batches(self) -> list[float]:
+        """Of the validation inside a fit: none while ``validate`` runs, which has the same loop of ours."""
+        is_anothers = self._trainer_fn is TrainerFn.FITTING and self.trainer.state.fn is TrainerFn.VALIDATING
+        return [] if is_anothers else self._limits()
+
+    def print_results(self, results: list[Mapping[str, float]]) -> None:
+        """Print what a run has logged as a table, a column for each dataloader."""
+        tables = [{name: _as_tensor(value) for name, value in metrics.items()} for metrics in results]
+        self._print_results(tables, self._trainer_fn.value)
+
+
+def _as_tensor(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)  # with all its digits
+
+
+class PredictLoopView(_EvaluationView, _PredictionLoop):
+    """``trainer.predict_loop``."""
+
+    _results = None
+    _predictions: list[list[Any]] = alias("_loop.predictions")
+    _return_predictions: bool = alias("_loop.keep_predictions", writable=True)
 
     @property
     def max_batches(self) -> list[float]:
         """Batches to run of each dataloader."""
-        return [] if self._loop.loaders is None else self._loop.loaders.limits
-
-    @property
-    def num_dataloaders(self) -> int:
-        """The number of dataloaders."""
-        return len(self.max_batches)
-
-    @property
-    def batch_progress(self) -> Any:
-        """Counts of batches."""
-        inside_fit = self._stage is RunningStage.VALIDATING and self._trainer.state.fn is TrainerFn.FITTING
-        epoch = self._trainer.progress.epoch_start.epoch if inside_fit else None
-        return loop_state.evaluation_of(self._loop.progress, epoch)
-
-    @property
-    def predictions(self) -> Any:
-        """What ``predict_step`` returned so far; a list for each dataloader where there are several."""
-        made = self._loop.predictions
-        return made[0] if len(made) == 1 else made
+        return self._limits()
 
     @property
     def epoch_batch_indices(self) -> list[list[list[int]]]:
@@ -254,7 +248,7 @@ class EvalLoopView:
     @property
     def is_written_at_the_end(self) -> bool:
         """Whether a callback will write all predictions at the end, and they have to be kept for it."""
-        callbacks = self._trainer.callbacks
+        callbacks = self.trainer.callbacks
         return any(isinstance(one, BasePredictionWriter) and one.interval.on_epoch for one in callbacks)
 
 
@@ -289,15 +283,23 @@ class ManualOptimizationView(_ManualOptimization):
         pass  # Lightning's constructor
 
 
-class EpochLoopView:
+class EpochLoopView(_TrainingEpochLoop):
     """``fit_loop.epoch_loop``."""
 
+    trainer: Any
     val_loop = LoopPlace[EvalLoopView]()
+    min_steps: int | None = alias("_loop.limits.min_steps", writable=True)
+    max_steps: int = alias("_loop.limits.max_steps", writable=True)
+    global_step: int = alias("_loop.progress.optimizer_steps")
+    _batches_that_stepped: int = alias("_loop.progress.updates")
+    _warning_cache = _warnings
 
     def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoopView) -> None:
-        self.trainer = self._trainer = trainer
+        _Loop.__init__(self, trainer)
         self._loop = loop
         self.val_loop = val_loop
+        self.automatic_optimization = AutomaticOptimizationView(trainer)
+        self.manual_optimization = ManualOptimizationView(trainer)
 
     @property
     def batch_progress(self) -> Any:
@@ -310,66 +312,8 @@ class EpochLoopView:
         return loop_state.schedules_of(self._loop.progress)
 
     @property
-    def automatic_optimization(self) -> AutomaticOptimizationView:
-        """Counts of steps of optimizers."""
-        return AutomaticOptimizationView(self._trainer)
-
-    @property
-    def manual_optimization(self) -> ManualOptimizationView:
-        """The same, in manual optimization."""
-        return ManualOptimizationView(self._trainer)
-
-    @property
     def _results(self) -> Any:
-        return ResultsView(self._trainer, self._loop.metrics)
-
-    @property
-    def _batches_that_stepped(self) -> int:
-        return self._loop.progress.updates
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps attempted."""
-        return self._loop.progress.optimizer_steps
-
-    @property
-    def total_batch_idx(self) -> int:
-        """Zero-based index of the current batch over all epochs."""
-        return self._loop.progress.batches_started - 1
-
-    @property
-    def batch_idx(self) -> int:
-        """Zero-based index of the current batch within its epoch, or between epochs that of the last."""
-        return int(self.batch_progress.current.ready) - 1
-
-    @property
-    def max_steps(self) -> int:
-        """Optimizer steps to take in all."""
-        return self._loop.limits.max_steps
-
-    @max_steps.setter
-    def max_steps(self, steps: int) -> None:
-        self._loop.limits.max_steps = steps
-
-    @property
-    def min_steps(self) -> int | None:
-        """Optimizer steps before ``should_stop`` is heeded."""
-        return self._loop.limits.min_steps
-
-    @property
-    def done(self) -> bool:
-        """Whether to leave the epoch."""
-        limits, progress = self._loop.limits, self._loop.progress
-        return progress.batches_this_epoch >= self._trainer.num_training_batches or limits.ends_epoch()
-
-    @property
-    def restarting(self) -> bool:
-        """Whether the epoch that runs was begun by another run, which a checkpoint of this one has ended."""
-        return False
-
-    @restarting.setter
-    def restarting(self, restarting: bool) -> None:
-        pass
+        return ResultsView(self.trainer, self._loop.metrics)
 
     def reset(self) -> None:
         """Give up a batch that is under way."""
@@ -377,12 +321,6 @@ class EpochLoopView:
 
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open
-
-    def _get_monitor_value(self, key: str) -> Any:
-        return self._trainer.callback_metrics.get(key)
-
-    def _should_check_val_epoch(self) -> bool:
-        return self._loop.validate is not None and self._loop.limits.epoch_validates()
 
 
 class MonitoredMetrics(Mapping[str, Any]):
@@ -403,24 +341,19 @@ class MonitoredMetrics(Mapping[str, Any]):
         return len(self._trainer.callback_metrics)
 
 
-class FitLoopView:
-    """``trainer.loops.fit``."""
+class FitLoopView(_FitLoop):
+    """``trainer.fit_loop``."""
 
+    trainer: Any
     epoch_loop = LoopPlace[EpochLoopView]()
+    min_epochs: int | None = alias("_loop.limits.min_epochs", writable=True)
+    max_epochs: int | None = alias("_loop.limits.max_epochs", writable=True)
 
-    def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoop) -> None:
-        self.trainer = self._trainer = trainer
+    def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoopView) -> None:
+        _Loop.__init__(self, trainer)
         self._loop = loop
-        self._val_loop = val_loop
         self._usual_train = loop.train  # while a callback wants forward passes only
-        self.epoch_loop = EpochLoopView(trainer, loop, EvalLoopView(trainer, val_loop, RunningStage.VALIDATING))
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # the tuner asks what kind of loop it has
-        return _FitLoop
-
-    def __reduce__(self) -> Any:
-        return _bare, (type(self),), vars(self)
+        self.epoch_loop = EpochLoopView(trainer, loop, val_loop)
 
     @property
     def restarting(self) -> bool:
@@ -430,15 +363,6 @@ class FitLoopView:
     @restarting.setter
     def restarting(self, restarting: bool) -> None:
         self._loop.progress.resumed_epoch = self._loop.progress.epoch if restarting else -1
-
-    @property
-    def skip(self) -> bool:
-        """Whether there is nothing to train at all."""
-        return self.done or self._trainer.limit_train_batches == 0
-
-    @property
-    def _can_stop_early(self) -> bool:
-        return self._loop.limits.may_stop()
 
     @property
     def _skip_backward(self) -> bool:
@@ -453,109 +377,61 @@ class FitLoopView:
 
     @property
     def _data_source(self) -> Any:
-        return self._trainer.data.source(RunningStage.TRAINING)
-
-    def setup_data(self) -> None:
-        """Make the dataloaders, where there are none yet."""
-        tuning.set_up_training_data(self._trainer)
-
-    def run(self) -> None:
-        """Train, from inside a hook of another run."""
-        tuning.rerun(self._trainer, RunningStage.TRAINING)
+        return self.trainer.data.source(RunningStage.TRAINING)
 
     @property
-    def _results(self) -> Any:
-        return self._trainer._results
+    def _combined_loader(self) -> Any:
+        data = self.trainer.data
+        loaders = data.loaders(RunningStage.TRAINING) if data.is_ready(RunningStage.TRAINING) else None
+        return None if loaders is None else loaders.combined
+
+    @_combined_loader.setter
+    def _combined_loader(self, combined: None) -> None:
+        self.trainer.data.forget(RunningStage.TRAINING)
 
     @property
-    def epoch_progress(self) -> Any:
-        """Counts of epochs."""
-        return loop_state.epochs_of(self._loop.progress)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of all these counts."""
-        loop, automatic = self._loop, is_automatic(self._trainer)
-        return loop_state.fit_loop_of(loop.progress, self._val_loop.progress, loop.window, automatic)
-
-    def reset(self) -> None:
-        """Give up a batch that is under way; an epoch goes on."""
-        self.epoch_loop.reset()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
-        loop_state.progress_from(state_dict, self._loop.progress)
-        loop_state.evaluation_from(state_dict, self._val_loop.progress, self._loop.progress)
-
-    @property
-    def max_epochs(self) -> int | None:
-        """Epochs to train in all."""
-        return self._loop.limits.max_epochs
-
-    @max_epochs.setter
-    def max_epochs(self, epochs: int | None) -> None:
-        self._loop.limits.max_epochs = epochs
-
-    @property
-    def min_epochs(self) -> int | None:
-        """Epochs before ``should_stop`` is heeded."""
-        return self._loop.limits.min_epochs
-
-    @property
-    def max_steps(self) -> int:
-        """Optimizer steps to take in all."""
-        return self._loop.limits.max_steps
-
-    @property
-    def min_steps(self) -> int | None:
-        """Optimizer steps before ``should_stop`` is heeded."""
-        return self._loop.limits.min_steps
+    def _data_fetcher(self) -> Any:
+        return getattr(self._loop.batches.loaders, "fetcher", None)
 
     @property
     def max_batches(self) -> int | float:
-        """Batches of one epoch; what the loop iterates is not changed by writing this."""
-        batches: float = self._trainer.num_training_batches
-        return batches if batches == float("inf") else int(batches)
+        """Batches of one epoch; inf where nobody knows, or not yet. Writing it does not change what is iterated."""
+        data, batches = self.trainer.data, self._loop.batches
+        loaders = data.loaders(RunningStage.TRAINING) if data.is_ready(RunningStage.TRAINING) else batches.loaders
+        number = batches.num_batches or float("inf")
+        if loaders is not None:  # SWA writes the number of those that the loop iterates
+            number = batches.num_batches if loaders is batches.loaders else loaders.num_batches()
+        return number if number == float("inf") else int(number)
 
     @max_batches.setter
     def max_batches(self, batches: int | float) -> None:
         self._loop.batches.num_batches = batches
 
     @property
-    def batch_idx(self) -> int:
-        """Zero-based index of the current batch within its epoch, or between epochs that of the last."""
-        return self.epoch_loop.batch_idx
+    def epoch_progress(self) -> Any:
+        """Counts of epochs."""
+        return loop_state.epochs_of(self._loop.progress)
 
-    @property
-    def total_batch_idx(self) -> int:
-        """Zero-based index of the current batch over all epochs."""
-        return self.epoch_loop.total_batch_idx
+    def setup_data(self) -> None:
+        """Make the dataloaders, where there are none yet."""
+        tuning.set_up_training_data(self.trainer)
 
-    @property
-    def _combined_loader(self) -> Any:
-        data = self._trainer.data
-        loaders = data.loaders(RunningStage.TRAINING) if data.is_ready(RunningStage.TRAINING) else None
-        return None if loaders is None else loaders.combined
+    def run(self) -> None:
+        """Train, from inside a hook of another run."""
+        tuning.rerun(self.trainer, RunningStage.TRAINING)
 
-    @_combined_loader.setter
-    def _combined_loader(self, combined: None) -> None:
-        self._trainer.data.forget(RunningStage.TRAINING)
+    def reset(self) -> None:
+        """Give up a batch that is under way; an epoch goes on."""
+        self.epoch_loop.reset()
 
-    @property
-    def done(self) -> bool:
-        """Whether no further epoch is to be trained; if so, says why."""
-        is_done = self._trainer.num_training_batches == 0 or self._loop.limits.ends_fit()
-        if is_done:
-            announce_end(self._trainer)
-        return is_done
+    def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
+        """What a checkpoint keeps of all these counts."""
+        loop, validation = self._loop, self.trainer.eval_loops[RunningStage.VALIDATING]
+        return loop_state.fit_loop_of(loop.progress, validation.progress, loop.window, is_automatic(self.trainer))
 
-    @property
-    def _data_fetcher(self) -> Any:
-        return getattr(self._loop.batches.loaders, "fetcher", None)
-
-    def _should_accumulate(self) -> bool:
-        return self._loop.window.is_open
-
-
-def _bare(view: type) -> Any:
-    """A view without attributes, for copies: what a view says its class is would be copied in its place."""
-    return object.__new__(view)
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Go on from what ``state_dict`` returned."""
+        progress = self._loop.progress
+        loop_state.progress_from(state_dict, progress)
+        validation = self.trainer.eval_loops[RunningStage.VALIDATING]
+        loop_state.evaluation_from(state_dict, validation.progress, progress)

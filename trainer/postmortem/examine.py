@@ -36,7 +36,7 @@ class Finding:
         origin: where the first gradient that is not finite was made.
         parameters: those whose gradients are not finite, in the order of the backward pass.
         largest_scale: the largest power of two at which all gradients are finite, on all ranks; 0 where there is none
-            (or only such at which the gradients that fail become zeros); inf where nobody has looked.
+            (or only such at which the gradients that fail become zeros); inf where it was not determined.
         broken_weights, broken_buffers, broken_batch: names of what was not finite before the step began.
         before: how many gradients, and outputs of modules, were finite before the first that was not.
         error: what ended the replay early.
@@ -62,7 +62,7 @@ class Finding:
 
 
 def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Finding:
-    """Replay the batches of one weight update, find the first that fails, and see why.
+    """Replay the batches of one weight update, find the first that fails, and find out why.
 
     To be called on all ranks, with as many batches on each; returns the same on all of them: what the rank has found
     on which it began, for a module that synchronises (``SyncBatchNorm``) takes it to the others. So that these stay
@@ -78,7 +78,7 @@ def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Fin
     try:
         with undisturbed(trainer) as now:
             _look_into(trainer, now, batches[position], finding)
-    except Exception as error:  # a report is no reason to end a run, and the other ranks wait below
+    except Exception as error:  # a report must not end the run, and the other ranks wait below
         finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if engine.world_size == 1:
         return finding
@@ -92,7 +92,7 @@ def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Fin
 def largest_power(fits: Callable[[float], bool]) -> float:
     """The largest power of two that fits, if those that do are all below those that do not; 0 where none does.
 
-    Asks eight times, whatever the answers.
+    Always runs eight tests, so that all ranks run the same number of passes.
     """
     low, high = _POWERS
     while low < high:

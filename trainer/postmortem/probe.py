@@ -32,7 +32,7 @@ class Magnitude(NamedTuple):
     dtype: str
 
     def joined(self, other: Magnitude) -> Magnitude:
-        """This and the other together."""
+        """The statistics of both."""
         dtype = other.dtype if other.not_finite and not self.not_finite else self.dtype
         counts = (self.not_finite + other.not_finite, self.elements + other.elements)
         return Magnitude(max(self.largest, other.largest), *counts, dtype)
@@ -81,7 +81,7 @@ class Probe:
     """Watches a forward pass of a module and of everything in it, and backward passes until one is not finite.
 
     Args:
-        module: the LightningModule. Its metrics are left out: what they return is nobody's input.
+        module: the LightningModule. Its metrics are left out: no module uses what they return.
 
     Attributes:
         first_output: the first call, in the order in which they return, whose output is not finite.
@@ -131,7 +131,7 @@ class Probe:
         self._in_forward, self._watches_gradients = True, False
 
     def look(self, name: str, gradient: Tensor) -> None:
-        """Take in the gradient of a parameter; to be called while the backward pass runs."""
+        """Record the gradient of a parameter; to be called while the backward pass runs."""
         magnitude = self._measured(gradient)
         if magnitude is None or not magnitude.not_finite:
             return
@@ -150,7 +150,7 @@ class Probe:
             return Origin(call)
         if what != "output":
             return Origin(call, parameter=what)
-        # it came to this module as it is: from the code of whichever caller was itself given a finite one
+        # the module received it: it was made in the code of the innermost caller that was given a finite one
         caller = call.caller
         while caller is not None and caller.gradient_in is not None and caller.gradient_in.not_finite:
             caller = caller.caller

@@ -12,7 +12,7 @@ from trainer.state import random_states
 
 
 class RecordedBatch(NamedTuple):
-    """One batch, and how things stood just before its ``training_step``.
+    """One batch, and the state just before its ``training_step``.
 
     Attributes:
         batch: as it is on the device; a reference.
@@ -34,8 +34,8 @@ class RecordedBatch(NamedTuple):
 class Recorder:
     """Keeps the batches of weight updates until their outcome is known.
 
-    While it records it stands in the place of ``FitLoop.training_step``: a run that records nothing pays
-    nothing, and what is kept is the state just before the forward, after everybody's ``on_train_batch_start``.
+    While it records it replaces ``FitLoop.training_step``: a run that records nothing has no cost, and what is kept
+    is the state just before the forward, after all ``on_train_batch_start`` hooks.
 
     The outcome of an update may be delivered late, when the next window has run already. So windows are numbered
     by the updates there have been since recording started, and :meth:`take` is called once for each outcome.
@@ -61,10 +61,10 @@ class Recorder:
         self._loop.training_step = self
 
     def stop(self) -> None:
-        """Record no more, and let go of everything."""
+        """Stop recording, and drop all batches."""
         self._windows.clear()
         self._from_step = math.inf
-        if self._loop.training_step is self:  # otherwise another recorder has been put in front of this one
+        if self._loop.training_step is self:  # otherwise another recorder was put in front of this one
             self._loop.training_step = self._training_step
 
     def take(self) -> list[RecordedBatch]:

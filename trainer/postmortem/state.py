@@ -49,7 +49,7 @@ class ObjectState:
             self._keep_attributes(mapping)
 
     def restore(self) -> None:
-        """Make it so again: the same objects, with the same contents."""
+        """Restore it: the same objects, with the same contents."""
         for now, then in self._attributes:
             for name in now.keys() - then.keys():
                 del now[name]
@@ -60,7 +60,9 @@ class ObjectState:
             parameter.requires_grad_(is_trained)
         for value, content in self._contents.values():
             if isinstance(value, Tensor):
-                value.data.copy_(content)  # .data: a graph that has saved this tensor need not know
+                value.data.copy_(
+                    content
+                )  # .data: a graph that has saved this tensor must not count it as a modification
             elif isinstance(value, torch.Generator):
                 value.set_state(content)
             elif not _same_items(value, content):
@@ -107,7 +109,7 @@ def _owners(roots: Iterable[object]) -> Iterable[object]:
 
 
 def _same_items(value: Any, content: Any) -> bool:
-    """Whether a container still holds the same objects in the same order; they need not know about equality."""
+    """Whether a container still holds the same objects in the same order; compared by identity."""
     if len(value) != len(content):
         return False
     if isinstance(value, dict):

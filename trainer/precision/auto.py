@@ -22,13 +22,13 @@ class AutoPrecision(Precision):
     Every process asks its own device: where they differ, name a precision.
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: of the loss scale, for where
-            it becomes ``16-mixed``; as in :class:`~trainer.precision.MixedPrecision`.
-        cpu_kernels: how float16 is computed on a CPU; likewise.
-        fp32_modules: modules that run in float32 all the same; likewise, and nothing to do in ``32-true``.
+        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: of the loss scale, used where
+        it becomes ``16-mixed``; see :class:`~trainer.precision.MixedPrecision`.
+        cpu_kernels: how float16 is computed on a CPU; see there.
+        fp32_modules: modules that run in float32 nevertheless; see there. Without effect in ``32-true``.
 
     Attributes:
-        said: what it has become, and why; empty before.
+        said: which precision was chosen, and why; empty before.
 
     Raises:
         PrecisionError: settings out of range.

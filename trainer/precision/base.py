@@ -6,7 +6,7 @@
 ``check(device)``                once, when the Trainer is built. Raises if the device cannot do it.
 ``build_scaler(device)``         once, when the Trainer is built: the scaler that lives as long as the
                                  Trainer.
-``init_context()``               around the making of weights, in ``configure_model`` and under
+``init_context()``               while weights are created, in ``configure_model`` and under
                                  ``trainer.init_module()``.
 ``convert_module(module)``       once a run, before weights are loaded into it and it is moved and wrapped.
 ``session(module, device)``      once a run: a context around everything from the first to the last batch.
@@ -16,8 +16,8 @@
                                  step function and nothing else; never around a backward.
 ===============================  ======================================================================
 
-The base class is 32-bit training: every method has the answer that changes nothing, so a plugin
-overrides only what it is about. A worked example, float32 with TensorFloat-32 products where the GPU has them::
+The base class is 32-bit training: the default of every method changes nothing, so a plugin overrides only
+the methods that it needs. A worked example, float32 with TensorFloat-32 products where the GPU has them::
 
     class TensorFloat32(Precision):
         name = "tf32"
@@ -74,7 +74,7 @@ class Precision:
         return LossScaler(device.type, enabled=False)
 
     def init_context(self) -> AbstractContextManager[object]:
-        """A context in which weights are made in the dtype that :meth:`convert_module` gives them."""
+        """A context in which weights are created in the dtype that :meth:`convert_module` gives them."""
         return _UNCHANGED
 
     def convert_module(self, module: nn.Module) -> nn.Module:

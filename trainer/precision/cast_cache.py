@@ -1,15 +1,15 @@
-"""What autocast cast where gradients were off is not reused where they are on: a remedy for torch 2.10.
+"""Keeps autocast from reusing casts made without gradients where gradients are needed: a workaround for torch 2.10.
 
 Autocast keeps the 16-bit copy of a weight until the outermost autocast ends, so that a weight used twice is cast
 once. torch 2.10 keeps also a copy made without gradients (under ``no_grad`` or ``inference_mode``, or inside the
 ``forward`` of an ``autograd.Function``) and hands it to a later forward with gradients. The weight then gets no
-gradient, or the wrong one, without a word (torch #65766, #112583, #120483). torch 2.11 casts with a graph in either
+gradient, or a wrong one, without an error (torch #65766, #112583, #120483). torch 2.11 casts with a graph in either
 case.
 
-:func:`with_trusted_cache` leaves the cache on, and torch as it is. On a torch with the mistake it lets a torch
-function mode look at every operation of the forward: the first one with gradients after one without empties the
-cache. That sees also what hooks on modules would not: weights used directly, custom functions. It costs some
-microseconds an operation there, and nothing elsewhere.
+:func:`with_trusted_cache` keeps the cache enabled. On a torch with the bug, a torch function mode inspects every
+operation of the forward: the first one with gradients after one without clears the cache. Unlike hooks on modules, it
+also sees weights that are used directly, and custom functions. It costs some microseconds an operation there, and
+nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["loses_gradients", "with_trusted_cache"]
 
 
 def with_trusted_cache(autocast: AbstractContextManager[object]) -> AbstractContextManager[object]:
-    """``autocast`` itself where torch keeps its cache right; else one that does. Reusable if ``autocast`` is."""
+    """``autocast`` itself where torch's cache is correct, else a wrapper that clears it; reusable like it."""
     return _ForgetsCastsWithoutGraph(autocast) if loses_gradients() else autocast
 
 
 @cache
 def loses_gradients() -> bool:
-    """Whether this torch reuses casts made without gradients. Tried out, once a process, on one weight."""
+    """Whether this torch reuses casts made without gradients. Tested once a process, on one weight."""
     with torch.inference_mode(False), torch.autocast("cpu", dtype=torch.bfloat16):
         weight = torch.ones(1, 1, requires_grad=True)
         with torch.no_grad():
@@ -43,7 +43,7 @@ def loses_gradients() -> bool:
 
 
 class _ForgetsCastsWithoutGraph(TorchFunctionMode):
-    """Autocast, and a look at each operation under it."""
+    """Autocast that inspects each operation under it."""
 
     def __init__(self, autocast: AbstractContextManager[object]) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def pays(module: nn.Module) -> bool:
 
 
 def _is_fp16(args: tuple[Any, ...]) -> bool:
-    """Whether a call is ours: its first argument is an fp16 tensor, and so is every other floating-point one."""
+    """Whether a call takes our kernel: all of its floating-point arguments are fp16 tensors, and the first one is."""
     return args[0].dtype is torch.float16 and all(
         value.dtype is torch.float16 or not value.dtype.is_floating_point for value in args if isinstance(value, Tensor)
     )
@@ -203,7 +203,7 @@ def _install() -> Library:
     kernels[f"{_ATTENTION}_backward"] = _attention_backward()
     library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        # torch says, once a process, that a kernel is overridden: that is what we are here for.
+        # torch warns once a process that a kernel is overridden, which is intended here.
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid", category=UserWarning)
         for name, kernel in kernels.items():
             library.impl(name, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def cast(data: Any, dtype: torch.dtype) -> Any:
-    """``data`` with every floating-point tensor in it as ``dtype``; other tensors, and what is no tensor, as it is."""
+    """``data`` with every floating-point tensor in it as ``dtype``; other objects are returned as they are."""
     return apply_to_collection(
         data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, allow_frozen=True
     )
@@ -43,10 +43,10 @@ def _float32(tensor: Tensor) -> Tensor:
 
 
 class DefaultDtype:
-    """Sets torch's default dtype inside, restores it outside. Not re-entrant; may be used again and again.
+    """Sets torch's default dtype inside, restores it outside. Not re-entrant; reusable.
 
     Args:
-        dtype: of the tensors that are made inside without saying which (``torch.zeros(3)``).
+        dtype: of tensors created inside without a ``dtype`` (``torch.zeros(3)``).
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -1,22 +1,22 @@
 """Modules that run in float32 inside a model that otherwise runs in float16 or bfloat16.
 
-How it works: while a run lasts, each chosen module has a ``forward`` of its own, a method around that of its class.
-Four ways were compared; tests/precision/test_fp32_modules.py keeps what decided:
+While a run lasts, each chosen module has a ``forward`` of its own that wraps the one of its class.
+Four ways were compared; tests/precision/test_fp32_modules.py has the cases that decided:
 
-- A pair of forward hooks, one entering and one leaving a context. ``torch.compile`` does not look at hooks that come
-  after its first call (``skip_nnmodule_hook_guards``): the module then runs in 16 bits without a word. Where it does
-  look, it cannot trace a context that one function enters and another leaves.
-- A subclass made on the spot (``module.__class__ = ...``). Lost without a word in a compiled model on torch 2.10; a
+- A pair of forward hooks, one entering and one leaving a context. ``torch.compile`` ignores hooks that are
+  registered after its first call (``skip_nnmodule_hook_guards``): the module then silently runs in 16 bits. Otherwise
+  it cannot trace a context that one function enters and another leaves.
+- A generated subclass (``module.__class__ = ...``). Silently lost in a compiled model on torch 2.10; a
   module of such a class cannot be pickled, and ``type(module) is nn.Linear`` is no longer true.
 - ``module.forward = partial(around, module.forward)``. Noticed by torch.compile, whether the model, a part of it or
   the module itself was compiled, before or after; but it guards each partial by identity, so that blocks that share a
   graph otherwise are compiled one by one, and from the ninth on not at all.
-- ``module.forward = MethodType(forward, module)``, which stands: noticed too, and one graph for all blocks. And a copy
-  of the module, such as weight averaging makes, gets a method of its own, where a closure would run the original's
+- ``module.forward = MethodType(forward, module)``, which was chosen: noticed too, and one graph for all blocks. A copy
+  of the module, such as weight averaging makes, gets a method of its own, where a closure would use the original's
   weights.
 
-What it has to know is an attribute of the module. Without it the method does what the class's does: somebody who had
-put a forward of his own around it may put it back when the run is over.
+The settings are an attribute of the module. Without that attribute the method calls the class's, so a wrapper that was
+put around it during a run may stay in place when the run is over.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from trainer.precision.scaler import Check, LossScaler
 
 
 class StepGuard(LossScaler):
-    """Looks at the gradients as a loss scaler does, and skips steps as one; but the loss is scaled by nothing.
+    """Checks gradients and skips steps as a loss scaler does, with a scale of 1.
 
     So what follows a step (its outcome, schedules, averages, counters) follows it in the same way, and a fused
     optimizer's answer is not waited for. To everybody who asks whether the loss is scaled it is a disabled scaler: it

@@ -1,4 +1,4 @@
-"""Small numbers on their way from a device to the host, without the host waiting for them."""
+"""Copies small numbers from a device to the host without waiting for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Readback:
         self._pinned: Tensor | None = None
 
     def start(self, numbers: list[Tensor]) -> None:
-        """Send these on their way: tensors of one element, at least one of them, that nobody writes to any more."""
+        """Start to copy these: at least one tensor, each of one element, that are not written to any more."""
         self._numbers = numbers
         device = numbers[0].device
         if device.type != "cuda":
@@ -47,5 +47,5 @@ class Readback:
     def wait(self) -> list[float]:
         """The numbers of the last :meth:`start`; [] before the first."""
         if self._event is not None:
-            self._event.synchronize()  # the one wait; see above why it is short
+            self._event.synchronize()  # the one host-device synchronisation; see above why it is short
         return [float(number) for number in self._numbers]

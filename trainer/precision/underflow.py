@@ -30,7 +30,7 @@ class Underflow(NamedTuple):
 
 
 class UnderflowProbe:
-    """Counts, on the device; the host gets the answer when it asks for it.
+    """Counts on the device; the host reads the counts when it asks for them.
 
     Args:
         device: the type of the device that the gradients are on.
@@ -44,7 +44,7 @@ class UnderflowProbe:
 
     @property
     def has_started(self) -> bool:
-        """Whether something was counted that nobody has asked for."""
+        """Whether there are counts that have not been read."""
         return bool(self._names)
 
     def start(self, gradients: Iterable[tuple[str, Tensor]]) -> None:

@@ -58,7 +58,7 @@ class MetricObjects:
         return state
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from what :meth:`state_dict` returned; metrics that are not in it are left alone."""
+        """Continue from what :meth:`state_dict` returned; metrics that are not in it are left alone."""
         for name in state.keys() & self._trackers.keys():
             tracker = self._trackers[name]
             while len(tracker) < state[name]["tracked"]:

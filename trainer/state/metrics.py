@@ -65,7 +65,7 @@ class LoggedValue:
         self.hook = hook
         self.name = name
         self.options = options
-        self.asked: object = None  # what the first call asked for, for whoever compares the others with it
+        self.asked: object = None  # the options of the first call, which later calls are compared with
         self.dataloader_idx = dataloader_idx
         self.metric: MetricObject | None = None
         self.step_value: Tensor | None = None
@@ -78,7 +78,7 @@ class LoggedValue:
         self._weight: Any = 0
 
     def update(self, value: Tensor, weight: int) -> None:
-        """Take in one value (0-dim, detached) that stands for ``weight`` samples."""
+        """Add one value (0-dim, detached) that stands for ``weight`` samples."""
         self.has_value = True
         options = self.options
         if options.on_step:
@@ -92,7 +92,7 @@ class LoggedValue:
                 self._flush()
 
     def update_metric(self, metric: MetricObject) -> None:
-        """Take in a metric object, which accumulates by itself."""
+        """Add a metric object, which accumulates by itself."""
         self.has_value = True
         self.metric = metric
         self.step_value = _without_graph(metric._forward_cache)
@@ -124,7 +124,7 @@ class LoggedValue:
             self.metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but a metric object, whose state is its own affair; ``_pending`` as it is, to add up the same."""
+        """Everything but a metric object, which has a state of its own; ``_pending`` as it is, to add up the same."""
         return {
             "hook": self.hook,
             "name": self.name,
@@ -216,7 +216,7 @@ def _sum_in_order(start: Tensor, values: Tensor) -> Tensor:
 
 
 def _without_graph(value: Any) -> Any:
-    """What a metric object has computed may hold on to the batch's graph: of a mean squared error, say."""
+    """The value of a metric object may keep the batch's graph alive (of a mean squared error, for example)."""
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -313,7 +313,7 @@ class MetricStore:
         """What has been logged since the epoch started.
 
         Args:
-            name_of: what a metric object is found again by; one that has no name (None) is left out.
+            name_of: the name of a metric object, by which it is found again; one without a name (None) is left out.
         """
         entries = []
         for key, entry in self.entries.items():
@@ -372,7 +372,7 @@ class PublishedMetrics:
         return self.progress_bar
 
     def take_to_cpu(self) -> None:
-        """At the end of a run: what stays readable does not hold on to the device."""
+        """At the end of a run: move what stays readable to the host, so that it keeps no device memory."""
         for metrics in (self.callback, self.logged, self.progress_bar):
             metrics.update({name: value.cpu() for name, value in metrics.items() if isinstance(value, Tensor)})
 

@@ -38,8 +38,8 @@ class FitProgress:
         optimizer_steps: optimizer steps attempted, skipped ones included, each optimizer counted; windows without a
             loss count as well, and an ``optimizer_step`` of the module's own once a call; ``trainer.global_step``. The
             fit loop, at each step of an optimizer.
-        own_steps: those of them that the module has counted itself, as it steps optimizers past their wrappers. Who
-            writes Lightning's count (``compat/loop_state.py``).
+        own_steps: those of them that the module has counted itself, as it steps optimizers past their wrappers. Set by
+        whoever writes Lightning's count (``compat/loop_state.py``).
         skipped_steps: weight updates skipped because a gradient was not finite. The fit loop, when the outcome is
             known.
         updates: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
@@ -52,7 +52,7 @@ class FitProgress:
             The fit loop.
         in_batch: whether a batch is being trained, ``on_train_batch_end`` included. The fit loop.
         closing: whether a window has closed that ``updates`` does not count yet. The fit loop.
-        resumed_epoch: the epoch inside of which a checkpoint has put the fit; -1 without one. Who restores it.
+        resumed_epoch: the epoch inside of which a checkpoint has put the fit; -1 without one. Set by the resume.
         is_followed_up: whether what follows the batch of ``batch_idx``, such as a validation, is over. The fit loop.
         owes_validation: whether a validation is under way that is to be run to its end: from its beginning, if a
             checkpoint was written meanwhile. The fit loop; the evaluation loop, before ``on_validation_end``.
@@ -108,12 +108,12 @@ class FitProgress:
         self.is_followed_up, self.owes_validation, self.has_validated = True, False, False
 
     def end_validation(self) -> None:
-        """An evaluation is over but for its last hook. If it is the validation under way, nothing of it is owed."""
+        """An evaluation is over but for its last hook. If it is the validation under way, it need not be run again."""
         if self.owes_validation:
             self.owes_validation, self.has_validated = False, True
 
     def count_own_steps(self, steps: int) -> None:
-        """The module says how many optimizer steps there have been."""
+        """Set the number of optimizer steps that the module has counted itself."""
         self.own_steps += steps - self.optimizer_steps
         self.optimizer_steps = steps
 
@@ -177,7 +177,7 @@ class FitProgress:
             self.batch_idx = state["cut_short"] - 1
         self.zero_grads, self.schedule_steps = state.get("zero_grads", 0), state.get("schedule_steps", 0)
         start = EpochStart(*state.get("epoch_start", ()))
-        self.epoch_start = replace(start, batches_started=start.batches)  # a batch that was under way is no more
+        self.epoch_start = replace(start, batches_started=start.batches)  # no batch is under way any more
         self.batches = self.batches_started = state["batches"]
         self.optimizer_steps, self.own_steps = state["optimizer_steps"], state.get("own_steps", 0)
         self.skipped_steps = state["skipped_steps"]
@@ -232,13 +232,13 @@ class EvalProgress:
         self.total_done -= self.batches_done
 
     def forget_run(self) -> None:
-        """Another run is about to begin: as before the first."""
+        """Reset for another run."""
         self.begin_pass()
         self.has_run = False
         self.seen_batches.clear()
 
     def forget_pass(self) -> None:
-        """A sanity check is over, and counts for nothing."""
+        """A sanity check is over; it is not counted."""
         self.total_batches -= self.batches
         self.total_done -= self.batches_done
         self.begin_pass()

@@ -10,21 +10,21 @@ from trainer.state.progress import FitProgress
 
 
 class StoppingConditions:
-    """The public knobs of a fit, and what they mean at this point of it.
+    """When a fit stops, validates and logs: its public settings, and what they mean at the current batch.
 
-    Stock callbacks and the tuner write the knobs between batches.
+    Stock callbacks and the tuner change the settings between batches.
 
     Args:
         progress: the counters that everything here is compared with.
-        max_epochs: epochs to train in all; -1 for no limit. None where nobody said, until a fit starts.
+        max_epochs: epochs to train in all; -1 for no limit. None if not given, until a fit starts.
         min_epochs: epochs before ``should_stop`` is heeded; likewise.
         max_steps: optimizer steps (skipped ones included) to take in all; -1 for no limit.
         min_steps: optimizer steps before ``should_stop`` is heeded; None for none.
         check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
         log_every_n_steps: weight updates between two rows in the loggers; 0 for none.
         val_check_seconds: seconds between validations; None to count batches.
-        agree: given this process's view whether it is time to validate, answers with that of all of them.
-        announce: told, once, that training goes on although ``should_stop`` is set.
+        agree: takes this process's decision whether it is time to validate; returns the decision of all of them.
+        announce: called once with a message if training goes on although ``should_stop`` is set.
 
     Attributes:
         val_check_batch: batches between validations within an epoch; inf for its end, None where time decides
@@ -66,7 +66,7 @@ class StoppingConditions:
         self._has_announced = False
 
     def fill_in(self, max_epochs: int) -> None:
-        """What nobody has said, now that a fit starts: ``max_epochs``, and no ``min_epochs`` but with ``min_steps``."""
+        """Set the defaults of ``max_epochs`` and ``min_epochs`` when a fit starts."""
         if self.max_epochs is None:
             self.max_epochs = max_epochs
         if self.min_epochs is None:
@@ -135,12 +135,12 @@ class StoppingConditions:
 
         Args:
             interval: batches between validations (int), or their share of an epoch.
-            num_batches: of an epoch; inf where nobody knows.
+            num_batches: of an epoch; inf where it is unknown.
             knows_its_end: whether that many will come, so that 1.0 is a number, too.
             validates: whether there will be any validation.
 
         Raises:
-            ConfigurationError: an interval beyond the epoch, or a share of nobody knows what.
+            ConfigurationError: an interval beyond the epoch, or a share of an unknown number of batches.
         """
         if self.val_check_seconds is not None:
             self.val_check_batch = None

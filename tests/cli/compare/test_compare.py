@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -329,14 +327,9 @@ def test_help(capsys):
         assert word in out
 
 
-def command_line(*argv: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "trainer", *argv]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
-
-
 @pytest.mark.slow
-def test_real_trainings_in_two_precisions(project):
-    done = command_line("compare", *LINE, "precision=32,16", "trainer.max_epochs=3", "hydra.sweep.dir=jobs")
+def test_real_trainings_in_two_precisions(project, python):
+    done = python.trainer("compare", *LINE, "precision=32,16", "trainer.max_epochs=3", "hydra.sweep.dir=jobs")
     assert done.returncode == 0, done.stderr
     numbers = json.loads(Path("jobs/compare.json").read_text())
     assert numbers["metric"] == "val_loss"
@@ -360,8 +353,8 @@ def test_real_trainings_in_two_precisions(project):
 
 
 @pytest.mark.slow
-def test_a_real_training_that_fails_stays_alone(project):
-    done = command_line("compare", *LINE, "precision=16", "model.fail_at=null,3", "hydra.sweep.dir=jobs")
+def test_a_real_training_that_fails_stays_alone(project, python):
+    done = python.trainer("compare", *LINE, "precision=16", "model.fail_at=null,3", "hydra.sweep.dir=jobs")
     assert done.returncode == 1, done.stderr
     runs = json.loads(Path("jobs/compare.json").read_text())["runs"]
     assert [(run["label"], run["status"]) for run in runs] == [
@@ -374,8 +367,8 @@ def test_a_real_training_that_fails_stays_alone(project):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_real_trainings_on_a_gpu(project):
-    done = command_line("compare", *LINE, "trainer=gpu", "precision=32,16", "hydra.sweep.dir=jobs")
+def test_real_trainings_on_a_gpu(project, python):
+    done = python.trainer("compare", *LINE, "trainer=gpu", "precision=32,16", "hydra.sweep.dir=jobs")
     assert done.returncode == 0, done.stderr
     numbers = json.loads(Path("jobs/compare.json").read_text())
     assert [list(run["peak_memory"]) for run in numbers["runs"]] == [["gpu"], ["gpu"]]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import write
-from tests.cli.sweep.test_sweep import Job, command_line
+from tests.cli.sweep.test_sweep import Job
+from tests.warm_python import WarmPython
 from trainer.cli import main
 from trainer.cli.sweep.plugins import _NEEDS
 
@@ -58,13 +60,15 @@ def once(project: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_sweep(once: Path) -> None:
+def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_sweep(
+    once: Path, python: WarmPython
+) -> None:
     words = ["fit", "-m", *LINE, "seed=1,2,3", "hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
-    done = command_line(*words)
+    done = python.trainer(*words, children=True)
     assert done.returncode == 143, done.stderr
     assert "interrupted" in [job["status"] for job in results()]
     assert not Path("jobs/2").exists()  # it was not begun any more
-    done = command_line(*words)
+    done = python.trainer(*words, children=True)
     assert done.returncode == 0, done.stderr
     first, second, third = results()
     assert [job["status"] for job in (first, second, third)] == ["completed"] * 3
@@ -74,7 +78,7 @@ def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_swee
     assert "Sweep of 3 jobs" in done.stdout
     assert Path("jobs/2/console.log").is_file()  # what a run prints is not mixed with the others'
     before = {job: Path(f"jobs/{job}/fit.log").read_text() for job in (0, 1, 2)}
-    done = command_line(*words)  # there is nothing left to do, so nothing is started
+    done = python.trainer(*words, children=True)  # there is nothing left to do, so nothing is started
     assert done.returncode == 0
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("Job")) == [
         f"Job {job}: completed before" for job in (0, 1, 2)
@@ -84,11 +88,11 @@ def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_swee
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="submitit tells by it that time is up")
-def test_submitit_requeues_a_job_and_it_goes_on(once: Path) -> None:
+def test_submitit_requeues_a_job_and_it_goes_on(once: Path, python: WarmPython) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     number = int(signal.SIGUSR2)
     words = ["fit", "-m", *LINE, f"model.number={number}", "hydra/launcher=submitit_local", "hydra.sweep.dir=jobs"]
-    done = command_line(*words)
+    done = python.trainer(*words, children=True)
     assert done.returncode == 0, done.stderr
     (job,) = results()
     assert (job["status"], job["epochs"], job["steps"]) == ("completed", 2, 8)
@@ -101,7 +105,8 @@ def test_submitit_requeues_a_job_and_it_goes_on(once: Path) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="a process learns of its parent's end on POSIX only")
 def test_jobs_end_with_a_sweep_that_is_killed(once: Path) -> None:
     kill = f"model.number={int(signal.SIGKILL)}"
-    done = command_line("fit", "-m", *LINE, kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000")
+    words = ["fit", "-m", *LINE, kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000"]
+    done = subprocess.run([sys.executable, "-m", "trainer", *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == -9  # and not before the pipes are closed, that is: the job has ended as well
     told = json.loads(Path("jobs/0/result.json").read_text())
     assert told["status"] == "interrupted"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,18 +18,12 @@ from trainer.cli.sweep import report
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
 
-def command_line(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "trainer", *argv], capture_output=True, text=True, check=False, timeout=240
-    )
-
-
 @pytest.mark.slow
-def test_a_sweep_loses_only_the_job_that_fails(project, monkeypatch):
+def test_a_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # left behind by something else in this shell
     monkeypatch.setenv("MASTER_PORT", "1")
     settings = ["precision=16", "precision.init_scale=1024", "model.fail_at=1,null", "hydra.sweep.dir=jobs"]
-    done = command_line("fit", "-m", *LINE, *settings)
+    done = python.trainer("fit", "-m", *LINE, *settings)
     assert done.returncode == 1, done.stderr
     results = json.loads(Path("jobs/summary.json").read_text())
     assert [(job["job"], job["status"], job["precision"]) for job in results] == [
@@ -274,8 +267,8 @@ def test_an_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_folder_and_one_result(project):
-    done = command_line("fit", *LINE, "trainer=ddp", "trainer.accelerator=cpu")
+def test_two_processes_share_a_folder_and_one_result(project, python):
+    done = python.trainer("fit", *LINE, "trainer=ddp", "trainer.accelerator=cpu")
     assert done.returncode == 0, done.stderr
     (folder,) = Path("outputs/line").iterdir()
     told = json.loads((folder / "result.json").read_text())

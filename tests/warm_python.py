@@ -1,9 +1,11 @@
 """A Python that has imported everything already, and forks for each program, which so starts within milliseconds.
 
-Documentation is a hundred short commands, and importing torch and Lightning would be most of their time.
+Importing torch and Lightning would be most of the time of a short program, and tests and documentation are hundreds
+of those. :class:`WarmPython` runs them; ``tests/conftest.py`` has one for all tests, the fixture ``python``.
 
-``warm_python.py serve SOCKET`` waits for programs; ``run`` hands one over, with its words, folder, environment and
-standard streams, and ends as it ends. Killing who has handed it over kills the program and what it has started.
+As a script: ``warm_python.py serve SOCKET`` waits for programs; ``warm_python.py run SOCKET WORDS...`` hands one over,
+with its words, folder, environment and standard streams, and ends as it ends. Killing who has handed it over kills the
+program and what it has started.
 """
 
 from __future__ import annotations
@@ -16,13 +18,19 @@ import logging
 import os
 import runpy
 import selectors
+import shlex
 import signal
 import socket
 import struct
+import subprocess
 import sys
+import tempfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
 
 IMPORTED = (
     "torch", "torchvision", "torchmetrics", "sklearn.datasets", "sklearn.model_selection", "lightning.pytorch",
@@ -32,7 +40,75 @@ IMPORTED = (
 )  # fmt: skip
 """Modules that programs are likely to want. What is not there is left to them."""
 
-_PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+_PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+
+
+class WarmPython:
+    """Runs programs as ``python WORDS...`` would.
+
+    The programs inherit nothing but the environment, the working folder and the standard streams. What they start with
+    ``sys.executable`` is warm, too. Tests of what is imported need a Python of their own.
+
+    Args:
+        folder: for the socket; its path must be short.
+        packages: the folder that has the project's packages: the checkout, or where a wheel is installed.
+    """
+
+    def __init__(self, folder: Path, packages: Path = ROOT) -> None:
+        self.packages, self.socket = packages, folder / "socket"
+        self.executable = folder / "python"
+        run = [sys.executable, "-I", str(Path(__file__).resolve()), "run", str(self.socket)]
+        self.executable.write_text(f'#!/bin/sh\nexec {shlex.join(run)} "$@"\n')
+        self.executable.chmod(0o755)
+        environment = os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        command, pipe = [sys.executable, str(Path(__file__).resolve()), "serve", str(self.socket)], subprocess.PIPE
+        self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        assert self._server.stdout is not None
+        assert self._server.stdout.readline() == "ready\n", "the server did not start"
+
+    def start(
+        self, *words: str, env: dict[str, str] | None = None, children: bool = False, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """A process that is the program, to its end.
+
+        Args:
+            *words: what follows ``python``.
+            env: the environment; this process's own where none is given.
+            children: what the program starts is to be its child, and not the server's: that takes the time of imports.
+            **options: of ``subprocess.Popen``.
+        """
+        environment = dict(os.environ if env is None else env)
+        environment["WARM_PYTHON_AGAIN"] = sys.executable if children else str(self.executable)
+        return subprocess.Popen([str(self.executable), *words], env=environment, **options)
+
+    def run(self, *words: str, timeout: float = 200.0, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end; returns its status, and what it printed to each stream."""
+        pipe = subprocess.PIPE
+        with self.start(*words, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True, **options) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def trainer(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run the command line: ``python -m trainer WORDS...``."""
+        return self.run("-m", "trainer", *words, **options)
+
+    def close(self) -> None:
+        """End, and end what still runs."""
+        self._server.communicate()
+
+
+@contextlib.contextmanager
+def warm_python(packages: Path = ROOT) -> Iterator[WarmPython]:
+    """One for the time of the context."""
+    with (
+        tempfile.TemporaryDirectory(prefix="python") as folder,
+        contextlib.closing(WarmPython(Path(folder), packages)) as python,
+    ):
+        yield python
 
 
 def run(socket_path: str, words: list[str]) -> int:
@@ -40,7 +116,7 @@ def run(socket_path: str, words: list[str]) -> int:
 
     Args:
         socket_path: of the server.
-        words: what would follow ``python``: ``-m MODULE ...``, or ``FILE ...``.
+        words: what would follow ``python``: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``.
 
     Returns:
         Its exit status, as a shell would say it.
@@ -61,7 +137,7 @@ def run(socket_path: str, words: list[str]) -> int:
 
 def serve(socket_path: str) -> None:
     """Import, listen, and run what comes, until standard input ends."""
-    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent]
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -185,6 +261,10 @@ def _execute(words: list[str]) -> int:
         _log_to_the_root()
         sys.path.insert(0, os.getcwd())
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path.insert(0, "")
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
@@ -210,5 +290,17 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
+def main(what: str, socket_path: str, words: list[str]) -> int:
+    """Serve, or run. Words that a warm Python does not know go to one that is not."""
+    if what == "serve":
+        serve(socket_path)
+        os._exit(0)  # to take all these modules apart takes seconds
+    if words[:1] == ["-u"]:
+        words = words[1:]
+    if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
+        os.execv(sys.executable, [sys.executable, *words])
+    return run(socket_path, words)
+
+
 if __name__ == "__main__":
-    serve(sys.argv[2])
+    sys.exit(main(*sys.argv[1:3], sys.argv[3:]))
