@@ -84,7 +84,6 @@ class Preparation:
         if loaders is not None:
             self.schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
-            trainer.data.go_on(loaders)
         if trainer.enable_validation and loop.limits.epoch_validates():
             self.validation()
         epochs = trainer.progress.epochs_trained
@@ -95,6 +94,9 @@ class Preparation:
             # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
             epochs if trainer.ckpt_path is not None or not epochs else -1,
         )
+        if (resumed := trainer.data.resumed) is not None:
+            trainer.data.resumed = None
+            batches.load_state_dict(resumed, exact=trainer.exact_resume)
         loop.prepare(
             hooks=self.hooks,
             batches=batches,

@@ -51,7 +51,6 @@ from trainer.loops.fit import FitLoop
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
 from trainer.run import STAGES, Run
-from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import PublishedMetrics, Recorder
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
@@ -184,7 +183,7 @@ class Trainer(TrainerBase):
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
-        self.process = ProcessState(self, MetricObjects)
+        self.process = ProcessState(self)
         self._detect_anomaly = detect_anomaly
         self._gradient_clip_val = gradient_clip_val
         self._gradient_clip_algorithm = gradient_clip_algorithm
@@ -482,11 +481,6 @@ class Trainer(TrainerBase):
             view = self.test_loop if fn is TrainerFn.TESTING else self.validate_loop
             view.print_results(results)
         return results
-
-    @property
-    def takes_up_data(self) -> bool:
-        """Whether a checkpoint is going to say where the training data stands."""
-        return self.run.process_state is not None
 
     # --- construction -----------------------------------------------------------------------------------------
 

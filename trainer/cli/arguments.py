@@ -102,10 +102,14 @@ class Arguments:
         """Whether Hydra is to print something instead of running."""
         return not _SHOW.isdisjoint(self.flags)
 
+    def words_of_config(self) -> list[str]:
+        """What the config is composed with: the overrides, then ``command=...``."""
+        return [*self.overrides, f"command={self.command}"]
+
     def for_hydra(self) -> list[str]:
-        """Overrides, then ``command=...``, then Hydra's flags: what ``sys.argv[1:]`` is to be."""
+        """What ``sys.argv[1:]`` is to be: `words_of_config`, then Hydra's flags."""
         flags = [word for flag, value in self.flags.items() if flag not in OURS for word in (flag, value) if word]
-        return [*self.overrides, f"command={self.command}", *flags]
+        return [*self.words_of_config(), *flags]
 
 
 def read(argv: Sequence[str]) -> Arguments:

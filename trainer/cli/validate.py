@@ -16,11 +16,12 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trainer.cli import compare, hydra_node, objective, places
+from trainer.cli import compare, objective, permissions
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import SETTINGS, flatten, options
+from trainer.cli.leaves import Leaf, leaves
 from trainer.cli.schema import as_typed, describe, either, mistake
 from trainer.cli.sweep import plugins
 from trainer.cli.targets import targets
@@ -37,16 +38,20 @@ _NEEDED = ("precision", "trainer")
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
 
 
-def validate(arguments: Arguments) -> DictConfig:
+def validate(arguments: Arguments, composer: Composer | None = None) -> DictConfig:
     """The composed config, Hydra's node included, after all checks. Of a sweep: that of its first job.
 
     Every value of a sweep is checked once, in the company of the first values of the others.
 
+    Args:
+        arguments: the command line.
+        composer: that of ``arguments``; None to make one.
+
     Raises:
         UsageError: with what was given, what was expected, and the nearest known word.
     """
-    composer = Composer(arguments)
-    overrides = composer.parse([*arguments.overrides, f"command={arguments.command}"])
+    composer = composer or Composer(arguments)
+    overrides = composer.parse(arguments.words_of_config())
     for override in overrides:
         _check_option(composer, override)
 
@@ -65,11 +70,11 @@ def validate(arguments: Arguments) -> DictConfig:
         _check_settings(composer, checked[choices], composer.parse(job))
 
     first = [values[0] for values in _values(overrides)]
-    config = composer.compose(first)
+    config = checked[tuple(first)] if tuple(first) in checked else composer.compose(first)
     if arguments.command == "compare":
         compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     HydraConfig.instance().set_config(config)  # for ${hydra:...}
-    hydra_node.check(composer, config, overrides)
+    permissions.check_hydra(composer, config, overrides)
     if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
         plugins.prepare(config.hydra)
         _check_intervals(config, overrides)
@@ -114,11 +119,11 @@ def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
 
 
 def _choices(composer: Composer, overrides: Sequence[str]) -> list[str]:
-    """Those of ``overrides`` that choose an option of a config group, or tell Hydra where to search."""
+    """Those of ``overrides`` that choose a command, an option of a config group, or where Hydra is to search."""
     return [
         str(override.input_line)
         for override in composer.parse(overrides)
-        if override.key_or_group == "hydra.searchpath"
+        if override.key_or_group in ("command", "hydra.searchpath")
         or (composer.is_group(override.key_or_group) and not isinstance(override.value(), dict))
     ]
 
@@ -175,7 +180,7 @@ def _check_option(composer: Composer, override: Override) -> None:
                 f"{group} is null, expected the name of an option{without}. Choose one of: {', '.join(known)}."
             )
         name = str(option).strip("'\"")
-        places.check_option(group, name)
+        permissions.check_option(group, name)
         if not composer.has_option(group, name):
             known = composer.options(group)
             aliases = list(ALIASES) if group == "precision" else []
@@ -315,15 +320,14 @@ def _check_whole(
     settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
     if problem := mistake(settings):
         raise UsageError(problem)
-    hydra_node.check_all_targets(plain, overrides, resolved=runs)
+    said = permissions.keys_said(composer, overrides)
+    permissions.check(plain, said, resolved=runs)
     objective.check(plain["objective"])
     if runs:
-        given = _set_keys(composer, overrides)
-        places.check(plain, given)
         _check_model(plain, config_dir, config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
         _check_combinations(plain)
-        _check_checkpoint(plain["ckpt_path"], given)
+        _check_checkpoint(plain["ckpt_path"], said)
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
 
 
@@ -341,15 +345,6 @@ def _check_complete(job: DictConfig) -> None:
             if node is not None and not isinstance(node, dict) and not str(node).startswith("${"):
                 place = f"{name}.{key}".rstrip(".")
                 raise UsageError(f"{place} is {describe(node)}, expected a node with a _target_, or null.")
-
-
-def _set_keys(composer: Composer, overrides: Sequence[Override]) -> set[str]:
-    """The keys that ``overrides`` give a value, not those of which they choose an option."""
-    return {
-        override.key_or_group
-        for override in overrides
-        if not composer.is_group(override.key_or_group) or isinstance(override.value(), dict)
-    }
 
 
 def _check_nothing_is_lost(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
@@ -420,24 +415,21 @@ def _check_values(plain: dict[str, Any]) -> None:
     seed = plain["seed"]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
         raise UsageError(f"seed is {describe(seed)}, expected a whole number from 0 to {2**32 - 1}, or null for none.")
-    for key, name, value in _numbers(plain["data"], "data"):
+    for key, name, value, _ in _numbers(plain["data"], "data"):
         least = {"batch_size": 1, "num_workers": 0}.get(name)
         if least is not None and not (isinstance(value, int) and least <= value < 2**63):
             raise UsageError(f"{key} is {describe(value)}, expected a whole number of at least {least}.")
     for group in ("optimizer", "scheduler"):
-        for key, _, value in _numbers(plain.get(group), group):
+        for key, _, value, _ in _numbers(plain.get(group), group):
             if not math.isfinite(value):
                 raise UsageError(f"{key} is {describe(value)}, expected a finite number.")
 
 
-def _numbers(node: Any, key: str) -> Iterator[tuple[str, str, float]]:
-    """Full key, last name and value of every number in ``node``."""
-    if isinstance(node, list):
-        node = dict(enumerate(node))
-    for name, child in node.items() if isinstance(node, dict) else ():
-        if isinstance(child, (int, float)) and not isinstance(child, bool):
-            yield f"{key}.{name}", str(name), child
-        yield from _numbers(child, f"{key}.{name}")
+def _numbers(node: Any, key: str) -> Iterator[Leaf]:
+    """The settings in ``node`` that are numbers."""
+    for leaf in leaves(node, key):
+        if isinstance(leaf.value, int | float) and not isinstance(leaf.value, bool):
+            yield leaf
 
 
 def _check_combinations(plain: dict[str, Any]) -> None:

@@ -106,9 +106,11 @@ class CheckpointConnector(_CheckpointConnector):
                 f"You restored a checkpoint with current_epoch={trainer.current_epoch}, but you have set"
                 f" Trainer(max_epochs={trainer.max_epochs}). Set max_epochs to the number of epochs in all."
             )
-        if trainer.progress.batches_this_epoch or trainer.max_steps != -1:
-            trainer.data.states = loop_state.loader_states_in(checkpoint)
-        return checkpoints.process_state_in(checkpoint, trainer.engine, exact=trainer.exact_resume)
+        state = checkpoints.process_state_in(checkpoint, trainer.engine, exact=trainer.exact_resume)
+        position = loop_state.data_position_in(checkpoint, trainer.progress, trainer.max_steps != -1)
+        if state is not None or position:
+            trainer.data.resume((state or {}).get("data") or position)
+        return state
 
     def forget(self) -> None:
         """Everything is put back: say so, and free the memory."""
