@@ -30,16 +30,16 @@ from trainer.checkpoint.plain import name_of, plain_numbers
 _LEAVES = (bool, int, float, complex, str, bytes)
 _KEPT = (torch.Tensor, torch.Size, torch.dtype, torch.device)
 
-_said: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule, what was said
+_reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule
 
 
 def as_lightning(loops: dict[str, Any], *owners: Any) -> dict[str, Any]:
-    """The entries of a checkpoint that are there for Lightning's sake: its version, ``loops``, hyper-parameters."""
+    """The entries of a checkpoint that Lightning needs: its version, ``loops``, hyper-parameters."""
     return {"pytorch-lightning_version": lightning.__version__, "loops": loops, **hyper_parameters_of(*owners)}
 
 
 def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
-    """What ``save_hyperparameters`` of a module or datamodule kept, under the keys of a checkpoint; as it was given."""
+    """The hyper-parameters of modules or datamodules (``save_hyperparameters``), under the keys of a checkpoint."""
     kept: dict[str, Any] = {}
     for owner in owners:
         if owner is None or not owner.hparams:
@@ -54,14 +54,14 @@ def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
 
 
 def settle(checkpoint: dict[str, Any], *owners: Any) -> None:
-    """See to it that the hyper-parameters in ``checkpoint`` can be written and read again, and hold no secret.
+    """Change the hyper-parameters in ``checkpoint`` so that they can be written and read again, and hold no secret.
 
-    Numbers of numpy become plain ones, and secrets the text that names them. What cannot be pickled, or not be passed
-    over by our reader (:mod:`trainer.checkpoint.inert`), or is an object that holds a secret, gets its plain form:
-    an OmegaConf config, a dataclass or a Namespace is a dict then, a path a text, an enum its value, a numpy array a
-    list, a timedelta its seconds. What has none is left out, with a warning.
+    Numbers of numpy become plain ones, and secrets the text that names them. An object that cannot be pickled, that our
+    reader cannot skip (:mod:`trainer.checkpoint.inert`), or that holds a secret is replaced by its plain form: a dict
+    for an OmegaConf config, a dataclass or a Namespace, a text for a path, the value of an enum, a list for a numpy
+    array, the seconds of a timedelta. An object without a plain form is left out, with a warning.
 
-    What there is to tell is told once for each module and datamodule.
+    Each message appears once for each module and datamodule.
     """
     for owner in owners:
         given = None if owner is None else checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY)
@@ -83,7 +83,7 @@ def settle(checkpoint: dict[str, Any], *owners: Any) -> None:
 
 
 def announce(*owners: Any) -> None:
-    """At the start of a run that saves checkpoints: say now what there is to say of their hyper-parameters."""
+    """At the start of a run that saves checkpoints: print the messages about hyper-parameters now."""
     settle(hyper_parameters_of(*owners), *owners)
 
 
@@ -114,8 +114,8 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
     Args:
         value: anything.
         place: where it stands, for ``left_out``.
-        left_out: gets the place and the type of what has no plain form, which containers lose; a value of its own is
-            None then.
+        left_out: gets the place and the type of each value without a plain form. Containers lose it; alone it becomes
+            None.
     """
     if value is None or type(value) in _LEAVES or isinstance(value, _KEPT):
         return value
@@ -168,7 +168,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _resolved(config: Container) -> Any:
-    """``config`` as plain containers; what it takes from the environment stays the text that says so."""
+    """``config`` as plain containers. A value from the environment stays the text that refers to it."""
     try:
         with _environment_unread():
             return OmegaConf.to_container(config, resolve=True)
@@ -195,8 +195,8 @@ def _unread(*arguments: Any) -> Any:
 
 
 def _tell(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out: list[str]) -> None:
-    """Say once which are objects, which are saved in their plain form and why, and which are not saved."""
-    name, said = type(owner).__name__, _said.setdefault(owner, set())
+    """Report once which are objects, which are saved in their plain form and why, and which are not saved."""
+    name, said = type(owner).__name__, _reported.setdefault(owner, set())
     objects = [f"{place} ({kind})" for place, kind in kept.items() if place not in said]
     if objects:
         listed = ", ".join(objects[:5]) + (f" and {len(objects) - 5} more" if len(objects) > 5 else "")
@@ -220,18 +220,18 @@ def _tell(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out: l
 
 
 def log_hyper_parameters(trainer: Any) -> None:
-    """Send them to the loggers."""
+    """Send the hyper-parameters to the loggers, without secrets."""
     _log_hyperparams(
         SimpleNamespace(  # type: ignore[arg-type]
-            loggers=[_Discreet(logger) for logger in trainer.loggers],
+            loggers=[_WithoutSecrets(logger) for logger in trainer.loggers],
             lightning_module=trainer.lightning_module,
             datamodule=trainer.datamodule,
         )
     )
 
 
-class _Discreet:
-    """A logger that gets hyper-parameters without secrets."""
+class _WithoutSecrets:
+    """A logger that removes secrets from the hyper-parameters it is given."""
 
     def __init__(self, logger: Any) -> None:
         self.log_graph = logger.log_graph
@@ -245,6 +245,6 @@ class _Discreet:
 
 
 def drop_unpicklable(module: Any) -> None:
-    """Remove from ``module.hparams`` what could not be sent to another process."""
+    """Remove from ``module.hparams`` what cannot be pickled."""
     if hasattr(module, "hparams"):
         clean_namespace(module.hparams)
