@@ -171,7 +171,7 @@ class CheckpointConnector(_CheckpointConnector):
         outer = scope.enter("on_save_checkpoint")
         checkpoint = checkpoints.dump(trainer, as_lightning, weights_only=bool(weights_only))
         scope.enter(outer)
-        hparams.settle(checkpoint, module, trainer.datamodule)  # after the hooks, which may have changed them
+        hparams.make_loadable(checkpoint, module, trainer.datamodule)  # after the hooks, which may have changed them
         return checkpoint
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
