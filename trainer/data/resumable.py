@@ -254,7 +254,7 @@ class StatefulLoader(ReplayedLoader):
         if self._knows_workers:
             state["workers"] = _copied(self._workers)
         if self._lasting is not None:
-            state["lasting"] = self._lasting.state_dict()
+            state["lasting"] = state["state"] if self._lasting is self.loader else self._lasting.state_dict()
         return state
 
 
