@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.checkpoint import modes
 from trainer.checkpoint.snapshot import on_host
-from trainer.loops.accumulation import gradients_of
+from trainer.engine.gradients import Gradients
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore
@@ -86,11 +86,9 @@ class ProcessState:
             "has_updated": loop.has_updated,
             "outcome": None if outcome is None else list(outcome),
             "should_stop": loop.limits.should_stop and not run.is_out_of_time,  # a run that goes on may have more time
-            "window": {"batches": window.batches},
+            "window": window.state_dict(is_open=progress.is_trained and window.is_open),
             "modes": self._modes(),
         }
-        if progress.is_trained and window.is_open:
-            state["window"] = window.state_dict()
         state["gradients"] = self._gradients()
         if progress.is_trained and window.is_open and self.kept_batches is not None:
             state["kept_batches"] = self.kept_batches.state_dict()
@@ -122,18 +120,14 @@ class ProcessState:
             loop.outcome = outcome = StepOutcome(*state["outcome"])
             loop.skipped = [loop.optimizers[i] for i in outcome.skipped_optimizers if i < len(loop.optimizers)]
         loop.limits.should_stop = loop.limits.should_stop or (stops and state["should_stop"])
-        if "size" in state["window"]:
-            loop.window.load_state_dict(state["window"], device)
-        elif loop.progress.batches_this_epoch:
-            loop.window.batches = state["window"]["batches"]  # the epoch that is under way set it
+        window = state["window"]
+        if not loop.progress.batches_this_epoch and "size" not in window:
+            window = {**window, "batches": loop.window.batches}  # only an epoch that is under way has set it
+        loop.window.load_state_dict(window, device)
         buffers = dict(run.lightning_module.named_buffers())
         for name in state.get("buffers", {}).keys() & buffers.keys():
             buffers[name].copy_(state["buffers"][name])
-        parameters = dict(run.lightning_module.named_parameters())
-        for name in state["gradients"].keys() & parameters.keys():
-            parameters[name].grad = state["gradients"][name].to(parameters[name].device)
-        if state["gradients"]:
-            loop.scaler.expect_scaled(device)
+        loop.gradients.load_state_dict(run.lightning_module.named_parameters(), state["gradients"])
         if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
             self.kept_batches.load_state_dict(kept, device, exact=run.exact_resume)
         modes.restore(run.lightning_module, state.get("modes", {}))
@@ -164,9 +158,8 @@ class ProcessState:
         else:
             stepped = loop.outcome.optimizers if loop.has_updated and loop.outcome is not None else ()
             waiting = [optimizer for i, optimizer in enumerate(loop.optimizers) if i not in stepped]
-        wanted = {id(gradient) for gradient in gradients_of(waiting)}
-        named = run.lightning_module.named_parameters()
-        return {name: p.grad.detach() for name, p in named if p.grad is not None and id(p.grad) in wanted}
+        gradients: Gradients = loop.gradients
+        return gradients.state_dict(run.lightning_module.named_parameters(), waiting)
 
     def _seen_batches(self) -> dict[str, dict[int, int]]:
         return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
