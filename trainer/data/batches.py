@@ -231,7 +231,7 @@ class TrainingBatches:
         return self._numbered(source, self.loaders)
 
     def _numbered(self, source: Iterable[Batch], loaders: Loaders) -> Iterator[tuple[Batch, int, bool]]:
-        count = int(loaders.num_batches()) if loaders.has_length else None  # not what callbacks make of `num_batches`
+        count = loaders.num_batches() if loaders.has_length else None  # not what callbacks make of `num_batches`
         for i, batch in enumerate(source, self._first):
             self._batches = done = i + 1
             self._is_over = is_last = loaders.is_exhausted if count is None else done == count
