@@ -43,6 +43,7 @@ ALLOWED = {
     "trainer/callbacks/nonfinite_guard.py": {"torch._foreach_copy_"},
     "trainer/checkpoint/inert.py": {"pickle._Unpickler"},  # of the one in C no operation can be taken away
     "trainer/checkpoint/snapshot.py": {"storage._cdata"},  # what storages are known by, in torch's own deepcopy
+    "trainer/engine/processes.py": {"os._exit"},  # of a process that hangs while it exits
     "trainer/cli/tune/child.py": {"os._exit"},  # of a process that has answered, or whose answer nobody wants
     # what a process hands on to those that it starts
     "trainer/pytorch_lightning.py": {"multiprocessing.current_process()._config"},

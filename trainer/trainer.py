@@ -42,20 +42,19 @@ from trainer.checkpoint.plain import readable
 from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
 from trainer.compat import (
-    checkpoint_folders,
     defaults,
     hparams,
     loop_state,
+    model_checkpoints,
     modules,
     registry,
     resuming,
-    savers,
 )
 from trainer.compat.averaging import attach_averaging, detach_averaging, training_weights
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.data import DataSource, move_training_batch
-from trainer.compat.environment import defaults_from_environment, log_devices
+from trainer.compat.environment import defaults_from_environment, log_devices, registered_names
 from trainer.compat.errors import TunerExit
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import LoggerConnector, ModuleScope, attach_log, detach_log, no_log
@@ -78,7 +77,6 @@ from trainer.loops.schedules import Schedules
 from trainer.loops.splitting import SplitBatches
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
-from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import PublishedMetrics, Recorder, to_scalars
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
@@ -177,33 +175,13 @@ class Trainer(TrainerBase):
         exact_resume: bool = True,
         dataloader_timeout: float = 1800.0,
     ) -> None:
+        given = dict(locals())
+        arguments.check(given, **registered_names())
         if barebones:
-            arguments.check_barebones(
-                enable_checkpointing=enable_checkpointing,
-                logger=logger,
-                enable_progress_bar=enable_progress_bar,
-                log_every_n_steps=log_every_n_steps,
-                enable_model_summary=enable_model_summary,
-                num_sanity_val_steps=num_sanity_val_steps,
-                fast_dev_run=fast_dev_run,
-                detect_anomaly=detect_anomaly,
-                profiler=profiler,
-            )
+            arguments.check_barebones(given)
             enable_checkpointing = enable_progress_bar = enable_model_summary = logger = False
             log_every_n_steps = num_sanity_val_steps = 0
-        limits = arguments.parse_limits(
-            fast_dev_run=fast_dev_run or False,
-            overfit_batches=overfit_batches,
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            limit_test_batches=limit_test_batches,
-            limit_predict_batches=limit_predict_batches,
-            val_check_interval=val_check_interval,
-            check_val_every_n_epoch=check_val_every_n_epoch,
-            num_sanity_val_steps=num_sanity_val_steps,
-        )
+        limits = arguments.parse_limits(given, rank_zero_info)
         plugin = resolve_precision(precision)
         self.engine = self._build_engine(
             plugin,
@@ -228,19 +206,18 @@ class Trainer(TrainerBase):
         self.limit_predict_batches = limits.predict
         self.val_check_interval = limits.val_check_interval
         self.num_sanity_val_steps = limits.num_sanity_val_steps
-        self.reload_dataloaders_every_n_epochs = arguments.parse_reload_interval(reload_dataloaders_every_n_epochs)
+        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
         self.enable_autolog_hparams = enable_autolog_hparams
-        self.resume = arguments.parse_resume(resume)
+        self.resume = resume
         self.exact_resume = exact_resume
-        self.dataloader_timeout = arguments.parse_timeout(dataloader_timeout)
+        self.dataloader_timeout = dataloader_timeout
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
-        self.foreign_checkpoints: dict[str, str] = {}  # by path, the checkpoint that named it
         self._process_state: dict[str, Any] | None = None
-        self.process = ProcessState(self, MetricObjects)
+        self.process = ProcessState(self)
         self._inference_mode = inference_mode
         self._detect_anomaly = detect_anomaly
         self._gradient_clip_val = gradient_clip_val
@@ -424,7 +401,7 @@ class Trainer(TrainerBase):
         with self.profiler.profile("save_checkpoint"), training_weights(self.callbacks, self._module):
             checkpoint = self._checkpoint_connector.dump_checkpoint(weights_only)
             if not weights_only:
-                savers.note(self, checkpoint, filepath)
+                model_checkpoints.save_states(self, checkpoint, filepath)
             if self.resume:
                 resuming.note_rows(self, checkpoint)
             checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
@@ -655,8 +632,8 @@ class Trainer(TrainerBase):
     def _call_setup_hooks(self) -> None:
         for logger in defaults.in_opening_order(self.loggers):
             _ = getattr(logger, "experiment", None)
-        checkpoint_folders.claim(self, self._session)
-        with checkpoint_folders.without_warnings_of_ours(self):
+        model_checkpoints.claim_folders(self, self._session)
+        with model_checkpoints.without_needless_warnings(self):
             modules.call_setup_hooks(self)
 
     def _prepare_fit(self) -> None:
@@ -674,18 +651,21 @@ class Trainer(TrainerBase):
         if loaders is not None:
             self._schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
-            self.data.go_on(loaders)
         if self.enable_validation and loop.limits.epoch_validates():
             self._prepare_validation()
+        batches = TrainingBatches(
+            loaders,
+            self._renewed_loaders,
+            None if profiling is None else profiling.training_epoch,
+            # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
+            self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
+        )
+        if (resumed := self.data.resumed) is not None:
+            self.data.resumed = None
+            batches.load_state_dict(resumed, exact=self.exact_resume)
         loop.prepare(
             hooks=hooks,
-            batches=TrainingBatches(
-                loaders,
-                self._renewed_loaders,
-                None if profiling is None else profiling.training_epoch,
-                # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
-                self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
-            ),
+            batches=batches,
             transfer=self._transfer(move_training_batch),
             schedules=self._schedules(hooks),
             clip_gradients=self._clipping(hooks) if module.automatic_optimization else None,
@@ -962,11 +942,6 @@ class Trainer(TrainerBase):
         optimizers = self.engine.optimizers
         may = len(optimizers) == 1 and not self.scaler.skips_steps and not self._first_callback(HalveOnOutOfMemory)
         return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
-
-    @property
-    def takes_up_data(self) -> bool:
-        """Whether a checkpoint is going to say where the training data stands."""
-        return self._process_state is not None
 
     @property
     def _function(self) -> str:

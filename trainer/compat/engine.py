@@ -30,12 +30,12 @@ from torch.optim import Optimizer
 from trainer.arguments import refuse_other_package
 from trainer.compat.checkpoint_io import adopt, without_objects
 from trainer.compat.checkpoints import up_to_date
+from trainer.compat.launchers import WatchedLauncher, signals_passed_on
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
-from trainer.compat.processes import WatchedLauncher, leave_group_at_exit, others
-from trainer.compat.signals import signals_passed_on
 from trainer.engine.agreement import Agreement
 from trainer.engine.gradients import Gradients, zero_loss
+from trainer.engine.processes import children, leave_group_at_exit
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
@@ -323,7 +323,7 @@ class LightningEngine:
         launcher = self.strategy.launcher
         if isinstance(launcher, _SubprocessScriptLauncher):
             number = _get_sigkill_signal()
-            others.expected.add(-number)
+            children.expected.add(-number)
             launcher.kill(number)
 
     def teardown(self) -> None:
