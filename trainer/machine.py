@@ -175,6 +175,15 @@ def suggested_workers(usable: int, gpus: int) -> int:
     return max(1, min(8, (usable - gpus) // gpus))
 
 
+def memory_in_use() -> int:
+    """Bytes: the physical memory that this process takes now; where that cannot be asked, `peak_memory`."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return peak_memory()
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def peak_memory() -> int:
     """Bytes: the largest size that this process has had (its resident set). 0 where that cannot be asked."""
     try:

@@ -15,9 +15,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from trainer.callbacks.curves import folder_of_files
 from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError
+from trainer.record.measures import folder_of_files
 
 
 class InferenceSpeed(Callback):
@@ -29,7 +29,7 @@ class InferenceSpeed(Callback):
     allocated and kernels are chosen. A precision's time is the median of its rounds, and what is compared. Loading
     batches, moving them and writing predictions are not in it.
 
-    The result goes to ``inference_speed.json``, into the log, and on the command line into ``result.json``. In float32
+    The result goes to ``inference_speed.json``, into the log, and on the command line into ``run.json``. In float32
     itself there is nothing to compare. On several processes the first one measures, on its device. Nothing is done
     in a ``fit``, ``validate`` or ``test``.
 
@@ -72,6 +72,10 @@ class InferenceSpeed(Callback):
         self._dirpath = dirpath
         self._clock = time.perf_counter
         self._kept: list[tuple[Any, ...]] = []  # arguments of predict_step
+
+    def run_facts(self) -> dict[str, Any]:
+        """What the record of the run says."""
+        return {} if self.result is None else {"inference_speed": self.result}
 
     def on_predict_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts afresh."""

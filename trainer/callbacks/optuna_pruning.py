@@ -39,6 +39,10 @@ class OptunaPruning(L.Callback):
         self._trial: Any = None
         self._reported: set[int] = set()  # validations; a trial that is run again has some
 
+    def run_facts(self) -> dict[str, Any]:
+        """What the record of the run says."""
+        return {"pruned": True} if self.pruned else {}
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the study, on the first process."""
         if not trainer.is_global_zero:

@@ -16,11 +16,11 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callbacks.curves import folder_of_files
 from trainer.errors import ConfigurationError, LossScaleCollapse
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of
+from trainer.record.measures import folder_of_files
 from trainer.state.outcome import StepOutcome
 
 _HISTORY = 40

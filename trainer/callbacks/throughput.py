@@ -68,6 +68,18 @@ class Throughput(Callback):
         """See the class; None before the first batch."""
         return self._waited / self.train_seconds if self.train_seconds else None
 
+    def run_facts(self) -> dict[str, Any]:
+        """What the record of the run says."""
+        return {
+            "throughput": {
+                "samples_per_second": self.samples_per_second,
+                "train_seconds": self.train_seconds,
+                "measured_batches": self.measured_batches,
+                "waiting": self.waiting,
+                "batches": self.batches,
+            }
+        }
+
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts afresh."""
         self.rates, self.batches = [], []

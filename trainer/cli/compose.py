@@ -39,7 +39,7 @@ from trainer import redaction
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
 from trainer.cli.processes import is_first
-from trainer.cli.schema import TYPES, TrainerSettings, expected
+from trainer.cli.schema import SETTINGS, TrainerSettings
 from trainer.cli.sweep import plugins
 from trainer.errors import did_you_mean
 
@@ -244,10 +244,10 @@ def explain(error: Exception) -> str:
         if where and where[1] == RESTORED:
             file = "The config of that run: "
         name = key.removeprefix("trainer.")
-        if key.startswith("trainer.") and name in TYPES:
-            return f"{file}{key} is {_value_in(cause)}, expected {expected(TYPES[name])}."
+        if key.startswith("trainer.") and name in SETTINGS:
+            return f"{file}{key} is {_value_in(cause)}, expected {SETTINGS[name].expected}."
         if key.startswith("trainer."):
-            return f"{file}There is no setting {key!r}.{did_you_mean(name, TYPES)}"
+            return f"{file}There is no setting {key!r}.{did_you_mean(name, SETTINGS)}"
         said = _one_paragraph(str(cause.msg or cause).partition("full_key:")[0])
         if "is not in struct" in said:
             return f"{file}There is no setting {key!r}. To add a new one, write a + in front of it: +{key}=VALUE."

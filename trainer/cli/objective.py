@@ -6,7 +6,6 @@ stopping, go by. Its value is the one at the end of the run.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from trainer.cli.arguments import UsageError
 from trainer.cli.schema import describe
 from trainer.errors import did_you_mean
+from trainer.record.reader import RunRecord
 
 MODES = ("min", "max")
 
@@ -60,34 +60,18 @@ def monitored(callbacks: Any) -> dict[str, Any] | None:
     return {"metric": nodes[0]["monitor"], "mode": nodes[0].get("mode", "min")} if nodes else None
 
 
-def reached(chosen: tuple[str, str] | None, metrics: Mapping[str, float]) -> dict[str, Any] | None:
-    """The entry ``objective`` of a run's ``result.json``.
-
-    Args:
-        chosen: by `choose`.
-        metrics: of the run, at its end. A value that is not finite counts as none.
-    """
-    if chosen is None:
-        return None
-    name, mode = chosen
-    value = metrics.get(name)
-    return {"metric": name, "mode": mode, "value": value if value is not None and math.isfinite(value) else None}
-
-
-def value_of(result: Mapping[str, Any]) -> float | None:
+def value_of(run: RunRecord) -> float | None:
     """What a run that completed has reached; None for one that did not, or has no finite value."""
-    objective = result.get("objective") or {}
-    return objective.get("value") if result.get("status") == "completed" else None
+    return run.objective_value if run.completed else None
 
 
-def best(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The result of the best job, the first of equals; None where jobs cannot be compared, or none has a value."""
-    rated = [result for result in results if value_of(result) is not None]
-    ways = {(result["objective"]["metric"], result["objective"]["mode"]) for result in rated}
-    if len(ways) != 1:
+def best(runs: Sequence[RunRecord]) -> RunRecord | None:
+    """The best of a sweep's jobs, the first of equals; None where they cannot be compared, or none has a value."""
+    rated = [(run, value) for run in runs if (value := value_of(run)) is not None]
+    goals = {run.objective for run, _ in rated}
+    if len(goals) != 1 or (goal := goals.pop()) is None:
         return None
-    ((_, mode),) = ways
-    return (min if mode == "min" else max)(rated, key=lambda result: result["objective"]["value"])
+    return (min if goal[1] == "min" else max)(rated, key=lambda each: each[1])[0]
 
 
 def is_lower_better(name: str) -> bool:

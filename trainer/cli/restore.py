@@ -8,7 +8,6 @@ does. Groups that the command line chooses an option of are left out of it and l
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer
 from trainer.cli.failure import printable
 from trainer.cli.folders import packaged_conf
 from trainer.cli.processes import is_first, is_quiet
-from trainer.cli.results import read_result
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
+from trainer.record.reader import read_run
+from trainer.record.run_file import of_older_version
 
 _CONFIG = Path(".hydra", "config.yaml")
 _DEEPEST = 4
@@ -106,16 +106,16 @@ def run_of(checkpoint: Path) -> Path | None:
 def recipe_of(checkpoint: str | None) -> str | None:
     """The recipe of the run that wrote ``checkpoint``, where that is known."""
     run = None if checkpoint is None else run_of(Path(checkpoint))
-    recipe = None if run is None else read_result(run).get("recipe")
-    return recipe if isinstance(recipe, str) and re.fullmatch(r"\w[\w./-]*", recipe) else None
+    recipe = None if run is None else read_run(run).recipe
+    return recipe if recipe is not None and re.fullmatch(r"\w[\w./-]*", recipe) else None
 
 
 def _best(run: Path, files: list[Path]) -> Path | None:
-    """Of ``files`` the one that the run's summary calls the best; where it has none, the only one."""
-    try:
-        told = json.loads((run / "summary.json").read_text(encoding="utf-8"))["paths"]["best_checkpoint"]
-        name = Path(str(told).replace("\\", "/")).name  # the folder may have been moved
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    """Of ``files`` the one that the run's record calls the best; where it has none, the only one."""
+    name = read_run(run).best_checkpoint
+    if name is None:
+        if len(files) > 1 and (said := of_older_version(run)):
+            raise UsageError(f"{said} Which checkpoint is the best is not known: name one, such as ckpt={files[-1]}")
         return files[0] if len(files) == 1 else None
     return next((file for file in files if file.name == name), None)
 

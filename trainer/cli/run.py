@@ -8,6 +8,7 @@ import re
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import machine, redaction
+from trainer import redaction
 from trainer.cli import failure
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
-from trainer.cli.objective import choose, monitored, reached, value_of
+from trainer.cli.objective import choose, monitored, value_of
 from trainer.cli.processes import end_with_parent, imports_only, is_first, is_quiet
 from trainer.cli.restore import recipe_of
-from trainer.cli.results import read_result, write_result
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
 from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean
-from trainer.record.environment import write_environment
+from trainer.record.environment import environment
+from trainer.record.reader import RunRecord
+from trainer.record.run_file import RunFile
 
 ADVICE = "lightning.pytorch.advice"
 """The logger of advice, which conf/hydra/job_logging/trainer.yaml lets through to the terminal."""
@@ -69,34 +71,32 @@ def run(config: DictConfig) -> float | None:
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    result: dict[str, Any] = {
-        "command": config.command,
-        "recipe": hydra.runtime.choices.get("recipe") or recipe_of(config.get("ckpt")),
-        "precision": hydra.runtime.choices.get("precision"),
-        "seed": config.seed,
-        "overrides": redaction.containers(OmegaConf.to_container(hydra.overrides.task, resolve=False)),
-        "run_dir": str(folder),
-        "status": "failed",
-    }
+    record = RunFile(
+        folder,
+        command=config.command,
+        recipe=hydra.runtime.choices.get("recipe") or recipe_of(config.get("ckpt")),
+        precision=hydra.runtime.choices.get("precision"),
+        seed=config.seed,
+        overrides=redaction.containers(OmegaConf.to_container(hydra.overrides.task, resolve=False)),
+        run_dir=str(folder),
+    )
     for handler in logging.getLogger().handlers:
         handler.addFilter(redaction.Filter())
     end_with_parent()
-    former, is_ours = read_result(folder), True
-    trainer, settings = None, dict[str, Any]()
+    trainer, settings, is_ours = None, dict[str, Any](), True
     started = time.monotonic()
     try:
         settings = resolve(config)
+        record.facts["objective"] = _goal(settings, {})
         if is_first():
             _redact_dumps(folder, hydra.output_subdir)
-            with suppress(OSError):  # no reason to fail a run
-                write_environment(folder)
-        module, data, trainer = assemble(settings, folder)
+            record.facts["environment"] = environment()
+        module, data, trainer = assemble(settings, folder, record)
         started = time.monotonic()  # importing and building is not what a run is compared by
-        _execute(settings, folder, module, data, trainer)
-        is_pruned = any(getattr(callback, "pruned", False) for callback in getattr(trainer, "callbacks", ()))
-        result["status"] = "pruned" if is_pruned else "completed"
+        _execute(settings, record, module, data, trainer)
+        _complete(record, trainer, started, "completed")
     except (KeyboardInterrupt, SystemExit) as error:
-        result["status"] = "interrupted"
+        _complete(record, trainer, started, "interrupted")
         if isinstance(error.__context__, BrokenPipeError):  # rich makes an exit of it
             log.error("Nobody reads what the run prints any more, as after `| head`, so it has ended; -q prints less.")
         if isinstance(error.__context__, KeyboardInterrupt):  # what the Trainer makes of a Ctrl-C
@@ -104,36 +104,35 @@ def run(config: DictConfig) -> float | None:
         raise
     except Exception as error:
         is_ours = not isinstance(error, FolderInUseError)  # or another run will say how it went
-        result["error"] = redaction.text(f"{type(error).__name__}: {error}")
+        _complete(record, trainer, started, "failed", redaction.text(f"{type(error).__name__}: {error}"))
         failure.explain_path(error, settings)
         failure.record(error, folder, config.command, getattr(trainer, "world_size", 1))
         raise
     finally:
-        result["seconds"] = round(time.monotonic() - started, 3)
-        result |= _facts(trainer)
-        result["objective"] = _objective(config, result)
-        if trainer is not None:
-            result["precision"] = trainer.precision  # the one that `auto` has become
-        if _has_added_nothing(trainer, result, former):
-            result = former  # it tells more: how long it took, for example
+        record.facts["objective"] = _goal(settings, record.facts)
+        if _has_added_nothing(trainer, record):
+            record.facts = record.former  # it tells more: how long it took, for example
             log.info("Nothing was left to do: the run in %s is complete.", folder)
         if is_first() and is_ours:
-            write_result(folder, result)
-    if is_first() and not is_quiet() and "inference_speed" in result:
+            record.write()
+    run = RunRecord(record.facts, folder)
+    _warn_of_missing_objective(settings, run)
+    if is_first() and not is_quiet() and "inference_speed" in record.facts:
         from trainer.callbacks.inference_speed import in_words
 
-        print(in_words(result["inference_speed"]))
+        print(in_words(record.facts["inference_speed"]))
     if is_first() and (is_quiet() or config.command != "fit"):
-        print(_last_line(result, folder), flush=True)
-    return value_of(result)
+        print(_last_line(run), flush=True)
+    return value_of(run)
 
 
-def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
+def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = None) -> tuple[Any, Any, Any]:
     """The LightningModule, the LightningDataModule (or None) and the Trainer that the config describes.
 
     Args:
         settings: the resolved config, as plain containers.
         folder: of the run; the Trainer's ``default_root_dir``.
+        record: of the run, which the Trainer is to keep; None for none.
     """
     arguments = dict(settings["trainer"])
     target = arguments.pop("_target_")
@@ -176,7 +175,7 @@ def assemble(settings: dict[str, Any], folder: Path) -> tuple[Any, Any, Any]:
         arguments["enable_progress_bar"] = arguments["enable_model_summary"] = False
         logging.getLogger(ADVICE).handlers.clear()
     arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unwanted)]
-    _report_into(folder, arguments)
+    _report_into(record, arguments)
 
     data = make(settings["data"], "data", allowlist)
     module = make(settings["model"], "model", allowlist)
@@ -221,21 +220,24 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
             file.write_text(redacted, encoding="utf-8")
 
 
-def _report_into(folder: Path, arguments: dict[str, Any]) -> None:
-    """Have the Trainer's default reports written beside the config, not into the folder of a logger."""
+def _report_into(record: RunFile | None, arguments: dict[str, Any]) -> None:
+    """Have the record of the run, and what the Trainer shows of it, written beside the config."""
     from rich.console import Console
 
     from trainer.callbacks import Curves, RunSummary
+    from trainer.record.recorder import RunRecorder
 
-    writes = bool(arguments["logger"]) and not arguments["fast_dev_run"]
-    if arguments["barebones"]:
+    if arguments["barebones"] or record is None:
         return
-    if writes and not any(isinstance(callback, Curves) for callback in arguments["callbacks"]):
-        arguments["callbacks"].append(Curves(folder))
-    shows = arguments["enable_progress_bar"] is not False
-    if (shows or is_quiet()) and not any(isinstance(callback, RunSummary) for callback in arguments["callbacks"]):
-        console = None if shows else Console(file=io.StringIO())
-        arguments["callbacks"].append(RunSummary(folder, console, writes=writes))
+    wanted: list[Any] = [RunRecorder(record)]
+    if arguments["logger"] and not arguments["fast_dev_run"]:
+        wanted.append(Curves())
+    if is_quiet():
+        wanted.append(RunSummary(console=Console(file=io.StringIO())))
+    elif arguments["enable_progress_bar"] is not False:
+        wanted.append(RunSummary())
+    given = [type(callback) for callback in arguments["callbacks"]]
+    arguments["callbacks"] += [callback for callback in wanted if type(callback) not in given]
 
 
 def _make_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> list[Any]:
@@ -245,28 +247,31 @@ def _make_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> l
     ]
 
 
-def _execute(settings: dict[str, Any], folder: Path, module: Any, data: Any, trainer: Any) -> None:
+def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, trainer: Any) -> None:
     command, checkpoint = settings["command"], settings["ckpt_path"]
-    if command != "fit" and checkpoint is None and is_first():
-        log.warning(
-            "%s uses fresh weights. For those of a run, and its config: ckpt=RUN, its folder or a checkpoint.",
-            command,
-        )
+    if command != "fit" and is_first():
+        if checkpoint is None:
+            log.warning(
+                "%s uses fresh weights. For those of a run, and its config: ckpt=RUN, its folder or a checkpoint.",
+                command,
+            )
+        with suppress(OSError):  # no reason to fail a run
+            record.write()
     if command == "predict":
-        _predict(folder, module, data, trainer, checkpoint)
+        _predict(Path(record.facts["run_dir"]), module, data, trainer, checkpoint)
         return
     more = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **more)
 
 
-def _last_line(result: dict[str, Any], folder: Path) -> str:
+def _last_line(run: RunRecord) -> str:
     """What a run says at its end where it shows no summary."""
-    found = result["metrics"] if is_quiet() else {}
+    found = run.metrics if is_quiet() else {}
     names = sorted(found, key=lambda name: (not name.startswith(("val", "test")), name))
     names = [name for name in names if (both := re.sub("_(step|epoch)$", "", name)) == name or both not in found]
     metrics = ", ".join(f"{name}={found[name]:.4g}" for name in names[:_MOST_METRICS])
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    told = f"{result['command']} {result['status']} in {result['seconds']:.1f} s"
+    shown = run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder
+    told = f"{run.command} {run.status} in {run.seconds:.1f} s"
     return f"{told}: {metrics}. Everything is in {shown}" if metrics else f"{told}. Everything is in {shown}"
 
 
@@ -284,92 +289,45 @@ def _predict(folder: Path, module: Any, data: Any, trainer: Any, checkpoint: str
         torch.save(predictions, folder / name)
 
 
-def _has_added_nothing(trainer: Any, result: dict[str, Any], former: dict[str, Any]) -> bool:
+def _complete(record: RunFile, trainer: Any, started: float, status: str, error: str | None = None) -> None:
+    """Add to the record what it lacks: all of it, where this was no fit, or nobody has recorded it."""
+    facts = record.facts
+    if facts["status"] == "running" and trainer is not None:
+        from trainer.record.measures import facts_of
+
+        try:
+            facts |= facts_of(trainer)
+        except Exception:  # what the user has to see is how the run has ended
+            log.warning("The run's record is not complete.", exc_info=True)
+    facts |= {"status": "pruned" if status == "completed" and facts.get("pruned") else status, "error": error}
+    facts.setdefault("seconds", round(time.monotonic() - started, 3))
+
+
+def _has_added_nothing(trainer: Any, record: RunFile) -> bool:
     """Whether a run that was complete has been resumed, and is where it was."""
-    goes_on = result["command"] == "fit" and getattr(trainer, "ckpt_path", None) is not None
+    goes_on = record.facts["command"] == "fit" and getattr(trainer, "ckpt_path", None) is not None
     return (
         goes_on
-        and result["status"] == "completed"
-        and all(former.get(key) == result[key] for key in ("status", "epochs", "steps"))
+        and record.facts["status"] == "completed"
+        and all(record.former.get(key) == record.facts.get(key) for key in ("status", "epochs", "steps"))
     )
 
 
-def _facts(trainer: Any) -> dict[str, Any]:
-    """What the table of a sweep, and a comparison, show of a run, as far as it came."""
-    scaler = getattr(trainer, "scaler", None)
-    metrics = getattr(trainer, "callback_metrics", {})
-    facts = {
-        "epochs": getattr(trainer, "current_epoch", None),
-        "steps": getattr(trainer, "global_step", None),
-        "skipped_steps": getattr(trainer, "skipped_steps", None),
-        "scale": scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
-        "metrics": {name: float(value) for name, value in metrics.items()},
-        "peak_memory": _peak_memory(),
-    }
-    return facts if trainer is None else facts | _measured(trainer)
+def _goal(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The metric that is optimised, which way it is better, and its value; None where nothing says which that is."""
+    chosen = choose(settings.get("objective"), facts.get("monitor") or monitored(settings.get("callbacks")))
+    if chosen is None:
+        return None
+    goal = {"metric": chosen[0], "mode": chosen[1]}
+    return goal | {"value": RunRecord({**facts, "objective": goal}, Path()).objective_value}
 
 
-def _objective(config: DictConfig, result: dict[str, Any]) -> dict[str, Any] | None:
-    """The metric that is optimised, and its value; None where nothing says which that is."""
-    metrics, asked = result["metrics"], OmegaConf.select(config, "objective.metric")
-    if config.command == "fit" and result["status"] == "completed" and asked is not None and asked not in metrics:
+def _warn_of_missing_objective(settings: Mapping[str, Any], run: RunRecord) -> None:
+    asked = (settings.get("objective") or {}).get("metric")
+    if run.command == "fit" and run.completed and asked is not None and asked not in run.metrics:
         log.warning(
             "objective.metric is %s, which the run has not logged.%s Logged: %s.",
             asked,
-            did_you_mean(asked, metrics),
-            ", ".join(metrics) or "nothing",
+            did_you_mean(asked, run.metrics),
+            ", ".join(run.metrics) or "nothing",
         )
-    monitor = result.get("monitor") or monitored(config.get("callbacks"))
-    return reached(choose(config.get("objective"), monitor), metrics)
-
-
-def _measured(trainer: Any) -> dict[str, Any]:
-    """The device, and what callbacks know: which metric matters, and how fast it went."""
-    from trainer.callbacks.inference_speed import InferenceSpeed
-    from trainer.callbacks.run_summary import devices_of
-    from trainer.callbacks.throughput import Throughput
-
-    facts: dict[str, Any] = {"trained_in": str(trainer.precision), "devices": devices_of(trainer), "gpu": _gpu(trainer)}
-    for callback in (trainer.checkpoint_callback, trainer.early_stopping_callback):
-        if getattr(callback, "monitor", None):
-            facts["monitor"] = {"metric": callback.monitor, "mode": callback.mode}
-            break
-    for callback in trainer.callbacks:
-        if isinstance(callback, InferenceSpeed) and callback.result is not None:
-            facts["inference_speed"] = callback.result
-        if isinstance(callback, Throughput):
-            facts["throughput"] = {
-                "samples_per_second": callback.samples_per_second,
-                "train_seconds": callback.train_seconds,
-                "measured_batches": callback.measured_batches,
-                "waiting": callback.waiting,
-                "batches": callback.batches,
-            }
-    return facts
-
-
-def _gpu(trainer: Any) -> dict[str, Any] | None:
-    """Whether the GPU has Tensor Cores, and where float32 uses them; None on another device."""
-    import torch
-
-    device = trainer.strategy.root_device
-    if device.type != "cuda":
-        return None
-    # Not allow_tf32, whose reading raises where a user has set fp32_precision.
-    float32 = {
-        "matrix products": torch.backends.cuda.matmul.fp32_precision,
-        "convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # made at run time
-    }
-    return {
-        "capability": list(torch.cuda.get_device_capability(device)),
-        "tf32": [operation for operation, precision in float32.items() if precision == "tf32"],
-    }
-
-
-def _peak_memory() -> dict[str, int]:
-    """Bytes: torch's largest allocation on a GPU, else the largest size of the process."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        return {"gpu": torch.cuda.max_memory_allocated()}
-    peak = machine.peak_memory()
-    return {"process": peak} if peak else {}

@@ -16,8 +16,8 @@ def command(arguments: Arguments) -> int:
     """``trainer trust`` and ``trainer trust NAME ...``."""
     if trusted.VARIABLE in os.environ and arguments.words:
         raise UsageError(
-            f"{trusted.VARIABLE} is set in the environment, to {os.environ[trusted.VARIABLE]!r}, and stands in the place"
-            " of what `trainer trust` keeps. Add the package there, or unset it."
+            f"{trusted.VARIABLE} is set in the environment, to {os.environ[trusted.VARIABLE]!r}, and replaces"
+            " what `trainer trust` keeps. Add the package there, or unset it."
         )
     for name in arguments.words:
         _check(name)

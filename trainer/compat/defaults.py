@@ -21,8 +21,11 @@ from lightning.pytorch.profilers import (
     XLAProfiler,
 )
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
+from rich import get_console
+from rich.table import Table
 
-from trainer.arguments import check_clipping, refuse_other_package, refuse_twice
+from trainer.arguments import check, refuse_other_package, refuse_twice
 from trainer.callbacks.alignment_advisor import AlignmentAdvisor
 from trainer.callbacks.anomaly_detection import AnomalyDetection
 from trainer.callbacks.curves import Curves
@@ -35,6 +38,7 @@ from trainer.callbacks.run_summary import RunSummary
 from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
 from trainer.compat.default_logger import default_logger, rows_beside
 from trainer.errors import ConfigurationError
+from trainer.record.recorder import RecordView, RunRecorder
 
 _PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -45,13 +49,50 @@ _PROFILERS: dict[str, type[Profiler]] = {
 
 
 class _ModelSummary(RichModelSummary):
-    """Lightning's, without its warning that the size is not right for mixed precision: with float32 weights it is."""
+    """Lightning's, without its warning that the size is not right for mixed precision: with float32 weights it is.
+
+    FLOPs are left out where they are not known: Lightning counts them for a module that has an ``example_input_array``,
+    and prints 0 for others.
+    """
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Print the summary."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
             super().on_fit_start(trainer, pl_module)
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Print the table, and the totals below it."""
+        shown = dict(summary_data)
+        if not total_flops:
+            del shown["FLOPs"]
+        table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
+        for name in shown:
+            table.add_column(name, justify="right" if name.startswith(("Params", "FLOPs")) else "left")
+        for row in zip(*shown.values(), strict=True):
+            table.add_row(*row)
+        totals = {
+            "Trainable params": get_human_readable_count(trainable_parameters),
+            "Non-trainable params": get_human_readable_count(total_parameters - trainable_parameters),
+            "Total params": get_human_readable_count(total_parameters),
+            "Total estimated model params size (MB)": get_formatted_model_size(model_size),
+            "Modules in train mode": total_training_modes["train"],
+            "Modules in eval mode": total_training_modes["eval"],
+            **({"Total FLOPs": get_human_readable_count(total_flops)} if total_flops else {}),
+        }
+        console = get_console()
+        console.print(table)
+        for name, total in totals.items():
+            console.print(f"[bold]{name}[/]: {total}".rstrip(), highlight=False)
 
 
 def build_callbacks(
@@ -81,7 +122,7 @@ def build_callbacks(
         barebones: whether to leave out what is there for the user's convenience.
         scales_loss: whether the precision scales the loss, so that steps may overflow.
         detect_anomaly: whether to look for nan; where the loss is not scaled, torch's own mode does.
-        writes_logs: whether a picture of the curves belongs beside the logs, and a summary.
+        writes_logs: whether the run's record and a picture of its curves belong beside the logs.
         uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
 
     Raises:
@@ -116,6 +157,7 @@ def build_callbacks(
     elif max_time is not None:
         rank_zero_info("Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer.")
     scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
+    records = writes_logs or enable_progress_bar is not False or not missing(RecordView)
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
         (scales_loss, OverflowReport, OverflowReport),
@@ -125,8 +167,8 @@ def build_callbacks(
         (enable_progress_bar is not False, AnyProgressBar, ProgressBar),
         (enable_model_summary is not False, ModelSummary, _ModelSummary),
         (writes_logs, Curves, Curves),
-        # after Curves, whose picture it lists
         (enable_progress_bar is not False, RunSummary, partial(RunSummary, writes=writes_logs)),
+        (records, RunRecorder, partial(RunRecorder, writes=writes_logs)),
         (enable_checkpointing is not False, Checkpoint, default_checkpoint),
     ]
     callbacks += [default() for wanted, kind, default in defaults if wanted and missing(kind)]
@@ -137,10 +179,9 @@ def build_clipping(limit: float | None, algorithm: str | None) -> list[GradientC
     """The callback that ``gradient_clip_val`` and ``gradient_clip_algorithm`` stand for; none for no limit, or 0.
 
     Raises:
-        TypeError: a limit that is no number.
-        ConfigurationError: one below 0, or an unknown algorithm.
+        ConfigurationError: a limit that is no number or below 0, or an unknown algorithm.
     """
-    check_clipping(limit, algorithm)
+    check({"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm})
     if not limit:
         return []
     by_value = algorithm is not None and algorithm.lower() == "value"
@@ -181,19 +222,10 @@ def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
 
 
 def build_profiler(given: Profiler | str | None) -> Profiler:
-    """The profiler that ``given`` names; None is one that costs nothing.
-
-    Raises:
-        ConfigurationError: an unknown name.
-    """
-    if not given:
+    """The profiler that ``given`` names; None is one that costs nothing."""
+    if given is None:
         return PassThroughProfiler()
     if not isinstance(given, str):
         refuse_other_package("profiler", given)
         return given
-    if given.lower() not in _PROFILERS:
-        raise ConfigurationError(
-            "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of"
-            f" {', '.join(map(repr, _PROFILERS))}. Got {given!r}."
-        )
     return _PROFILERS[given.lower()]()

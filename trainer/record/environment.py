@@ -1,8 +1,7 @@
-"""Where a run takes place: versions, machine, code and command, as ``environment.json``. Imports no torch."""
+"""Where a run takes place: versions, machine, code and command. Imports no torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -16,9 +15,6 @@ from typing import Any
 
 from trainer import machine, redaction
 
-ENVIRONMENT = "environment.json"
-"""The file that a run writes into its folder when it begins."""
-
 _PACKAGES = (
     "amp-trainer", "torch", "lightning", "torchmetrics", "torchvision", "hydra-core", "omegaconf", "numpy",
 )  # fmt: skip
@@ -27,18 +23,6 @@ _VARIABLES = (
     "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS", "WORLD_SIZE",
 )  # fmt: skip
 _PATIENCE = 5.0  # seconds, for git
-
-
-def write_environment(folder: Path) -> None:
-    """Write `environment` into ``folder``, so that a reader sees all of it or nothing.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{ENVIRONMENT}.{os.getpid()}"
-    temporary.write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(folder / ENVIRONMENT)
 
 
 def environment() -> dict[str, Any]:

@@ -20,12 +20,12 @@ from trainer.cli.arguments import UsageError
 from trainer.cli.compare.verdict import Run, Thresholds, Verdict, choose_metric, judge
 from trainer.cli.help import versions
 from trainer.cli.processes import is_quiet
-from trainer.cli.sweep import console_of_tables, four_digits, markdown_table, print_table, read_results, shown
+from trainer.cli.sweep import common_overrides, console_of_tables, four_digits, markdown_table, print_table, shown
+from trainer.record.reader import jobs_of
 
 _MEASURING = (
     "++callbacks.throughput._target_=trainer.callbacks.Throughput",
     "++callbacks.curves._target_=trainer.callbacks.Curves",
-    "++callbacks.curves.dirpath=${hydra:runtime.output_dir}",
 )
 _FEW_BATCHES = 20
 _SPARE = ("memory", "training", "final loss", "skipped", "peak memory")
@@ -107,17 +107,15 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
 
 def read_runs(folder: Path, since: float = 0.0) -> list[Run]:
     """The runs in ``folder``, in their order, each named by what sets it apart from the others."""
-    results = read_results(folder, since)
-    common = set.intersection(*(set(result["overrides"]) for result in results)) if len(results) > 1 else None
+    records = jobs_of(folder, since)
+    common = common_overrides(records) if len(records) > 1 else None
     runs = []
-    for result in results:
-        own = [word for word in shown(result["overrides"]) if common is not None and word not in common]
-        label = " ".join(word.removeprefix("precision=") for word in own) or str(result.get("precision"))
-        if label == "auto" and result.get("trained_in"):
-            label = f"auto ({result['trained_in']})"
-        file = Path(result["run_dir"]) / "curves.json"
-        curves = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        runs.append(Run(label, result, curves))
+    for record in records:
+        own = [word for word in shown(record.overrides) if common is not None and word not in common]
+        label = " ".join(word.removeprefix("precision=") for word in own) or str(record.precision)
+        if label == "auto" and record.precision:
+            label = f"auto ({record.precision})"
+        runs.append(Run(label, record.facts, record.facts.get("curves", {})))
     return runs
 
 
@@ -207,7 +205,7 @@ class Comparison:
         runs = [
             {
                 "label": run.label,
-                "precision": run.result.get("trained_in"),
+                "precision": run.result.get("precision"),
                 "status": run.result["status"],
                 "error": run.result.get("error"),
                 "final_loss": run.final_loss,
@@ -324,7 +322,7 @@ def _circumstances(runs: Sequence[Run]) -> list[str]:
 
 def _outcome(run: Run) -> str:
     """What became of a run that did not complete; empty for one that did."""
-    return "" if run.completed else f"{run.result['status']}: {run.result.get('error', 'it did not say why')}"
+    return "" if run.completed else f"{run.result['status']}: {run.result.get('error') or 'it did not say why'}"
 
 
 def _word(run: Run, verdict: Verdict | None) -> str:

@@ -71,8 +71,8 @@ class Run:
 
     Args:
         label: what sets it apart from the others, such as "16-mixed".
-        result: its ``result.json``.
-        curves: its ``curves.json``; empty where there is none.
+        result: its ``run.json``.
+        curves: the curves in it; empty where there are none.
     """
 
     label: str
@@ -110,7 +110,7 @@ class Run:
     @property
     def is_half(self) -> bool:
         """Whether its precision computes in 16 bits."""
-        return str(self.result.get("trained_in")).startswith(("16", "bf16"))
+        return str(self.result.get("precision")).startswith(("16", "bf16"))
 
     @property
     def losses(self) -> tuple[list[int], list[float]]:
@@ -288,7 +288,7 @@ def _why_slow(run: Run, first: Run) -> Iterable[str]:
     if capability is not None and capability < [7, 0]:
         yield f"This GPU (compute capability {_dotted(capability)}) has no Tensor Cores."
         return
-    if capability is not None and capability < [8, 0] and str(run.result.get("trained_in")).startswith("bf16"):
+    if capability is not None and capability < [8, 0] and str(run.result.get("precision")).startswith("bf16"):
         yield f"The Tensor Cores of this GPU (compute capability {_dotted(capability)}) know no bfloat16: use 16-mixed."
     waiting = run.throughput.get("waiting")
     if waiting is not None and waiting > 0.2:

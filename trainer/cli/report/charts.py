@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer.callbacks.plotting import smooth
-from trainer.cli.report.curve import Curve
-from trainer.cli.report.record import Record
+from trainer.cli.report.record import Run
+from trainer.record.curve import Curve
+from trainer.record.reader import RunRecord
 
 _STAGE = re.compile(r"^(train|training|val|valid|validation|test)[_/.\-](.+)$")
 _PACE_POINTS = 60
@@ -70,13 +71,13 @@ class Section:
     notes: Sequence[str] = ()
 
 
-def sections_of(run: Record) -> list[Section]:
+def sections_of(run: Run) -> list[Section]:
     """The charts of one run."""
-    rows = dict(run.rows)
+    rows = dict(run.record.rows)
     amp = _mixed_precision(run, rows)
     rate = _learning_rate(rows)
     learning, others = _metrics(run, rows)
-    missing = [] if run.rows else [_without_rows(run)]
+    missing = [] if run.record.rows else [_without_rows(run)]
     found = [
         Section("Learning", [*learning, *rate], missing if not (learning or rate) else ()),
         Section("Loss scale and gradients", *amp),
@@ -87,15 +88,13 @@ def sections_of(run: Record) -> list[Section]:
             [f"{len(others) - _MOST_OTHERS} more are in metrics.csv."] if len(others) > _MOST_OTHERS else [],
         ),
     ]
-    if run.rows or not (learning or amp[0]):
+    if run.record.rows or not (learning or amp[0]):
         return [section for section in found if section.charts or section.notes]
     first, *rest = found
     return [replace(first, notes=missing), *(section for section in rest if section.charts or section.notes)]
 
 
-def overlay(
-    runs: Sequence[tuple[str, Record]], colors: Sequence[int | None], winner: Record | None = None
-) -> list[Section]:
+def overlay(runs: Sequence[tuple[str, Run]], colors: Sequence[int | None], winner: Run | None = None) -> list[Section]:
     """The charts of a sweep: each curve that its jobs have, of all of them on top of each other.
 
     Args:
@@ -125,21 +124,18 @@ def _named(chart: Chart) -> list[Line]:
     return [line for line in chart.lines if not line.faint and "/" not in line.label]
 
 
-def _metrics(run: Record, rows: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
+def _metrics(run: Run, rows: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
     """What was logged for a stage, those of one name together, the loss first; and what is left."""
-    for stage, metrics in _stages(run):
-        for name, written in metrics.items():
-            if stage == "val" and name not in rows and len(curve := Curve.of(written)):
-                rows[name] = curve
+    rows |= {name: curve for name, curve in run.record.stages.get("val", {}).items() if curve and name not in rows}
     groups: dict[str, list[str]] = {}
     for name in rows:
         groups.setdefault(_base(name), []).append(name)
-    has_losses = bool(run.losses.finite)
+    has_losses = bool(run.record.losses.finite)
     learning: list[Chart] = []
     others: list[Chart] = []
     for base, names in groups.items():
         is_loss = base == "loss"
-        losses = run.losses
+        losses = run.record.losses
         if is_loss and has_losses:
             of_steps = [rows[name] for name in names if _is_training(name) and not name.endswith("_epoch")]
             losses = _continued(losses, of_steps[0]) if of_steps else losses
@@ -154,15 +150,8 @@ def _metrics(run: Record, rows: dict[str, Curve]) -> tuple[list[Chart], list[Cha
         is_metric = is_loss or any(_STAGE.match(name) for name in names)
         (learning if is_metric else others).append(Chart(title, lines))
     if has_losses and "loss" not in groups:
-        learning.append(Chart("Loss", list(_training_loss(run.losses))))
+        learning.append(Chart("Loss", list(_training_loss(run.record.losses))))
     return sorted(learning, key=lambda chart: chart.title != "Loss"), others
-
-
-def _stages(run: Record) -> Iterable[tuple[str, dict[str, object]]]:
-    stages = run.points.get("metrics")
-    for stage, metrics in stages.items() if isinstance(stages, dict) else ():
-        if isinstance(metrics, dict):
-            yield stage, metrics
 
 
 def _base(name: str) -> str:
@@ -215,17 +204,18 @@ def _learning_rate(rows: dict[str, Curve]) -> list[Chart]:
     return [Chart("Learning rate", lines, "linear")] if lines else []
 
 
-def _mixed_precision(run: Record, rows: dict[str, Curve]) -> tuple[list[Chart], list[str]]:
+def _mixed_precision(run: Run, rows: dict[str, Curve]) -> tuple[list[Chart], list[str]]:
     charts, notes = [], []
-    logged = rows.pop("amp/scale", Curve())
-    scale, crosses = _scale(run, logged)
-    if scale:
-        charts.append(Chart("Loss scale", [Line("scale", scale, 0, steps=True)], "log2", crosses))
-    skipped, skip_rate = rows.pop("amp/skipped_steps", Curve()), rows.pop("amp/skip_rate", Curve())
-    total = run.result.get("skipped_steps", skipped.last)
-    if skipped and total:
+    record = run.record
+    scale = _continued(record.scales_to_the_end, rows.pop("amp/scale", Curve()))
+    if scale and (record.scale is not None or set(scale.values) != {1.0}):
+        charts.append(Chart("Loss scale", [Line("scale", scale, 0, steps=True)], "log2", record.skips))
+    skipped = _continued(record.skipped, rows.pop("amp/skipped_steps", Curve()))
+    skip_rate = rows.pop("amp/skip_rate", Curve())
+    if record.skipped_steps or skipped.last:
         charts.append(Chart("Skipped steps", [Line("so far", skipped, 5, steps=True)], "linear"))
-        charts.append(Chart("Skip rate", [Line("share of the last steps", skip_rate, 5)], "linear"))
+        if skip_rate:
+            charts.append(Chart("Skip rate", [Line("share of the last steps", skip_rate, 5)], "linear"))
     elif scale:
         notes.append("No step was skipped.")
     norms = [rows.pop(name, Curve()) for name in ("grad_norm_step", "grad_norm", "grad_norm_epoch")]
@@ -248,7 +238,7 @@ def _mixed_precision(run: Record, rows: dict[str, Curve]) -> tuple[list[Chart], 
                 named_layers = ((name.removeprefix(f"amp/{kind}"), curve) for name, curve in worst)
                 lines += [Line(name, curve, number) for number, (name, curve) in enumerate(named_layers, start=1)]
             charts.append(Chart(title, lines, "linear", note=note))
-    if not charts and run.command == "fit" and run.rows:
+    if not charts and run.command == "fit" and record.rows:
         callbacks = run.config.get("callbacks")
         monitor = callbacks.get("scale_monitor") if isinstance(callbacks, dict) else None
         if isinstance(monitor, dict) and "_target_" in monitor:
@@ -259,43 +249,30 @@ def _mixed_precision(run: Record, rows: dict[str, Curve]) -> tuple[list[Chart], 
     return charts, notes
 
 
-def _scale(run: Record, logged: Curve) -> tuple[Curve, Curve]:
-    """The scale where it changes, up to the last step, and the skipped steps; else as it was logged."""
-    changes = Curve.of(run.points.get("scales"))
-    if not changes.finite or set(changes.values) == {1.0}:
-        return (logged if set(logged.values) != {1.0} else Curve()), Curve()
-    written = max([changes.steps[-1], *run.losses.steps[-1:], *run.seconds.steps[-1:]])
-    scale = _continued(Curve([*changes.steps, written], [*changes.values, changes.values[-1]]), logged)
-    return scale, Curve.of(run.points.get("skipped"))
-
-
 def _continued(curve: Curve, logged: Curve) -> Curve:
-    """``curve``, and what was logged after it: while a run goes on, rows are written sooner than ``curves.json``."""
+    """``curve``, and what was logged after it: while a run goes on, rows are written sooner than ``run.json``."""
     end = curve.steps[-1] if curve else -math.inf
     later = [(step, value) for step, value in zip(logged.steps, logged.values, strict=True) if step > end]
     return Curve([*curve.steps, *(step for step, _ in later)], [*curve.values, *(value for _, value in later)])
 
 
-def _pace(run: Record) -> tuple[list[Chart], list[str]]:
-    charts = []
-    if len(rate := speed(run)) > 1:  # a single value is a tile above the curves
-        per_sample = run.samples_per_step
-        unit = "training samples per second" if per_sample else "optimizer steps per second"
+def _pace(run: Run) -> tuple[list[Chart], list[str]]:
+    charts, record = [], run.record
+    if len(rate := speed(record)) > 1:  # a single value is a tile above the curves
+        unit = "training samples per second" if record.samples_per_step else "optimizer steps per second"
         charts.append(Chart("Throughput", [Line("rate", rate, 2)], "linear", note=f"{unit}, without validation"))
-    if len(memory := run.memory) > 1:
+    if len(memory := record.memory) > 1:
         in_mib = Curve(memory.steps, [value / 2**20 for value in memory.values])
-        what = "reserved on the GPU" if run.memory_is_the_gpus else "of the whole process"
+        what = "reserved on the GPU" if record.memory_is_the_gpus else "of the whole process"
         charts.append(Chart("Memory", [Line("memory", in_mib, 3)], "linear", note=f"MiB, {what}"))
-    if charts or run.seconds or run.command != "fit" or not (run.rows or run.points):
+    if charts or record.elapsed or run.command != "fit" or not record.rows:
         return charts, []
-    if run.points:
-        return [], ["Time and memory over the steps are not in curves.json: an older version wrote it."]
-    return [], ["Time and memory over the steps come with curves.json, which has not been written yet."]
+    return [], ["Time and memory over the steps come with run.json, which does not have them yet."]
 
 
-def speed(run: Record) -> Curve:
+def speed(run: RunRecord) -> Curve:
     """Training samples per second (steps, where a batch's size is not known) in up to 60 stretches of the training."""
-    seconds, points = run.seconds, list[tuple[float, float]]()
+    seconds, points = run.elapsed, list[tuple[float, float]]()
     if not seconds:
         return seconds
     step, time = seconds.steps[0], seconds.values[0]
@@ -307,20 +284,20 @@ def speed(run: Record) -> Curve:
     return Curve([step for step, _ in points], [rate for _, rate in points])
 
 
-def _without_rows(run: Record) -> str:
+def _without_rows(run: Run) -> str:
     """Why there are fewer curves than could be."""
     what = "learning rate, gradient norm, underflow and whatever else the module logs"
-    if run.status == "running":
+    if run.record.status == "running":
         return f"No metrics.csv yet: it is written every 100 steps and at the end of an epoch. It has {what}."
     if run.command != "fit":
         return f"This was a {run.command}, which draws no curves."
     chosen = run.config.get("logger")
     names = sorted(chosen) if isinstance(chosen, dict) else []
     if chosen is not None and not names:
-        return f"This run logged nothing (logger=none): there are no curves. The default logger writes {what}."
+        return f"This run logged nothing (logger=none). The default logger writes {what}."
     if "csv" in names:
         every = (run.config.get("trainer") or {}).get("log_every_n_steps")
-        if run.status == "completed" and isinstance(every, int) and (run.step or 0) < every:
+        if run.record.completed and isinstance(every, int) and (run.step or 0) < every:
             return (
                 f"There is no metrics.csv: rows are written every {every} steps (trainer.log_every_n_steps), and the"
                 f" run had {run.step}. They have {what}."

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks.plotting import without_spikes
 from trainer.cli.report.charts import Chart, Line
-from trainer.cli.report.curve import Curve, thin
+from trainer.record.curve import Curve, thin
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes

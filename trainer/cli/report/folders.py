@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.results import RESULT, read_result
-from trainer.record.environment import ENVIRONMENT
+from trainer.record.reader import changed as written
+from trainer.record.run_file import RUN, of_older_version, read
 
-_OF_A_RUN = (RESULT, ENVIRONMENT, "curves.json", "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
-_OF_A_SWEEP = ("multirun.yaml", "compare.json", "optimization_results.yaml")
+_OF_A_RUN = (RUN, "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
+_OF_A_SWEEP = ("multirun.yaml", "summary.md", "compare.json", "optimization_results.yaml")
 _TOPS = ("outputs", "multirun", "lightning_logs")
 _DEPTH = 4
 """Levels below a folder that runs are looked for in: outputs/RECIPE/DATE_TIME, and a name with a slash or two."""
@@ -21,14 +20,12 @@ def is_sweep(folder: Path) -> bool:
     """Whether ``folder`` holds the jobs of one sweep, or comparison."""
     if any((folder / name).is_file() for name in _OF_A_SWEEP):
         return True
-    return isinstance(_summary(folder), list) or any("job" in read_result(child) for child in _children(folder))
+    return any("job" in read(child) for child in _children(folder))
 
 
 def is_run(folder: Path) -> bool:
     """Whether ``folder`` is what one run has left, or is writing into."""
-    if any((folder / name).is_file() for name in _OF_A_RUN):
-        return True
-    return isinstance(_summary(folder), dict)
+    return any((folder / name).is_file() for name in _OF_A_RUN)
 
 
 def jobs_of(sweep: Path) -> list[Path]:
@@ -52,23 +49,35 @@ def chosen(given: str | None) -> Path:
                 "Got no folder, and there is no run below outputs/, multirun/ or lightning_logs/ here. Write"
                 " `python -m trainer report RUN_DIR`, or train first: `python -m trainer fit +recipe=resnet50`."
             )
-        return max(found, key=changed)
+        return _readable(max(found, key=changed))
     folder = Path(given)
     if not folder.exists():
         raise UsageError(f"There is no folder {given}.{_near(folder)}")
     if not folder.is_dir():
         raise UsageError(f"{given} is a file, expected the folder of a run.{_near(folder)}")
     if is_sweep(folder) or is_run(folder):
-        return folder
+        return _readable(folder)
     found = below(folder)
     if not found:
         raise UsageError(
-            f"{given} is not the folder of a run or a sweep. A run's folder has a {RESULT}, an {ENVIRONMENT}, a"
-            f" metrics.csv or a curves.json in it.{_near(folder)}"
+            f"{given} is not the folder of a run or a sweep. A run's folder has a {RUN} or a metrics.csv in it."
+            f"{_near(folder)}"
         )
     if len(found) == 1:
-        return found[0]
+        return _readable(found[0])
     raise UsageError(f"{given} holds {len(found)} runs and sweeps, expected one. The newest:{_list(found)}")
+
+
+def _readable(folder: Path) -> Path:
+    """``folder``, of a run or a sweep, if it is of this version.
+
+    Raises:
+        UsageError: an older version has written it, or a job in it.
+    """
+    for place in (folder, *_children(folder)):
+        if said := of_older_version(place):
+            raise UsageError(said)
+    return folder
 
 
 def below(folder: Path) -> list[Path]:
@@ -78,8 +87,8 @@ def below(folder: Path) -> list[Path]:
 
 def changed(folder: Path) -> float:
     """When something was last written into the folder of a run or a sweep, as a time (of `time.time`)."""
-    names = (*_OF_A_RUN, *_OF_A_SWEEP, "summary.json")
-    times = [_time(place / name) for place in (folder, *_children(folder)) for name in names]
+    names = (*_OF_A_RUN, *_OF_A_SWEEP)
+    times = [written(place / name) for place in (folder, *_children(folder)) for name in names]
     return max(times, default=0.0)
 
 
@@ -95,20 +104,6 @@ def _children(folder: Path) -> Iterator[Path]:
     except OSError:
         return
     yield from (child for child in children if child.is_dir() and not child.name.startswith("."))
-
-
-def _summary(folder: Path) -> object:
-    try:
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def _time(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _near(folder: Path) -> str:

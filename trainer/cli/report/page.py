@@ -22,7 +22,7 @@ from trainer.cli.objective import best
 from trainer.cli.report.charts import Section, overlay, sections_of
 from trainer.cli.report.drawing import PALETTE, Drawn, draw, told
 from trainer.cli.report.folders import jobs_of
-from trainer.cli.report.record import Record, read_record
+from trainer.cli.report.record import Run
 
 _TEMPLATE = Path(__file__).parent / "template"
 _SAYS = {
@@ -57,7 +57,7 @@ class Job:
     anchor: str
     label: str
     number: str
-    run: Record
+    run: Run
     color: int | None
     is_best: bool
     cells: Sequence[str]
@@ -77,7 +77,7 @@ def page(folder: Path, out: Path, is_sweep: bool) -> str:
 
 
 def _run(folder: Path, out: Path) -> str:
-    run = read_record(folder)
+    run = Run(folder)
     return _render(
         "run.html.jinja",
         out,
@@ -94,13 +94,13 @@ def _run(folder: Path, out: Path) -> str:
 
 
 def _sweep(folder: Path, out: Path) -> str:
-    runs = sorted(map(read_record, jobs_of(folder)), key=_order)
+    runs = sorted(map(Run, jobs_of(folder)), key=_order)
     comparison = _comparison(folder)
     jobs, header = _jobs(runs, comparison)
     colors = [job.color for job in jobs]
     winner = next((job for job in jobs if job.is_best), None)
     sections = overlay([(job.label, job.run) for job in jobs], colors, winner.run if winner else None)
-    counts = {status: sum(job.run.status == status for job in jobs) for status in _SAYS}
+    counts = {status: sum(job.run.record.status == status for job in jobs) for status in _SAYS}
     names = list(dict.fromkeys(run.name for run in runs))
     return _render(
         "sweep.html.jinja",
@@ -155,41 +155,40 @@ def _render(template: str, out: Path, **context: Any) -> str:
     )
 
 
-def _tiles(run: Record) -> list[Tile]:
+def _tiles(run: Run) -> list[Tile]:
     tiles = [*_metric_tiles(run)]
     total = run.config.get("trainer", {}).get("max_epochs") if isinstance(run.config.get("trainer"), dict) else None
-    epochs = run.result.get("epochs", run.summary.get("epochs"))
+    record = run.record
     if run.step is not None:
         wanted = f" of {total}" if isinstance(total, int) and total > 0 else ""
-        note = f"{epochs}{wanted} epochs" if epochs is not None else f"of {total} epochs in all" if wanted else ""
+        of_all = f"of {total} epochs in all" if wanted else ""
+        note = f"{record.epochs}{wanted} epochs" if record.epochs is not None else of_all
         tiles.append(Tile("Optimizer steps", f"{run.step:,}", note))
-    skipped = run.result.get("skipped_steps", run.summary.get("skipped_steps"))
-    if skipped is None and (seen := run.rows.get("amp/skipped_steps")):
-        skipped = int(seen.values[-1])
-    scale = run.result.get("scale", run.summary.get("scale"))
-    if skipped is not None and (scale is not None or skipped):
+    skipped = record.skipped_steps
+    if skipped is not None and (record.scale is not None or skipped):
         share = f"{skipped / run.step:.1%} of all" if run.step and skipped else ""
         tiles.append(Tile("Skipped steps", f"{skipped:,}", share))
-    if scale is not None:
-        tiles.append(Tile("Loss scale", told(float(scale)), "at the end"))
+    if record.scale is not None:
+        tiles.append(Tile("Loss scale", told(record.scale), "at the end"))
     if run.duration is not None:
-        train = run.summary.get("train_seconds")
+        train = record.train_seconds
         tiles.append(Tile("Time", _duration(run.duration), f"{_duration(train)} of training" if train else ""))
-    if run.rate is not None:
-        tiles.append(Tile("Throughput", told(float(f"{run.rate:.4g}")), "samples per second"))
-    if run.peak_memory is not None:
-        what = "on the GPU" if run.memory_is_the_gpus else "of the process"
-        tiles.append(Tile("Peak memory", _size(run.peak_memory), what))
+    if record.samples_per_second is not None:
+        tiles.append(Tile("Throughput", told(float(f"{record.samples_per_second:.4g}")), "samples per second"))
+    if record.peak_memory is not None:
+        what = "on the GPU" if record.memory_is_the_gpus else "of the process"
+        tiles.append(Tile("Peak memory", _size(record.peak_memory), what))
     return tiles
 
 
-def _metric_tiles(run: Record) -> list[Tile]:
+def _metric_tiles(run: Run) -> list[Tile]:
     """The objective with its best value, and the metrics of validation and test."""
     tiles = []
-    chosen = run.objective if run.objective and run.objective[0] in run.metrics else None
+    objective = run.record.objective
+    chosen = objective if objective and objective[0] in run.metrics else None
     if chosen:
         name, mode = chosen
-        curve = run.rows.get(name)
+        curve = run.record.rows.get(name) or run.record.metric_curve(name)
         points = [(v, s) for s, v in zip(curve.steps, curve.values, strict=True) if math.isfinite(v)] if curve else []
         if points:
             better = max if mode == "max" else min
@@ -212,21 +211,21 @@ def _worth_showing(names: Iterable[str]) -> list[str]:
     return sorted(evaluated) or sorted(whole)
 
 
-def _facts(run: Record) -> list[tuple[str, str]]:
+def _facts(run: Run) -> list[tuple[str, str]]:
     facts = [
         ("Precision", run.precision),
-        ("Devices", str(run.result.get("devices") or run.summary.get("devices") or "")),
-        ("Seed", str(run.result.get("seed", run.config.get("seed", "")))),
-        ("Started", _when(run.started) if run.started else ""),
+        ("Devices", run.record.devices or ""),
+        ("Seed", str(run.record.facts.get("seed", run.config.get("seed", "")))),
+        ("Started", _when(run.record.started) if run.record.started else ""),
     ]
     return [(label, value) for label, value in facts if value and value != "None"]
 
 
-def _note(run: Record) -> str:
+def _note(run: Run) -> str:
     """What there is to say of a run that has not said how it ended."""
     at = f"step {run.step:,}" if run.step is not None else "no step yet"
     seen = f"{at}, written {_ago(time.time() - run.changed)} ago"
-    match run.status:
+    match run.record.status:
         case "running":
             return f"The run goes on: {seen}. Make the page again, and reload it, for what has come since."
         case "killed":
@@ -266,16 +265,16 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _environment(run: Record) -> list[tuple[str, list[tuple[str, str]]]]:
+def _environment(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
     """Groups of labels and values."""
-    found = run.environment
+    found = run.record.environment
     if not found:
         return []
     git, cores, memory = found.get("git") or {}, found.get("cores"), found.get("memory")
     commit = str(git.get("commit", ""))[:12]
     groups = {
         "Run": [
-            ("command", " ".join(map(str, found.get("command", [])))),
+            ("command", " ".join(run.command_line)),
             ("directory", found.get("directory")),
             ("commit", " ".join(filter(None, (commit, "with changes" if git.get("modified") else "")))),
             ("branch", git.get("branch")),
@@ -283,7 +282,7 @@ def _environment(run: Record) -> list[tuple[str, list[tuple[str, str]]]]:
         ],
         "Machine": [
             ("host", found.get("host")),
-            ("devices", run.result.get("devices") or run.summary.get("devices")),
+            ("devices", run.record.devices),
             ("CPU", found.get("cpu")),
             ("cores", cores),
             ("memory", _size(memory) if memory else ""),
@@ -299,14 +298,14 @@ def _environment(run: Record) -> list[tuple[str, list[tuple[str, str]]]]:
     return [(group, rows) for group, rows in told_of.items() if rows]
 
 
-def _jobs(runs: Sequence[Record], comparison: Mapping[str, Any]) -> tuple[list[Job], list[str]]:
+def _jobs(runs: Sequence[Run], comparison: Mapping[str, Any]) -> tuple[list[Job], list[str]]:
     shared = set(_common(runs)) if len(runs) > 1 else set()
     labels = [_label(run, shared) for run in runs]
     short = [_LONG.sub(lambda found: f"{float(found[0]):.4g}", label) for label in labels]
     labels = short if len(set(short)) == len(set(labels)) else labels
     winner = _best(runs)
     colors = _colors(runs, winner)
-    objectives = [run.objective[0] for run in runs if run.objective]
+    objectives = [run.record.objective[0] for run in runs if run.record.objective]
     names = dict.fromkeys(name for run in runs for name in _worth_showing(run.metrics))
     metrics = list(dict.fromkeys([*(name for name in objectives if name in names), *names]))[:_SWEEP_METRICS]
     verdicts = {
@@ -316,15 +315,15 @@ def _jobs(runs: Sequence[Record], comparison: Mapping[str, Any]) -> tuple[list[J
     }
     jobs = []
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        verdict = verdicts.get(run.folder.name, {}).get("verdict")
+        record, verdict = run.record, verdicts.get(run.folder.name, {}).get("verdict")
         cells = [
             *(told(run.metrics.get(name)) for name in metrics),
             "-" if run.duration is None else _duration(run.duration),
-            "-" if run.rate is None else told(float(f"{run.rate:.4g}")),
-            "-" if run.peak_memory is None else _size(run.peak_memory),
-            "-" if run.result.get("skipped_steps") is None else f"{run.result['skipped_steps']:,}",
+            "-" if record.samples_per_second is None else told(float(f"{record.samples_per_second:.4g}")),
+            "-" if record.peak_memory is None else _size(record.peak_memory),
+            "-" if record.skipped_steps is None else f"{record.skipped_steps:,}",
         ]
-        number = str(run.result.get("job", run.folder.name))
+        number = str(run.folder.name if record.job is None else record.job)
         jobs.append(
             Job(
                 f"job-{index}", label, number, run, colors[index], run is winner, cells, _tiles(run),
@@ -334,31 +333,30 @@ def _jobs(runs: Sequence[Record], comparison: Mapping[str, Any]) -> tuple[list[J
     return jobs, [*metrics, "Time", "Samples/s", "Memory", "Skipped"]
 
 
-def _label(run: Record, shared: set[str]) -> str:
+def _label(run: Run, shared: set[str]) -> str:
     own = [word.removeprefix("precision=") for word in run.overrides if word not in shared]
     return " ".join(own) or run.precision or run.folder.name
 
 
-def _common(runs: Sequence[Record]) -> list[str]:
+def _common(runs: Sequence[Run]) -> list[str]:
     """The overrides that all of them have."""
     if not runs:
         return []
     return [word for word in runs[0].overrides if all(word in run.overrides for run in runs)]
 
 
-def _best(runs: Sequence[Record]) -> Record | None:
+def _best(runs: Sequence[Run]) -> Run | None:
     """The best of them, as a sweep's own table says it."""
-    results = [{"status": run.status, "objective": run.reached, "run": run} for run in runs]
-    found = best(results) if len(runs) > 1 else None
-    return found["run"] if found else None
+    found = best([run.record for run in runs]) if len(runs) > 1 else None
+    return next((run for run in runs if run.record is found), None)
 
 
-def _colors(runs: Sequence[Record], winner: Record | None) -> list[int | None]:
+def _colors(runs: Sequence[Run], winner: Run | None) -> list[int | None]:
     """A colour for each run, or for the best of them where there are too many to tell apart."""
     order = list(range(len(runs)))
-    if len(runs) > PALETTE and winner is not None and winner.objective is not None:
-        sign = -1.0 if winner.objective[1] == "max" else 1.0
-        values = [run.objective_value for run in runs]
+    if len(runs) > PALETTE and winner is not None and (goal := winner.record.objective) is not None:
+        sign = -1.0 if goal[1] == "max" else 1.0
+        values = [run.record.objective_value for run in runs]
         order.sort(key=lambda i: sign * v if (v := values[i]) is not None and math.isfinite(v) else math.inf)
     chosen = sorted(order[:PALETTE])
     return [chosen.index(index) if index in chosen else None for index in range(len(runs))]
@@ -366,16 +364,16 @@ def _colors(runs: Sequence[Record], winner: Record | None) -> list[int | None]:
 
 def _sweep_tiles(jobs: Sequence[Job], winner: Job | None) -> list[Tile]:
     tiles = []
-    if winner is not None and winner.run.objective is not None:
-        (metric, mode), value = winner.run.objective, told(winner.run.objective_value)
+    if winner is not None and winner.run.record.objective is not None:
+        (metric, mode), value = winner.run.record.objective, told(winner.run.record.objective_value)
         way = "Lowest" if mode == "min" else "Highest"  # of the last values: a job may have been better before
         tiles.append(Tile(f"{way} {metric} at the end", value, winner.label, strong=True))
-    ended = sum(job.run.status in ("completed", "pruned") for job in jobs)
+    ended = sum(job.run.record.status in ("completed", "pruned") for job in jobs)
     tiles.append(Tile("Jobs", f"{len(jobs)}", f"{ended} ended well"))
     times = [job.run.duration for job in jobs if job.run.duration is not None]
     if times:
         tiles.append(Tile("Time", _duration(sum(times)), "of all jobs together"))
-    skipped = [job.run.result.get("skipped_steps") or 0 for job in jobs]
+    skipped = [job.run.record.skipped_steps or 0 for job in jobs]
     if any(skipped):
         tiles.append(Tile("Skipped steps", f"{sum(skipped):,}", "in all jobs"))
     return tiles
@@ -390,12 +388,8 @@ def _comparison(folder: Path) -> dict[str, Any]:
     return dict(redaction.containers(found)) if isinstance(found, dict) else {}
 
 
-def _order(run: Record) -> tuple[float, str]:
-    number = run.result.get("job", run.folder.name)
-    try:
-        return float(number), ""
-    except (TypeError, ValueError):
-        return math.inf, str(run.folder)
+def _order(run: Run) -> tuple[float, str]:
+    return (math.inf, str(run.folder)) if run.record.job is None else (run.record.job, "")
 
 
 def _drawn(sections: Sequence[Section], last_step: float) -> list[tuple[str, list[Drawn], Sequence[str]]]:

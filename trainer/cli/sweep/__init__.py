@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.cli.objective import best
 from trainer.cli.processes import is_quiet
-from trainer.cli.results import RESULT
+from trainer.record.reader import RunRecord, jobs_of
 
 if TYPE_CHECKING:  # takes a moment to import
     from rich.console import Console
@@ -34,13 +34,6 @@ def shown(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if not override.startswith(("command=", PRUNING))]
 
 
-def read_results(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
-    """What the jobs of the sweep in ``folder`` left, in their order, but for those that ended before ``since``."""
-    files = [file for file in folder.rglob(RESULT) if file.stat().st_mtime >= since]
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return sorted((result for result in results if "job" in result), key=lambda result: result["job"])
-
-
 def report(folder: Path, since: float = 0.0) -> int:
     """Print the table of the sweep in ``folder``; write it to ``summary.md`` and the numbers to
     ``summary.json``.
@@ -52,24 +45,28 @@ def report(folder: Path, since: float = 0.0) -> int:
     Returns:
         How many jobs did not complete.
     """
-    results = read_results(folder, since)
-    if not results:
+    runs = jobs_of(folder, since)
+    if not runs:
         return 0
-    winner = best(results)
-    for result in results:
-        result["best"] = result is winner
-    (folder / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    header, rows = _rows(results, folder)
-    said = _best(results)
+    winner = best(runs)
+    numbers = [{**_facts(run), "best": run is winner} for run in runs]
+    (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    header, rows = _rows(runs, winner, folder)
+    said = _best(runs, winner)
     text = f"{markdown_table(header, rows)}\n" + (f"\n{said}\n" if said else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
-    _print(header, rows, results, folder)
-    return sum(result["status"] not in ENDED_WELL for result in results)
+    _print(header, rows, said, runs, folder)
+    return sum(run.status not in ENDED_WELL for run in runs)
 
 
-def _rows(results: list[dict[str, Any]], folder: Path) -> tuple[list[str], list[list[str]]]:
-    common = _common(results)
-    metrics = _metrics(results)
+def _facts(run: RunRecord) -> dict[str, Any]:
+    """What ``run.json`` says, without what is too long for a table."""
+    return {name: fact for name, fact in run.facts.items() if name not in ("curves", "environment")}
+
+
+def _rows(runs: Sequence[RunRecord], winner: RunRecord | None, folder: Path) -> tuple[list[str], list[list[str]]]:
+    common = common_overrides(runs)
+    metrics = _metrics(runs)
     header = [
         "job",
         "overrides",
@@ -83,51 +80,49 @@ def _rows(results: list[dict[str, Any]], folder: Path) -> tuple[list[str], list[
         "run dir",
     ]
     rows = []
-    for result in results:
-        own = [override for override in shown(result["overrides"]) if override not in common]
-        values = result["metrics"]
+    for run in runs:
+        own = [override for override in shown(run.overrides) if override not in common]
         rows.append(
             [
-                f"{result['job']}{' (best)' if result['best'] else ''}",
+                f"{run.job}{' (best)' if run is winner else ''}",
                 " ".join(own),
-                result["status"],
-                _number(result.get("epochs")),
-                f"{result['seconds']:.1f} s" if "seconds" in result else "-",
-                *(f"{values[name]:.4g}" if name in values else "-" for name in metrics),
-                _number(result.get("skipped_steps")),
-                _number(result.get("scale")),
-                " ".join(f"{size / 2**20:,.0f} MiB" for size in result.get("peak_memory", {}).values()) or "-",
-                os.path.relpath(result["run_dir"], folder),
+                run.status,
+                _number(run.epochs),
+                "-" if run.seconds is None else f"{run.seconds:.1f} s",
+                *(f"{run.metrics[name]:.4g}" if name in run.metrics else "-" for name in metrics),
+                _number(run.skipped_steps),
+                _number(run.scale),
+                "-" if run.peak_memory is None else f"{run.peak_memory / 2**20:,.0f} MiB",
+                os.path.relpath(run.folder, folder),
             ]
         )
     return header, rows
 
 
-def _common(results: list[dict[str, Any]]) -> set[str]:
-    """The overrides that all jobs have."""
-    return set.intersection(*(set(result["overrides"]) for result in results)) if len(results) > 1 else set()
+def common_overrides(runs: Sequence[RunRecord]) -> set[str]:
+    """The overrides that all of several jobs have."""
+    return set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
 
 
-def _best(results: list[dict[str, Any]]) -> str:
+def _best(runs: Sequence[RunRecord], winner: RunRecord | None) -> str:
     """A sentence on the best job, and the command that is like it, or on why there is none; empty without objective."""
-    for result in results:
-        if result["best"]:
-            objective, common = result["objective"], _common(results)
-            own = " ".join(word for word in shown(result["overrides"]) if word not in common)
-            way = "lowest" if objective["mode"] == "min" else "highest"
-            what = f"{objective['metric']} {objective['value']:.4g}, the {way}"
-            command = shlex.join(["python", "-m", "trainer", "fit", *shown(result["overrides"])])
-            return f"Best: job {result['job']}, with {what}{f': {own}' if own else ''}\n\n    {command}"
-    asked = {(goal["metric"], goal["mode"]) for result in results if (goal := result.get("objective"))}
-    if len(asked) == 1 and any(result["status"] == "completed" for result in results):
+    if winner is not None and winner.objective is not None:
+        common = common_overrides(runs)
+        own = " ".join(word for word in shown(winner.overrides) if word not in common)
+        metric, mode = winner.objective
+        what = f"{metric} {winner.objective_value:.4g}, the {'lowest' if mode == 'min' else 'highest'}"
+        command = shlex.join(["python", "-m", "trainer", "fit", *shown(winner.overrides)])
+        return f"Best: job {winner.job}, with {what}{f': {own}' if own else ''}\n\n    {command}"
+    asked = {run.objective for run in runs if run.objective}
+    if len(asked) == 1 and any(run.completed for run in runs):
         return f"No job is the best: none has ended with a finite value of {asked.pop()[0]}."
     return ""
 
 
-def _metrics(results: list[dict[str, Any]], most: int = 4) -> list[str]:
+def _metrics(runs: Sequence[RunRecord], most: int = 4) -> list[str]:
     """The metrics worth a column: the objective, and those of validation and test, or all where there are none."""
-    names = sorted({name for result in results for name in result["metrics"]})
-    objectives = {objective["metric"] for result in results if (objective := result.get("objective"))}
+    names = sorted({name for run in runs for name in run.metrics})
+    objectives = {run.objective[0] for run in runs if run.objective}
     evaluated = [name for name in names if name.startswith(("val", "test"))]
     whole = [name for name in evaluated or names if not name.endswith(("_step", "_epoch"))]
     others = [name for name in whole or evaluated or names if name not in objectives]
@@ -138,17 +133,17 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-def _print(header: list[str], rows: list[list[str]], results: list[dict[str, Any]], folder: Path) -> None:
+def _print(header: list[str], rows: list[list[str]], said: str, runs: Sequence[RunRecord], folder: Path) -> None:
     jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
     title, left = f"Sweep of {jobs}", ("overrides", "status", "run dir")
     console = console_of_tables() if is_quiet() else print_table(title, header, narrow, left, _SPARE)
-    if said := _best(results):
+    if said:
         style = "bold green" if said.startswith("Best") else "yellow"
         console.print(said, style=style, soft_wrap=True, markup=False, highlight=False)
-    for result in results:
-        if "error" in result:
-            told = f"Job {result['job']} {result['status']}: {result['error']}"
+    for run in runs:
+        if run.error:
+            told = f"Job {run.job} {run.status}: {run.error}"
             console.print(told, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Everything is in {folder}", soft_wrap=True, markup=False, highlight=False)
 

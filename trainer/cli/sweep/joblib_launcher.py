@@ -25,9 +25,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from trainer.cli.arguments import UsageError
 from trainer.cli.compare import as_fit
 from trainer.cli.objective import value_of
-from trainer.cli.results import read_result
 from trainer.cli.schema import describe
 from trainer.cli.sweep.jobs import Job, ended_by, handled
+from trainer.record.reader import read_run
 
 _THREADS = "OMP_NUM_THREADS"
 
@@ -82,7 +82,7 @@ class JoblibLauncher(Launcher):
                 joblib.delayed(running.run)(job, free) for job, _ in composed
             )
         for job, returned in composed:
-            returned.return_value, returned.status = value_of(read_result(job.folder)), JobStatus.COMPLETED
+            returned.return_value, returned.status = value_of(read_run(job.folder)), JobStatus.COMPLETED
         return [returned for _, returned in composed]
 
     def _compose(self, words: list[str], number: int) -> tuple[Job, JobReturn]:
@@ -120,8 +120,8 @@ class _Running:
         """Run a job, in a place that is free meanwhile."""
         if self._received:
             return
-        if (former := job.former()) is not None:
-            job.keep(former)
+        if job.is_done():
+            job.keep()
             return
         place = free.get()
         job.environment = place

@@ -9,7 +9,6 @@ group), several processes per job work, and the sweep itself never imports torch
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -29,9 +28,10 @@ from trainer.cli.compose import CONFIG_NAME
 from trainer.cli.folders import packaged_conf
 from trainer.cli.objective import value_of
 from trainer.cli.processes import PARENT, clean_environment, is_first, is_quiet
-from trainer.cli.results import RESULT, read_result, write_result
 from trainer.cli.sweep import ENDED_WELL, shown
 from trainer.cli.workdir import quoted
+from trainer.record.reader import RunRecord, read_run
+from trainer.record.run_file import RUN, read, write
 
 CONSOLE = "console.log"
 """What a job would print, where it does not have the terminal for itself."""
@@ -121,23 +121,23 @@ class Job:
         # one write, for jobs side by side speak at the same time
         print(f"{before}Job {self.number}: {what or words}\n", end="", flush=True)
 
-    def former(self) -> dict[str, Any] | None:
-        """The result of the same job in an earlier sweep, if it goes on and there is nothing left to do."""
-        result = read_result(self.folder)
-        done = result.get("status") in ENDED_WELL and result.get("digest") == self.digest
-        return result if done and self.resumes else None
+    def is_done(self) -> bool:
+        """Whether it goes on with the same job of an earlier sweep, which has left nothing to do."""
+        former = read(self.folder)
+        return self.resumes and former.get("status") in ENDED_WELL and former.get("digest") == self.digest
 
-    def keep(self, result: dict[str, Any]) -> float | None:
-        """Take over the result of an earlier sweep, for the table of this one. Returns the value of its objective."""
-        write_result(self.folder, result)
-        self.said(f"{result['status']} before")
-        return value_of(result)
+    def keep(self) -> float | None:
+        """Take over the record of an earlier sweep, for the table of this one. Returns the value of its objective."""
+        (self.folder / RUN).touch()
+        run = read_run(self.folder)
+        self.said(f"{run.status} before")
+        return value_of(run)
 
     @contextmanager
     def process(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The job's process, started. At the end, its result is completed."""
+        """The job's process, started. At the end, its record is completed."""
         if not self.resumes and is_first():
-            (self.folder / RESULT).unlink(missing_ok=True)  # a job that goes on, or has nothing left to do, wants it
+            (self.folder / RUN).unlink(missing_ok=True)  # a job that goes on, or has nothing left to do, wants it
         self.said()
         started = time.monotonic()
         process = self._start()
@@ -164,29 +164,27 @@ class Job:
             )
 
     def _finish(self, status: int | None, seconds: float) -> None:
-        """Complete the job's result, or write one for a job that could not."""
+        """Complete the job's record, or write one for a job that could not."""
         if not is_first():
             return
-        result: dict[str, Any] = {"status": "failed", "metrics": {}, "run_dir": str(self.folder)}
-        file = self.folder / RESULT
-        if file.is_file():
-            result = json.loads(file.read_text(encoding="utf-8"))
-        if status != 0 and result["status"] in ENDED_WELL:
-            result["status"] = "failed"
-        if status is not None and status != 0 and "error" not in result:
+        facts = {"metrics": {}, "run_dir": str(self.folder), **read(self.folder)}
+        said = facts.get("status")
+        if said in (None, "running") or (status != 0 and said in ENDED_WELL):
+            facts["status"] = "failed"
+        if status is not None and status != 0 and not facts.get("error"):
             number = -status if status < 0 else status - 128
-            if not file.is_file() and number in _ENDING:
-                result["status"] = "interrupted"  # before it could write anything
-            if result["status"] == "failed":  # of others the status says it all
-                result["error"] = _ended_by(-status) if status < 0 else f"exit status {status}"
-                result["error"] += f", see {self.folder / CONSOLE}" if self.aside else ""
-        result |= {"job": self.number, "overrides": self.overrides, "exit_status": status, "digest": self.digest}
-        write_result(self.folder, result)
+            if said in (None, "running") and number in _ENDING:
+                facts["status"] = "interrupted"  # before it could say so
+            if facts["status"] == "failed":  # of others the status says it all
+                facts["error"] = _ended_by(-status) if status < 0 else f"exit status {status}"
+                facts["error"] += f", see {self.folder / CONSOLE}" if self.aside else ""
+        facts |= {"job": self.number, "overrides": self.overrides, "exit_status": status, "digest": self.digest}
+        write(self.folder, facts)
         if self.aside:
-            objective = result.get("objective") or {}
-            value = objective.get("value")
-            reached = "" if value is None else f", {objective['metric']} {value:.4g}"
-            self.said(f"{result['status']} after {seconds:.1f} s{reached}")
+            run = RunRecord(facts, self.folder)
+            value, goal = run.objective_value, run.objective
+            reached = "" if value is None or goal is None else f", {goal[0]} {value:.4g}"
+            self.said(f"{run.status} after {seconds:.1f} s{reached}")
 
 
 def _ended_by(number: int) -> str:
@@ -210,8 +208,8 @@ def run_job(config: DictConfig, own: Callable[[list[str]], list[str]] = list) ->
     job, stop = Job.composed(config, own), Stop.of(HydraConfig.get())
     if stop.told():
         return None
-    if (former := job.former()) is not None:
-        return job.keep(former)
+    if job.is_done():
+        return job.keep()
     with job.process() as process, _passed_on(process) as received:
         try:
             _wait(process, stop if job.aside else None)
@@ -223,7 +221,7 @@ def run_job(config: DictConfig, own: Callable[[list[str]], list[str]] = list) ->
         if callable(handler):
             handler(number, None)  # the launcher's: submitit has the job requeued
         raise SystemExit(128 + number)
-    return value_of(read_result(job.folder))
+    return value_of(read_run(job.folder))
 
 
 def _wait(process: subprocess.Popen[bytes], stop: Stop | None) -> None:

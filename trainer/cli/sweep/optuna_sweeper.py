@@ -33,8 +33,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from trainer.cli.arguments import UsageError, canonical_precisions
 from trainer.cli.objective import choose, monitored, value_of
-from trainer.cli.results import write_result
-from trainer.cli.sweep import PRUNING, read_results
+from trainer.cli.sweep import PRUNING
+from trainer.record.reader import RunRecord, jobs_of
+from trainer.record.run_file import RUN
 from trainer.studies import check_pickles, make_pruner, make_sampler
 
 _JOB, _FOLDER = "job", "folder"
@@ -180,8 +181,8 @@ class _Run:
         self.study = self._open(sweeper.storage or own, sweeper.sampler, mode)
         self.take_over()
         for trial in self._ours(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL):
-            if (result := self._results().get(trial.user_attrs[_JOB])) is not None:
-                write_result(Path(result["run_dir"]), result)  # for the table at the end: it is part of this sweep
+            if (run := self._jobs().get(trial.user_attrs[_JOB])) is not None:
+                (run.folder / RUN).touch()  # for the table at the end: it is part of this sweep
         self._again = [(trial.user_attrs[_JOB], self._words(trial)) for trial in self._ours(TrialState.RUNNING)]
 
     def _open(self, storage: str, sampler: dict[str, Any], mode: str) -> optuna.Study:
@@ -232,8 +233,8 @@ class _Run:
         trials = self.study.get_trials(deepcopy=False, states=states)
         return [trial for trial in trials if trial.user_attrs.get(_FOLDER) == str(self.folder)]
 
-    def _results(self) -> dict[int, dict[str, Any]]:
-        return {result["job"]: result for result in read_results(self.folder)}
+    def _jobs(self) -> dict[int | None, RunRecord]:
+        return {run.job: run for run in jobs_of(self.folder)}
 
     def next(self) -> list[tuple[int, list[str]]]:
         """Numbers, one after the other, and overrides of the jobs to run next; none when there are none left."""
@@ -277,15 +278,16 @@ class _Run:
 
     def take_over(self) -> None:
         """Tell the study what has become of the jobs. One that was interrupted has not come to its end."""
-        results = self._results()
+        jobs = self._jobs()
         for trial in self._ours(TrialState.RUNNING):
-            result = results.get(trial.user_attrs[_JOB], {})
-            value, status = value_of(result), result.get("status")
-            if status == "completed" and value is not None:
+            run = jobs.get(trial.user_attrs[_JOB])
+            if run is None:
+                continue
+            if (value := value_of(run)) is not None:
                 self.study.tell(trial.number, value)
-            elif status == "pruned":
+            elif run.status == "pruned":
                 self.study.tell(trial.number, state=TrialState.PRUNED)
-            elif status in ("completed", "failed"):
+            elif run.status in ("completed", "failed"):
                 self.study.tell(trial.number, state=TrialState.FAIL)
 
 

@@ -28,6 +28,7 @@ from trainer.cli.tune.child import Message, Tell
 from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError, PrecisionError, is_out_of_memory
+from trainer.record.recorder import RunRecorder
 
 # Of the user's callbacks those stay that change what a step takes: activation checkpointing, averages of the weights,
 # whatever is the user's own. These save, log, stop, or do something else than to fail when memory runs out.
@@ -47,6 +48,7 @@ _LEFT_OUT: tuple[type, ...] = (
     ours.RunSummary,
     ours.ScaleMonitor,
     ours.Throughput,
+    RunRecorder,
 )
 _MOST_SKIPPED = 30  # updates that may overflow before a scale is found; 16 halvings lead from the first scale to 1
 _LOOK_EVERY = 0.02  # seconds

@@ -16,13 +16,14 @@ class Series:
 
     Attributes:
         steps: x-values, in optimizer steps, ascending.
+        max_points: As given.
         stride: How many points there were for one that is kept: a power of two.
     """
 
     def __init__(self, max_points: int) -> None:
         self.steps: list[int] = []
         self.stride = 1
-        self._max_points = max_points
+        self.max_points = max_points
         self._floats: list[float] = []  # y-values
         self._tensors: list[Tensor] = []  # those that follow, still unread on their device; all 0-dim
 
@@ -31,7 +32,7 @@ class Series:
 
     def append(self, step: int, value: float | Tensor) -> None:
         """Adds a point; a 0-dim tensor stays on its device until `read`."""
-        if len(self.steps) >= self._max_points:
+        if len(self.steps) >= self.max_points:
             self.read()  # host-device synchronisation, once in `max_points / 2` points
             del self.steps[1::2], self._floats[1::2]
             self.stride *= 2

@@ -38,7 +38,7 @@ class Curve:
 
     @classmethod
     def of(cls, written: Any) -> Curve:
-        """Of a series of ``curves.json``; without points where it has none, or is none."""
+        """Of a series of ``run.json``; without points where it has none, or is none."""
         if not isinstance(written, Mapping):
             return cls()
         steps, values = written.get("steps"), written.get("values")

@@ -1,0 +1,134 @@
+"""What a Trainer, a batch and a device tell of a run. Works with Lightning's Trainer as well."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import machine
+
+
+def facts_of(trainer: Any) -> dict[str, Any]:
+    """What ``run.json`` says of a Trainer as it is now, with what its callbacks add by a method ``run_facts``."""
+    device = trainer.strategy.root_device
+    facts = {
+        "precision": str(trainer.precision),
+        "devices": devices_of(trainer),
+        "gpu": _tensor_cores(device),
+        "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "skipped_steps": getattr(trainer, "skipped_steps", None),  # `lightning.Trainer` does not count them
+        "scale": loss_scale(trainer),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "peak_memory": _peak_memory(device),
+        "monitor": monitor_of(trainer),
+    }
+    for callback in trainer.callbacks:
+        facts |= getattr(callback, "run_facts", dict)()
+    return facts
+
+
+def devices_of(trainer: Any) -> str:
+    """Number and kind of a trainer's devices, such as "2 x NVIDIA A100"."""
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    return f"{trainer.world_size} x {name}"
+
+
+def loss_scale(trainer: Any) -> float | None:
+    """The scale that the next loss is multiplied by; None without loss scaling."""
+    scaler = trainer.scaler  # None under `lightning.Trainer` without loss scaling
+    return scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
+
+
+def monitor_of(trainer: Any) -> dict[str, str] | None:
+    """The metric that the checkpoints, else the early stopping, go by."""
+    for callback in (trainer.checkpoint_callback, trainer.early_stopping_callback):
+        if getattr(callback, "monitor", None):
+            return {"metric": callback.monitor, "mode": callback.mode}
+    return None
+
+
+def paths_of(trainer: Any) -> dict[str, str | list[str]]:
+    """Where checkpoints and loggers have written, as absolute paths; what does not exist is left out."""
+    checkpoints = trainer.checkpoint_callback
+    found = {
+        "best_checkpoint": getattr(checkpoints, "best_model_path", None),
+        "last_checkpoint": getattr(checkpoints, "last_model_path", None),
+    }
+    paths: dict[str, str | list[str]] = {name: os.path.abspath(path) for name, path in found.items() if path}
+    # CSV and TensorBoard loggers share one folder.
+    if loggers := list(dict.fromkeys(os.path.abspath(folder) for folder in folders_of_loggers(trainer))):
+        paths["loggers"] = loggers
+    return paths
+
+
+def folder_of_files(trainer: Any, given: str | os.PathLike[str] | None) -> Path | None:
+    """Where a callback writes the files of a run. Asks no other process.
+
+    That is the folder that the callback was given, else that of the first logger, else ``trainer.default_root_dir``. A
+    logger counts if it names a folder of this machine, in a str or a Path: not an address, and not what a mock says.
+    None if ``default_root_dir`` is an address, too.
+    """
+    if given:
+        return Path(given).absolute()
+    folder = next(iter(folders_of_loggers(trainer)), str(trainer.default_root_dir))
+    return None if "://" in folder else Path(folder).absolute()
+
+
+def folders_of_loggers(trainer: Any) -> list[str]:
+    """The folders of this machine that the loggers write into."""
+    named = [[getattr(logger, name, None) for name in ("log_dir", "save_dir")] for logger in trainer.loggers]
+    found = (next((folder for folder in folders if isinstance(folder, str | Path)), "") for folders in named)
+    return [str(folder) for folder in found if folder and "://" not in str(folder)]
+
+
+def training_loss(trainer: Any, outputs: Any) -> Tensor | None:
+    """The loss of a batch, as ``training_step`` returned it, from what ``on_train_batch_end`` is given.
+
+    The latter is the batch's share of its accumulation window's mean, and that is undone here.
+
+    Args:
+        trainer: Says what the share is.
+        outputs: A dict with a "loss", a tensor, or anything else.
+
+    Returns:
+        A tensor with one element, unread, or None if there is no loss.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return None
+    share = getattr(trainer, "loss_share", 1.0 / trainer.accumulate_grad_batches)  # `lightning.Trainer` has but this
+    return loss if isinstance(share, float) and share == 1.0 else loss / share
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes: what torch has reserved on a GPU, else the physical memory of the process."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else machine.memory_in_use()
+
+
+def _peak_memory(device: torch.device) -> dict[str, int]:
+    """Bytes: the most that tensors occupied on the GPU, else the largest size of the process."""
+    if device.type == "cuda":
+        return {"gpu": torch.cuda.max_memory_allocated(device)}
+    peak = machine.peak_memory()
+    return {"process": peak} if peak else {}
+
+
+def _tensor_cores(device: torch.device) -> dict[str, Any] | None:
+    """Whether the GPU has Tensor Cores, and where float32 uses them; None on another device."""
+    if device.type != "cuda":
+        return None
+    # Not allow_tf32, whose reading raises where a user has set fp32_precision.
+    float32 = {
+        "matrix products": torch.backends.cuda.matmul.fp32_precision,
+        "convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # made at run time
+    }
+    return {
+        "capability": list(torch.cuda.get_device_capability(device)),
+        "tf32": [operation for operation, precision in float32.items() if precision == "tf32"],
+    }

@@ -1,0 +1,422 @@
+"""Collects what there is to know of a fit, once, and writes it to ``run.json``."""
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from trainer import redaction
+from trainer.data.samples import batch_size
+from trainer.record.environment import environment
+from trainer.record.measures import (
+    facts_of,
+    folder_of_files,
+    memory_in_use,
+    monitor_of,
+    paths_of,
+    training_loss,
+)
+from trainer.record.reader import RunRecord
+from trainer.record.run_file import RUN, RunFile
+from trainer.record.series import Series
+
+log = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_WRITES = 10.0
+_SECONDS_BETWEEN_READINGS = 1.0  # of the memory
+
+
+class RecordView(Callback):
+    """A callback that shows a run's record when a fit has ended. Brings a `RunRecorder` along where there is none.
+
+    Args:
+        dirpath: Folder of what it writes, and of ``run.json``. Default: that of the first logger.
+        writes: Whether there is to be a ``run.json``.
+        max_points: The most points that the record keeps of each curve; None to leave that to others.
+    """
+
+    def __init__(
+        self, dirpath: str | os.PathLike[str] | None = None, writes: bool = True, max_points: int | None = None
+    ) -> None:
+        self.dirpath = dirpath
+        self.writes = writes
+        self.max_points = max_points
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Adds a recorder, if there is none: under Lightning's Trainer. Ours always has one."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning assigns it from outside
+        if not any(isinstance(callback, RunRecorder) for callback in callbacks):
+            callbacks.append(RunRecorder(writes=False))
+
+    def draw(self, record: RunRecord, folder: Path) -> dict[str, Path]:
+        """Writes files of its own, on rank zero. Returns their paths, for the record, by name."""
+        return {}
+
+    def show(self, record: RunRecord) -> None:
+        """Shows the record, which is complete, on rank zero."""
+
+
+class RunRecorder(Callback):
+    """Collects the record of a fit: how it goes, its counters, curves, times and memory; and writes ``run.json``.
+
+    The file is written when the fit begins, when an epoch or a validation has ended and the last time was 10 seconds
+    ago, and when the fit has ended, in whatever way. Then every `RecordView` among the callbacks shows it. A callback
+    that has something to add has a method ``run_facts``, which returns a dict.
+
+    Per batch it reads the loss on the CPU, where that is free, and copies it on a GPU without waiting for it;
+    reading is done once an epoch. Of each curve at most `max_points` are kept (then every second one is dropped). They
+    are saved in checkpoints, so that the curves of a resumed run are whole; but for times and memory, which would
+    differ each time: a run that is resumed in the same folder takes them from its ``run.json``.
+
+    Args:
+        file: Of a run that has begun to write one. Default: ``run.json`` in `dirpath`.
+        dirpath: Folder of the file. Default: the first that a view names, else that of the first logger.
+        writes: Whether there is to be a file; there is also one if a view wants it.
+        max_points: The most points kept of each curve.
+
+    Attributes:
+        file: What is written, and where; None before the first fit.
+        losses: Training loss of a batch, as ``training_step`` returned it.
+        scales: Loss scale: the first step with it, for each change.
+        skipped: Steps skipped so far, at each skipped step.
+        seconds: Time of training at the end of a batch, validations left out; that before a resume included. Read
+            from the host's clock, which on a GPU is ahead of the device: over many steps the rates are right.
+        memory: Bytes, at most once a second: on CUDA what torch has reserved, else the memory of the process.
+        metrics: By stage ("train" or "val") and name, a point for each time that stage came to an end.
+    """
+
+    def __init__(
+        self,
+        file: RunFile | None = None,
+        dirpath: str | os.PathLike[str] | None = None,
+        writes: bool = True,
+        max_points: int = 1024,
+    ) -> None:
+        self.file: RunFile | None = None
+        self.losses = Series(max_points)
+        self.scales = Series(max_points)
+        self.skipped = Series(max_points)
+        self.seconds = Series(max_points)
+        self.memory = Series(max_points)
+        self.metrics: dict[str, dict[str, Series]] = {"train": {}, "val": {}}
+        self._given = file
+        self._dirpath = dirpath
+        self._writes = writes
+        self._writes_file = False
+        self._max_points = max_points
+        self._views: list[RecordView] = []
+        self._is_fitting = False
+        self._written = 0.0  # when, by time.monotonic
+        self._outcome: object = None
+        self._scale: float | None = None
+        self._known: dict[str, Any] = {}  # callback_metrics as last seen, to tell which ones are new
+        self._clock = time.perf_counter
+        self._began: float | None = None  # when training began, by the clock
+        self._ended: float | None = None
+        self._zero = 0.0  # what the clock showed, or would have shown, when `seconds` began
+        self._paused: float | None = None  # since when a validation goes on
+        self._seconds_before = 0.0  # of training, in earlier fits
+        self._next_reading = 0.0
+        self._batches = 0
+        self._batches_before = 0  # this epoch
+        self._num_batches: float = 0
+        self._first_size: int | None = None  # samples in this epoch's first batch; 0 when that cannot be told
+        self._last_size = 0
+        self._samples = 0  # of this rank, in the epochs of this fit that are over
+
+    # --- a fit begins -----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Says that the run has begun."""
+        if stage != "fit":
+            return
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning assigns it from outside
+        self._views = [callback for callback in callbacks if isinstance(callback, RecordView)]
+        self._max_points = next((view.max_points for view in self._views if view.max_points), self._max_points)
+        for series in self._all():
+            series.max_points = self._max_points
+        self._is_fitting = True
+        self._began = self._ended = self._paused = None
+        self._samples = 0
+        self.file = self._given or RunFile(self._folder(trainer) if trainer.is_global_zero else None)
+        self._writes_file = self._writes or self._given is not None or any(view.writes for view in self._views)
+        if trainer.is_global_zero:
+            self.file.facts |= {"module": type(pl_module).__name__, "monitor": monitor_of(trainer)}
+            self.file.facts.setdefault("environment", environment())
+            if trainer.ckpt_path is not None:  # until there are others
+                self.file.facts["curves"] = self.file.former.get("curves", {})
+            self._write_if_possible()
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Begins to measure the peak of a GPU's memory."""
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Forgets points that are not of this run, ahead of the step it starts from; starts the clock."""
+        assert self.file is not None
+        if trainer.global_step and not self.seconds:
+            with suppress(LookupError, TypeError):  # no earlier run in this folder, or not one that wrote these
+                for name in ("seconds", "memory"):
+                    getattr(self, name).load_state_dict(self.file.former["curves"][name])
+        for series in self._all():
+            series.truncate(trainer.global_step + (series is self.scales))  # the next step's scale is known already
+        scales, seconds = self.scales.read(), self.seconds.read()
+        self._scale = scales[-1] if scales else None
+        self._known = dict(trainer.callback_metrics)
+        self._begin_epoch(trainer)
+        self._seconds_before = seconds[-1] if seconds else 0.0
+        self._next_reading = 0.0
+        self._began = self._now(trainer)
+        self._zero = self._began - self._seconds_before
+
+    # --- at each step -----------------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch; notes loss, time and memory."""
+        batches = self._batches
+        self._batches = batches + 1
+        if self._first_size is None:
+            self._first_size = self._last_size = batch_size(batch)
+        elif batch_idx + 1 == self._num_batches:
+            self._last_size = batch_size(batch)
+        if batches % self.losses.stride:
+            return
+        if not batches % self.seconds.stride:  # the same, or a multiple where some batches have no loss
+            self._note_pace(trainer)
+        loss = training_loss(trainer, outputs)
+        if loss is not None:
+            # On a GPU `item` would wait for the device. A copy, because CUDA graphs reuse their outputs.
+            self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss.detach().clone())
+
+    def on_after_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any, outcome: Any
+    ) -> None:
+        """Records a change of the scale, and a skipped step."""
+        if outcome is self._outcome:  # told once for each of several optimizers
+            return
+        self._outcome = outcome
+        if outcome.skipped:
+            self.skipped.append(trainer.global_step, trainer.skipped_steps)  # type: ignore[attr-defined]  # ours has it
+        if outcome.scale != self._scale:
+            self.scales.append(trainer.global_step, outcome.scale)
+        if outcome.next_scale != outcome.scale:
+            self.scales.append(trainer.global_step + 1, outcome.next_scale)
+        self._scale = outcome.next_scale
+
+    def _note_pace(self, trainer: "pl.Trainer") -> None:
+        seconds = self._clock() - self._zero
+        self.seconds.append(trainer.global_step, seconds)
+        if seconds >= self._next_reading and (memory := memory_in_use(trainer.strategy.root_device)):
+            self.memory.append(trainer.global_step, memory)
+            self._next_reading = seconds + _SECONDS_BETWEEN_READINGS
+
+    # --- at the ends of epochs and validations ----------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Begins to count an epoch."""
+        self._begin_epoch(trainer)
+
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Stops the clock, and notes what the training has logged up to here."""
+        if self._began is not None:
+            self._paused = self._now(trainer)
+        self._known = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Records what the validation has logged, and lets the clock go on."""
+        if self._began is None or not self._is_fitting:
+            return
+        self._record_metrics(trainer, "val")
+        self._write_now_and_then(trainer)
+        if self._paused is not None:
+            self._zero += self._now(trainer) - self._paused
+            self._paused = None
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Records what the training has logged for the epoch, and reads the losses."""
+        self._end_epoch()
+        self._record_metrics(trainer, "train")
+        self.losses.read()
+        self._write_now_and_then(trainer)
+
+    # --- the fit ends -----------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Stops the clock, before other callbacks draw and write."""
+        self._stop(self._now(trainer))
+
+    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Completes the record of a fit that went through."""
+        self._is_fitting = False
+        if trainer.is_global_zero:
+            self._tell(trainer, "completed", None, facts_of(trainer))
+            self._complete()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Completes the record of a fit that was cut short."""
+        if not self._is_fitting:
+            return
+        self._is_fitting = False
+        self._stop(self._clock())  # without waiting for a device that may be what failed
+        if trainer.is_global_zero:
+            status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
+            error = redaction.text(f"{type(exception).__name__}: {exception}".rstrip(": "))
+            try:
+                self._tell(trainer, status, error, {})
+                self._tell(trainer, status, error, facts_of(trainer))  # a device that has failed may make this fail
+                self._complete()
+            except Exception:  # what the user has to see is the exception that ended the fit
+                log.warning("The run's record is not complete.", exc_info=True)
+                self._write_if_possible()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The points, as lists of numbers, without times and memory."""
+        state = {"batches": self._batches, **self._curves()}
+        return {name: value for name, value in state.items() if name not in ("seconds", "memory")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up the points of a checkpoint."""
+        self._batches = state_dict["batches"]
+        for name in ("losses", "scales", "skipped"):
+            getattr(self, name).load_state_dict(state_dict[name])
+        for stage, metrics in state_dict["metrics"].items():
+            for name, state in metrics.items():
+                self._metric(stage, name).load_state_dict(state)
+
+    # --- how ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, trainer: "pl.Trainer", status: str, error: str | None, facts: dict[str, Any]) -> None:
+        """Bring the file's facts up to date; ``facts`` are those of the Trainer."""
+        assert self.file is not None
+        told = self.file.facts
+        told |= {**facts, "status": status, "error": error}
+        if status == "completed" and facts.get("pruned"):
+            told["status"] = "pruned"
+        if self._scale is not None and told.get("scale") is not None:
+            told["scale"] = self._scale  # of the last step: after a collapse the scaler's own is that from before it
+        if self._first_size:
+            told["samples_per_step"] = self._first_size * trainer.accumulate_grad_batches * trainer.world_size
+        if self._began is not None:
+            now = self._ended or self._clock()
+            training = (self._paused or now) - self._zero - self._seconds_before
+            samples = self._samples_so_far() * trainer.world_size
+            rate = told.get("throughput", {}).get("samples_per_second")  # the callback Throughput's, without warm-up
+            told |= {
+                "seconds": now - self._began,
+                "train_seconds": training,
+                "samples": samples or None,
+                "samples_per_second": rate or (samples / training if samples and training else None),
+            }
+        folder = self.file.folder
+        own = (
+            {}
+            if folder is None
+            else {"run": str(folder), **({"record": str(folder / RUN)} if self._writes_file else {})}
+        )
+        told["paths"] = own | paths_of(trainer)
+        told["curves"] = self._curves()
+
+    def _complete(self) -> None:
+        """Have the views draw, write the file, and have them show it."""
+        assert self.file is not None
+        if self._writes_file and self.file.folder is not None:
+            record = RunRecord(self.file.facts, self.file.folder)
+            try:
+                for view in self._views:
+                    drawn = view.draw(record, self.file.folder)
+                    self.file.facts["paths"] |= {name: str(path) for name, path in drawn.items()}
+                self.file.write()
+            except OSError as problem:  # no reason to fail a fit that went through
+                told = f"The run's record could not be written to {self.file.folder}: {problem}"
+                warnings.warn(told, stacklevel=2)
+        for view in self._views:
+            view.show(RunRecord(self.file.facts, self.file.folder or Path()))
+
+    def _write_now_and_then(self, trainer: "pl.Trainer") -> None:
+        if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
+            self._tell(trainer, "running", None, facts_of(trainer))
+            self._write_if_possible()
+
+    def _write_if_possible(self) -> None:
+        assert self.file is not None
+        if self._writes_file:
+            with suppress(OSError):  # the fit's end will tell
+                self.file.write()
+        self._written = time.monotonic()
+
+    def _folder(self, trainer: "pl.Trainer") -> Path | None:
+        named = next((view.dirpath for view in self._views if view.dirpath), None)
+        return folder_of_files(trainer, self._dirpath or named)
+
+    def _now(self, trainer: "pl.Trainer") -> float:
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            # Host-device synchronisation: the host is ahead of the device. Twice per validation.
+            torch.cuda.synchronize(device)
+        return self._clock()
+
+    def _stop(self, now: float) -> None:
+        if self._began is None or self._ended is not None:
+            return
+        if self._paused is not None:
+            self._zero += now - self._paused
+            self._paused = None
+        self._ended = now
+        self._end_epoch()
+
+    def _begin_epoch(self, trainer: "pl.Trainer") -> None:
+        self._batches_before = self._batches
+        self._num_batches = trainer.num_training_batches
+        self._first_size = None
+        self._last_size = 0
+
+    def _end_epoch(self) -> None:
+        self._samples = self._samples_so_far()
+        self._batches_before = self._batches
+
+    def _samples_so_far(self) -> int:
+        """Batches times the size of their epoch's first one, with the epoch's last one as it is."""
+        batches = self._batches - self._batches_before
+        return self._samples + (
+            (batches - 1) * self._first_size + self._last_size if batches and self._first_size else 0
+        )
+
+    def _record_metrics(self, trainer: "pl.Trainer", stage: str) -> None:
+        for name, value in trainer.callback_metrics.items():
+            if stage == "train" and name in self.metrics["val"] and name not in self.metrics["train"]:
+                continue  # of a validation that a checkpoint has brought along
+            if self._known.get(name) is not value and not name.endswith("_step"):
+                # Host-device synchronisation on a GPU, at the end of an epoch or a validation.
+                self._metric(stage, name).append(trainer.global_step, float(value))
+        self._known = dict(trainer.callback_metrics)
+
+    def _metric(self, stage: str, name: str) -> Series:
+        return self.metrics[stage].setdefault(name, Series(self._max_points))
+
+    def _all(self) -> Iterable[Series]:
+        yield from (self.losses, self.scales, self.skipped, self.seconds, self.memory)
+        for metrics in self.metrics.values():
+            yield from metrics.values()
+
+    def _curves(self) -> dict[str, Any]:
+        """The points, as lists of numbers."""
+        named = ("losses", "scales", "skipped", "seconds", "memory")
+        return {
+            **{name: getattr(self, name).state_dict() for name in named},
+            "metrics": {
+                stage: {name: series.state_dict() for name, series in metrics.items()}
+                for stage, metrics in self.metrics.items()
+            },
+        }
