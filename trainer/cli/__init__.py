@@ -74,7 +74,7 @@ def _run(arguments: Arguments, *, owns_process: bool) -> int:
 def _refuse(error: ConfigurationError) -> int:
     from trainer.cli import failure
 
-    failure.tell_mistake(error)
+    failure.tell(error)
     return USAGE
 
 

@@ -36,11 +36,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer import redaction
+from trainer.cli import plugins
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
 from trainer.cli.processes import is_first
 from trainer.cli.schema import SETTINGS, TrainerSettings
-from trainer.cli.sweep import plugins
 from trainer.errors import did_you_mean
 
 CONFIG_NAME = "amp_trainer"
