@@ -317,8 +317,8 @@ def _memory(found: Findings) -> list[list[str]]:
     found.facts["memory"] = {**vars(memory), "usable": memory.usable, "shared": shared}
     if shared is not None and shared < _LITTLE_SHARED:
         found.remark(
-            f"{machine.SHARED_MEMORY} has {readable(shared)}, and batches of dataloader workers travel through it: start"
-            " the container with --shm-size=8g or --ipc=host."
+            f"{machine.SHARED_MEMORY} has {readable(shared)}, and batches of dataloader workers travel through it:"
+            " start the container with --shm-size=8g or --ipc=host."
         )
     rows = [["memory", f"{readable(memory.available)} available of {readable(memory.total)}"]]
     if memory.limit is not None:
