@@ -13,7 +13,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import trainer
 from trainer import machine
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.processes import is_quiet
+from trainer.cli.tables import console, print_table
 from trainer.errors import did_you_mean
 from trainer.machine import readable
 
@@ -38,7 +38,6 @@ _RUNS = "outputs"  # where runs, and their checkpoints, go by default (conf/amp_
 _LITTLE_DISK, _LITTLE_SHARED = 2**30, 2**30
 _DTYPE_OF = {"16": "float16", "bf16": "bfloat16", "32": "float32"}
 _OPERATIONS = {"matmul": "matrix products", "convolution": "convolutions"}
-_STYLES = {"unsupported": "red", "emulated": "yellow"}
 
 
 class Table(NamedTuple):
@@ -46,13 +45,15 @@ class Table(NamedTuple):
 
     Args:
         title: above it.
-        header: names of its columns, those of numbers with a ``>`` in front; none for a list of facts.
+        header: names of its columns; none for a list of facts.
         rows: the cells.
+        numbers: names of the columns that are aligned to the right.
     """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    numbers: Sequence[str] = ()
 
 
 @dataclass
@@ -142,7 +143,7 @@ def check_devices(found: Findings) -> None:
     """The devices, and what they have."""
     found.facts["devices"] = [_describe(device) for device in found.devices]
     rows = [[row["device"], row["name"], readable(row["memory"]), row["detail"]] for row in found.facts["devices"]]
-    found.tables.append(Table("Devices", ("device", "name", ">memory", "about"), rows))
+    found.tables.append(Table("Devices", ("device", "name", "memory", "about"), rows, numbers=["memory"]))
 
 
 def check_precisions(found: Findings) -> None:
@@ -177,10 +178,10 @@ def check_speed(found: Findings) -> None:
         )
     found.facts["verdict"] = verdict(device, {} if is_busy else {row.name: row.ratios for row in speeds})
     on_cpu = f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else ""
-    header = ["arithmetic", *(f">{name}" for words in _OPERATIONS.values() for name in (words, "against float32"))]
+    numbers = [name for words in _OPERATIONS.values() for name in (words, "against float32")]
     cells = [[_rate(getattr(row, name)), _ratio(row.ratios.get(name))] for row in speeds for name in _OPERATIONS]
     rows = [[row.name, *cells[2 * place], *cells[2 * place + 1]] for place, row in enumerate(speeds)]
-    found.tables.append(Table(f"Measured speed of {_name(device)}{on_cpu}", header, rows))
+    found.tables.append(Table(f"Measured speed of {_name(device)}{on_cpu}", ["arithmetic", *numbers], rows, numbers))
 
 
 def check_host(found: Findings) -> None:
@@ -353,26 +354,13 @@ def _disks(found: Findings) -> list[list[str]]:
 
 def show(found: Findings) -> None:
     """Print what was found for a person; with ``--quiet`` the verdict, and what is wrong."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    for title, header, rows in found.tables:
-        if is_quiet() or not rows:
-            continue
-        table = RichTable(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(header))
-        for name in header or [""] * len(rows[0]):
-            is_number = name.startswith(">")
-            table.add_column(Text(name.removeprefix(">")), overflow="fold", justify="right" if is_number else "left")
-        for cells in rows:
-            table.add_row(*map(Text, cells), style=next((_STYLES[cell] for cell in cells if cell in _STYLES), None))
-        console.print(table)
+    for title, header, rows, numbers in found.tables:
+        if rows and not is_quiet():
+            print_table(title, header, rows, left=[name for name in header if name not in numbers])
     remarks = [(f"Note: {remark}", "") for remark in found.facts["remarks"]]
     problems = [(f"Broken: {problem}", "red") for problem in found.facts["problems"]]
     for line, style in [*remarks, *problems, (found.facts["verdict"], "bold")]:
-        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _rate(value: float | None) -> str:
