@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -50,32 +50,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trainer.cli.completion import answer
 
         return answer(words[1:])
-    try:
-        arguments = read(words)
-        with _said_to_all(arguments):
-            return _run(arguments, owns_process=argv is None)
-    except ConfigurationError as error:
-        return _refuse(error)
+    with ExitStack() as command:
+        try:
+            arguments = read(words)
+            command.enter_context(_said_to_all(arguments))
+            only_prints = arguments.shows or "--help" in arguments.flags or arguments.command not in RUNS
+            if argv is None and only_prints and hasattr(signal, "SIGPIPE"):
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
+            return _dispatch(arguments)
+        except ConfigurationError as error:
+            from trainer.cli import failure
 
-
-def _run(arguments: Arguments, *, owns_process: bool) -> int:
-    try:
-        only_prints = arguments.shows or "--help" in arguments.flags or arguments.command not in RUNS
-        if owns_process and only_prints and hasattr(signal, "SIGPIPE"):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
-        return _dispatch(arguments)
-    except ConfigurationError as error:
-        return _refuse(error)
-    except KeyboardInterrupt:
-        print("trainer: interrupted.", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _refuse(error: ConfigurationError) -> int:
-    from trainer.cli import failure
-
-    failure.tell(error)
-    return USAGE
+            failure.tell(error)
+            return USAGE
+        except KeyboardInterrupt:
+            print("trainer: interrupted.", file=sys.stderr)
+            return INTERRUPTED
 
 
 @contextmanager
