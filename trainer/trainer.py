@@ -42,21 +42,19 @@ from trainer.checkpoint.plain import readable
 from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
 from trainer.compat import (
-    checkpoint_folders,
     defaults,
     hparams,
     loop_state,
+    model_checkpoints,
     modules,
     registry,
     resuming,
-    savers,
 )
 from trainer.compat.averaging import attach_averaging, detach_averaging, training_weights
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.data import DataSource, move_training_batch
-from trainer.compat.engine import LightningEngine
-from trainer.compat.environment import defaults_from_environment, log_devices
+from trainer.compat.environment import defaults_from_environment, log_devices, registered_names
 from trainer.compat.errors import TunerExit
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import LoggerConnector, ModuleScope, attach_log, detach_log, no_log
@@ -65,8 +63,8 @@ from trainer.compat.profiling import Profiling
 from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView, MonitoredMetrics, PredictLoopView
 from trainer.data.batches import Loaders, TrainingBatches, Transfer
-from trainer.engine.gradients import clip_gradients
 from trainer.engine.optimizers import needs_closure, takes_closure
+from trainer.engine.protocol import ModuleCalls
 from trainer.errors import ConfigurationError
 from trainer.loops.accumulation import AccumulationWindow, count_windows
 from trainer.loops.closures import ClosureOptimization
@@ -79,8 +77,6 @@ from trainer.loops.schedules import Schedules
 from trainer.loops.splitting import SplitBatches
 from trainer.precision.base import Precision
 from trainer.precision.registry import resolve_precision
-from trainer.precision.scaler import LossScaler
-from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import PublishedMetrics, Recorder, to_scalars
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
@@ -179,36 +175,15 @@ class Trainer(TrainerBase):
         exact_resume: bool = True,
         dataloader_timeout: float = 1800.0,
     ) -> None:
+        given = dict(locals())
+        arguments.check(given, **registered_names())
         if barebones:
-            arguments.check_barebones(
-                enable_checkpointing=enable_checkpointing,
-                logger=logger,
-                enable_progress_bar=enable_progress_bar,
-                log_every_n_steps=log_every_n_steps,
-                enable_model_summary=enable_model_summary,
-                num_sanity_val_steps=num_sanity_val_steps,
-                fast_dev_run=fast_dev_run,
-                detect_anomaly=detect_anomaly,
-                profiler=profiler,
-            )
+            arguments.check_barebones(given)
             enable_checkpointing = enable_progress_bar = enable_model_summary = logger = False
             log_every_n_steps = num_sanity_val_steps = 0
-        limits = arguments.parse_limits(
-            fast_dev_run=fast_dev_run or False,
-            overfit_batches=overfit_batches,
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            limit_test_batches=limit_test_batches,
-            limit_predict_batches=limit_predict_batches,
-            val_check_interval=val_check_interval,
-            check_val_every_n_epoch=check_val_every_n_epoch,
-            num_sanity_val_steps=num_sanity_val_steps,
-        )
+        limits = arguments.parse_limits(given, rank_zero_info)
         plugin = resolve_precision(precision)
-        self.engine = LightningEngine(
-            self,
+        self.engine = self._build_engine(
             plugin,
             plugins,
             accelerator=accelerator,
@@ -220,10 +195,7 @@ class Trainer(TrainerBase):
             deterministic=deterministic,
             use_distributed_sampler=use_distributed_sampler,
         )
-        plugin = self.engine.adapter.plugin = plugin.for_device(self.engine.device)
-        plugin.check(self.engine.device)
-        self.scaler: LossScaler = plugin.build_scaler(self.engine.device)
-        self.engine.adapter.scaler = self.scaler if self.scaler.is_enabled() else None
+        plugin = self.engine.precision
 
         self._default_root_dir = os.fspath(default_root_dir or os.getcwd())
         self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run or False
@@ -234,19 +206,18 @@ class Trainer(TrainerBase):
         self.limit_predict_batches = limits.predict
         self.val_check_interval = limits.val_check_interval
         self.num_sanity_val_steps = limits.num_sanity_val_steps
-        self.reload_dataloaders_every_n_epochs = arguments.parse_reload_interval(reload_dataloaders_every_n_epochs)
+        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
         self.enable_autolog_hparams = enable_autolog_hparams
-        self.resume = arguments.parse_resume(resume)
+        self.resume = resume
         self.exact_resume = exact_resume
-        self.dataloader_timeout = arguments.parse_timeout(dataloader_timeout)
+        self.dataloader_timeout = dataloader_timeout
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
-        self.foreign_checkpoints: dict[str, str] = {}  # by path, the checkpoint that named it
         self._process_state: dict[str, Any] | None = None
-        self.process = ProcessState(self, MetricObjects)
+        self.process = ProcessState(self)
         self._inference_mode = inference_mode
         self._detect_anomaly = detect_anomaly
         self._gradient_clip_val = gradient_clip_val
@@ -254,6 +225,7 @@ class Trainer(TrainerBase):
         self._hooks: Hooks | None = None
         self._profiling: Profiling | None = None
         self._session = ExitStack()
+        self._path: ManualOptimization | ClosureOptimization | None = None  # of a batch, in a fit
 
         callbacks = defaults.build_callbacks(
             callbacks,
@@ -285,7 +257,6 @@ class Trainer(TrainerBase):
         }
         self.loop = FitLoop(
             **shared,
-            scaler=self.scaler,
             window=self._first_window(accumulate_grad_batches),
             progress=self.progress,
             limits=StoppingConditions(
@@ -430,7 +401,7 @@ class Trainer(TrainerBase):
         with self.profiler.profile("save_checkpoint"), training_weights(self.callbacks, self._module):
             checkpoint = self._checkpoint_connector.dump_checkpoint(weights_only)
             if not weights_only:
-                savers.note(self, checkpoint, filepath)
+                model_checkpoints.save_states(self, checkpoint, filepath)
             if self.resume:
                 resuming.note_rows(self, checkpoint)
             checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
@@ -622,7 +593,7 @@ class Trainer(TrainerBase):
         attach_averaging(self)
         self._session.callback(detach_averaging, self.callbacks)
         self.engine.setup(fitting=fitting)
-        plugin = self.engine.adapter.plugin
+        plugin = self.engine.precision
         # after the set-up, which may replace modules (sync_batchnorm)
         self._session.enter_context(plugin.session(module, self.engine.device))
         plugin.check_optimizers(self.engine.optimizers)
@@ -661,8 +632,8 @@ class Trainer(TrainerBase):
     def _call_setup_hooks(self) -> None:
         for logger in defaults.in_opening_order(self.loggers):
             _ = getattr(logger, "experiment", None)
-        checkpoint_folders.claim(self, self._session)
-        with checkpoint_folders.without_warnings_of_ours(self):
+        model_checkpoints.claim_folders(self, self._session)
+        with model_checkpoints.without_needless_warnings(self):
             modules.call_setup_hooks(self)
 
     def _prepare_fit(self) -> None:
@@ -680,55 +651,60 @@ class Trainer(TrainerBase):
         if loaders is not None:
             self._schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
-            self.data.go_on(loaders)
         if self.enable_validation and loop.limits.epoch_validates():
             self._prepare_validation()
-        self.engine.adapter.clip = self._clip_by_hand
+        batches = TrainingBatches(
+            loaders,
+            self._renewed_loaders,
+            None if profiling is None else profiling.training_epoch,
+            # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
+            self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
+        )
+        if (resumed := self.data.resumed) is not None:
+            self.data.resumed = None
+            batches.load_state_dict(resumed, exact=self.exact_resume)
         loop.prepare(
             hooks=hooks,
-            batches=TrainingBatches(
-                loaders,
-                self._renewed_loaders,
-                None if profiling is None else profiling.training_epoch,
-                # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
-                self.progress.epochs_trained if self.ckpt_path is not None or not self.progress.epochs_trained else -1,
-            ),
+            batches=batches,
             transfer=self._transfer(move_training_batch),
             schedules=self._schedules(hooks),
             clip_gradients=self._clipping(hooks) if module.automatic_optimization else None,
             validate=self._validate_inside_fit if self.enable_validation else None,
             resume=None if self._process_state is None else self._resume_process,
         )
-        side_door = self._take_way(hooks)
-        loop.choose_way = partial(self._follow_optimizers, hooks)
+        path = self._choose_path(hooks)
+        loop.choose_path = partial(self._follow_optimizers, hooks)
         if (halving := self._first_callback(HalveOnOutOfMemory)) is not None:
-            halving.check(side_door, isinstance(loaders, DrawnLoaderSet))
+            halving.check(path, isinstance(loaders, DrawnLoaderSet))
             parts = SplitBatches(loop, halving.limit, halving.measure, halving.split, halving.announce)
             loop.train = parts.train_batch
-        if module.automatic_optimization and (own := self.engine.backward_of(self.engine.optimizers)) is not None:
-            loop.backward = Hook("backward", hooks.scope, module=own)
         if isinstance(loaders, DrawnLoaderSet):
             draw_in_fit(loop, loaders, ends_epoch=module.automatic_optimization)
         if profiling is not None:
-            profiling.watch_fit(loop, hooks, side_door)
+            profiling.watch_fit(loop, hooks, path)
             self._session.callback(profiling.leave_fit, loop)
 
-    def _take_way(self, hooks: Hooks) -> ManualOptimization | ClosureOptimization | None:
-        """Have batches take the way that module and optimizers want. Returns the side door, if it is one."""
-        side_door: ManualOptimization | ClosureOptimization | None = None
+    def _choose_path(self, hooks: Hooks) -> ManualOptimization | ClosureOptimization | None:
+        """Set the path of a batch that module, optimizers and engine want. Returns it; None for the loop's own."""
+        path: ManualOptimization | ClosureOptimization | None = None
+        backward: Callable[..., None] | None = None
         if not self._module.automatic_optimization:
-            side_door = ManualOptimization(self.loop)
+            path = ManualOptimization(self.loop)
+            backward = path.backward
         elif hooks.override_of("optimizer_step") or self._optimizer_takes_closure:
             optimizer_step = with_closure(hooks.of_module("optimizer_step"))
-            side_door = ClosureOptimization(self.loop, optimizer_step, lambda: self.engine.wrapped_optimizers)
-        self.engine.adapter.side_door = side_door
-        self.process.kept_batches = side_door if isinstance(side_door, ClosureOptimization) else None
-        self.loop.train = self.loop.train_batch if side_door is None else side_door.train_batch
-        return side_door
+            path = ClosureOptimization(self.loop, optimizer_step, lambda: self.engine.wrapped_optimizers)
+        step = None if path is None else path.step
+        self.engine.module_calls = ModuleCalls(backward, step, self.loop.clip_for_module)
+        self.process.kept_batches = path if isinstance(path, ClosureOptimization) else None
+        self._path = path
+        usual = self.engine.batch_path(self.loop) or self.loop.train_batch
+        self.loop.train = usual if path is None else path.train_batch
+        return path
 
     def _follow_optimizers(self, hooks: Hooks) -> None:
-        """Take another way where somebody has exchanged the optimizers, and these want another one."""
-        before = self.engine.adapter.side_door
+        """Choose the path anew where somebody has exchanged the optimizers, and these want another one."""
+        before = self._path
         wants = bool(hooks.override_of("optimizer_step")) or self._optimizer_takes_closure
         again = any(map(needs_closure, self.optimizers))
         if isinstance(before, ManualOptimization) or (
@@ -743,7 +719,7 @@ class Trainer(TrainerBase):
                 " before. Do this in `on_train_epoch_start` or between two epochs; and not with a profiler,"
                 " `HalveOnOutOfMemory` or a `training_step` that draws its own batches."
             )
-        self._take_way(hooks)
+        self._choose_path(hooks)
 
     def _prepare_evaluation(self, hooks: Hooks, stage: RunningStage, inference_mode: bool) -> None:
         module, loop = self._module, self.eval_loops[stage]
@@ -764,7 +740,7 @@ class Trainer(TrainerBase):
             self._profiling.watch_evaluation(loop)
 
     def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
-        plugin = self.engine.adapter.plugin
+        plugin = self.engine.precision
         converts = type(plugin).convert_batch is not Precision.convert_batch
         scope = ModuleScope(self._module)
 
@@ -798,13 +774,6 @@ class Trainer(TrainerBase):
         if len(clippers) < 2:
             return clippers[0].clip if clippers else None
         return partial(_clip_in_turn, clippers)
-
-    def _clip_by_hand(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
-        """``LightningModule.clip_gradients``: on true gradients, also when nobody has unscaled them yet."""
-        self.loop.resolve_outcome()
-        self.scaler.unscale_(optimizer)
-        if (norm := clip_gradients(optimizer, limit, algorithm)) is not None:
-            self.loop.grad_norms[optimizer] = norm
 
     def _renewed_loaders(self) -> Loaders | None:
         """The training's dataloaders where an epoch begins that they are to be made anew for; otherwise None."""
@@ -973,11 +942,6 @@ class Trainer(TrainerBase):
         optimizers = self.engine.optimizers
         may = len(optimizers) == 1 and not self.scaler.skips_steps and not self._first_callback(HalveOnOutOfMemory)
         return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
-
-    @property
-    def takes_up_data(self) -> bool:
-        """Whether a checkpoint is going to say where the training data stands."""
-        return self._process_state is not None
 
     @property
     def _function(self) -> str:

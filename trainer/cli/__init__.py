@@ -18,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainer.cli import trust
+from trainer.cli import trusted
 from trainer.cli.arguments import COMMANDS, RUNS, TOOLS, Arguments, UsageError, read
 from trainer.cli.folders import search_here
 from trainer.cli.processes import DEBUG, QUIET
@@ -26,6 +26,8 @@ from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from trainer.cli.compose import Composer
 
 __all__ = ["main"]
 
@@ -85,8 +87,8 @@ def _said_to_all(arguments: Arguments) -> Iterator[None]:
     names = {"--debug": DEBUG, "--quiet": QUIET}
     said = {name: "1" for flag, name in names.items() if flag in arguments.flags}
     if arguments.command != "trust":
-        said[trust.VARIABLE] = ",".join(trust.trusted())
-    before = {name: os.environ.get(name) for name in (*names.values(), trust.VARIABLE)}
+        said[trusted.VARIABLE] = ",".join(trusted.packages())
+    before = {name: os.environ.get(name) for name in (*names.values(), trusted.VARIABLE)}
     os.environ.update(said)
     try:
         yield
@@ -125,6 +127,8 @@ def _dispatch(arguments: Arguments) -> int:
 def _hydra(arguments: Arguments) -> int:
     """Check the command line, claim a folder, and let Hydra compose the config again and run it."""
     from trainer.cli import restore
+    from trainer.cli.compose import Composer
+    from trainer.cli.processes import is_first
     from trainer.cli.validate import validate
     from trainer.cli.workdir import claim, sweeps
 
@@ -137,7 +141,8 @@ def _hydra(arguments: Arguments) -> int:
             " .hydra/overrides.yaml: give them again."
         )
     restore.apply(arguments)
-    config = validate(arguments)
+    composer = Composer(arguments)
+    config = validate(arguments, composer)
     if not arguments.shows:
         given = list(arguments.overrides)
         folder = claim(arguments, config)
@@ -154,38 +159,25 @@ def _hydra(arguments: Arguments) -> int:
             from trainer.cli.sweep import jobs
 
             waiting = jobs.waiting(config.hydra, folder)
+        elif is_first():  # other ranks have more overrides
+            composer.hand_over(config, arguments, folder)
     try:
-        status = _call_hydra(arguments, waiting)
+        status = _call_hydra(arguments, composer, waiting)
     finally:
         failed = report()
     return status or (FAILED if failed else OK)
 
 
-def _call_hydra(arguments: Arguments, waiting: AbstractContextManager[None] | None) -> int:
-    import hydra
+def _call_hydra(arguments: Arguments, composer: Composer, waiting: AbstractContextManager[None] | None) -> int:
     from hydra.errors import HydraException
 
     from trainer.cli import failure
-    from trainer.cli.compose import CONFIG_NAME, VERSION_BASE
-    from trainer.cli.folders import packaged_conf
-    from trainer.cli.run import task
 
-    start = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
     try:
         with _as_command_line(arguments), ExitStack() as after:
-
-            def run_task(config: DictConfig) -> Any:
-                try:
-                    return task(config)
-                except Exception:
-                    after.enter_context(_hydra_silent())
-                    raise
-
-            if waiting is None:
-                start(run_task)()
-            else:
+            if waiting is not None:
                 after.enter_context(waiting)
-                start(task)()  # which launchers may send elsewhere
+            _start(arguments, composer, after, sweeps=waiting is not None)
     except ConfigurationError:
         raise
     except SystemExit as end:  # how Hydra ends after --hydra-help
@@ -198,6 +190,38 @@ def _call_hydra(arguments: Arguments, waiting: AbstractContextManager[None] | No
         failure.tell(error)
         return FAILED
     return OK
+
+
+def _start(arguments: Arguments, composer: Composer, after: ExitStack, *, sweeps: bool) -> None:
+    """Have Hydra run the config, sweep over it, or show it."""
+    import hydra
+    from hydra._internal.hydra import Hydra
+    from hydra.core.global_hydra import GlobalHydra
+
+    from trainer.cli.compose import CONFIG_NAME, VERSION_BASE
+    from trainer.cli.folders import packaged_conf
+    from trainer.cli.run import task
+
+    def run_task(config: DictConfig) -> Any:
+        try:
+            return task(config)
+        except Exception:
+            after.enter_context(_hydra_silent())
+            raise
+
+    if arguments.shows:
+        hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, version_base=VERSION_BASE)(task)()
+        return
+    words = arguments.words_of_config()
+    app = Hydra("trainer", composer.loader)
+    GlobalHydra.instance().initialize(app)
+    try:
+        if sweeps:
+            app.multirun(composer.config_name, task, [*words, "hydra.mode=MULTIRUN"])  # launchers may send it elsewhere
+        else:
+            app.run(composer.config_name, run_task, words)
+    finally:
+        GlobalHydra.instance().clear()
 
 
 @contextmanager

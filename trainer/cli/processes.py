@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 PARENT = "TRAINER_PARENT"
 """The variable with the process id of the sweep that has started this process, and that it ends with."""
@@ -64,6 +68,25 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
+
+
+@contextmanager
+def imports_only() -> Iterator[None]:
+    """For the first import of torch and Lightning: meanwhile no garbage is collected.
+
+    The collector would go through ever more modules and classes, all of which stay: a quarter of the time
+    (``scripts/benchmark_start``). Nor does it later, before the end.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or what extensions leave is not collected, and they complain
+        gc.enable()
 
 
 def agree(folder: str) -> str:

@@ -25,8 +25,10 @@ from trainer.compat.errors import adopt
 from trainer.compat.logging import LoggerConnector
 from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView, LoopPlace, PredictLoopView, alias
+from trainer.engine.protocol import Engine
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
+from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import FitProgress
@@ -37,7 +39,7 @@ adopt()
 class TrainerBase(LightningTrainer):
     """Lightning's Trainer over our parts. ``Trainer`` assigns every attribute declared here in its constructor."""
 
-    engine: LightningEngine
+    engine: Engine
     data: DataSource
     progress: FitProgress
     published: PublishedMetrics
@@ -46,7 +48,6 @@ class TrainerBase(LightningTrainer):
     eval_loops: dict[RunningStage, EvalLoop]
     state: TrainerState
     callbacks: list[Any]
-    scaler: LossScaler | None = None  # a class attribute, in place of Lightning's property
     log_metric: Callable[..., None]
     """Logs a value as the module's ``self.log`` does, with its arguments, whatever overrides that; for callbacks."""
 
@@ -63,6 +64,7 @@ class TrainerBase(LightningTrainer):
     _loggers: list[Any] = alias("recorder.loggers", writable=True)
 
     # attributes of Lightning's Trainer that our parts keep
+    scaler: LossScaler = alias("engine.gradients.scaler")
     datamodule: LightningDataModule | None = alias("data.datamodule")
     should_stop: bool = alias("loop.limits.should_stop", writable=True)
     accumulate_grad_batches: int = alias("loop.window.batches", writable=True)
@@ -75,6 +77,10 @@ class TrainerBase(LightningTrainer):
     global_step: int = alias("progress.optimizer_steps")
     current_epoch: int = alias("progress.epoch")
     is_last_batch: bool = alias("progress.is_last_batch")
+
+    def _build_engine(self, precision: Precision, plugins: Any, **options: Any) -> Engine:
+        """The engine of this Trainer. A subclass may return another one."""
+        return LightningEngine(self, precision, plugins, **options)
 
     @property
     def _callback_connector(self) -> _CallbackConnector:  # type: ignore[override]

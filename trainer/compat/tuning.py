@@ -58,11 +58,11 @@ def _loaders(trainer: Any, stage: RunningStage) -> Any:
 @contextmanager
 def _set_aside(trainer: Any) -> Iterator[None]:
     """Keep what the run, one of whose hooks runs another, will need to go on."""
-    adapter, state, module = trainer.engine.adapter, trainer.state, trainer.lightning_module
+    engine, state, module = trainer.engine, trainer.state, trainer.lightning_module
     loops = [trainer.loop, *trainer.eval_loops.values()]
     owners = [*loops, trainer.loop.limits, state]
     kept = [(owner, dict(vars(owner))) for owner in owners]
-    hooks, doors, scope = trainer._hooks, (adapter.side_door, adapter.clip), module._current_fx_name
+    hooks, calls, scope = trainer._hooks, engine.module_calls, module._current_fx_name
     for loop in loops:
         loop.metrics = MetricStore(training=loop is trainer.loop)
     try:
@@ -70,6 +70,6 @@ def _set_aside(trainer: Any) -> Iterator[None]:
     finally:
         for owner, attributes in kept:
             vars(owner).update(attributes)
-        trainer._hooks, (adapter.side_door, adapter.clip) = hooks, doors
+        trainer._hooks, engine.module_calls = hooks, calls
         module._current_fx_name = scope
         trainer.loop.window.reset()
