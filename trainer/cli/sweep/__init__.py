@@ -24,10 +24,13 @@ _SPARE = ("run dir", "scale", "epochs", "memory", "skipped")
 PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
 """How the override begins by which Optuna's sweeper has a job report to its study."""
 
+MEASURING = ("++callbacks.throughput._target_=trainer.callbacks.Throughput",)
+"""The override by which ``compare`` has a job measured."""
+
 
 def shown(overrides: Sequence[str]) -> list[str]:
     """The overrides a person wants to see."""
-    return [override for override in overrides if not override.startswith(("command=", PRUNING))]
+    return [override for override in overrides if not override.startswith(("command=", PRUNING, *MEASURING))]
 
 
 def report(folder: Path, since: float = 0.0) -> int:
