@@ -76,7 +76,7 @@ def figure_of(record: RunRecord) -> "Figure | None":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.8 + 2.3 * len(panels)), dpi=150, facecolor="white", layout="constrained")
-    title = f"{record.facts.get('module', '')}, {record.precision}"
+    title = f"{record.module}, {record.precision}"
     figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=INK)
     column = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (name, draw_panel, _) in zip(column, panels, strict=True):

@@ -94,7 +94,7 @@ def _table(record: RunRecord) -> Table:
         if not is_twin and name not in _TOLD:
             table.add_row(Text(name), f"{value:.4g}")
     table.add_section()
-    for name, value in _paths(record.facts["paths"]):
+    for name, value in _paths(record.paths):
         table.add_row(name, Text(value))
     return table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 import sys
@@ -135,6 +134,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
 
     from trainer.callbacks import OverflowReport, ScaleMonitor
+    from trainer.record.recorder import RunRecorder
 
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).handlers.clear()  # the terminal and the file that Hydra has set up are enough
@@ -171,7 +171,8 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         arguments["enable_progress_bar"] = arguments["enable_model_summary"] = False
         logging.getLogger(ADVICE).handlers.clear()
     arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unwanted)]
-    _report_into(record, arguments)
+    if record is not None and not arguments["barebones"]:
+        arguments["callbacks"].append(RunRecorder(record))
 
     data = build(settings["data"], "data", allowlist)
     module = build(settings["model"], "model", allowlist)
@@ -214,26 +215,6 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
         written = file.read_text(encoding="utf-8")
         if (redacted := redaction.text(written)) != written:
             file.write_text(redacted, encoding="utf-8")
-
-
-def _report_into(record: RunFile | None, arguments: dict[str, Any]) -> None:
-    """Have the record of the run, and what the Trainer shows of it, written beside the config."""
-    from rich.console import Console
-
-    from trainer.callbacks import Curves, RunSummary
-    from trainer.record.recorder import RunRecorder
-
-    if arguments["barebones"] or record is None:
-        return
-    wanted: list[Any] = [RunRecorder(record)]
-    if arguments["logger"] and not arguments["fast_dev_run"]:
-        wanted.append(Curves())
-    if is_quiet():
-        wanted.append(RunSummary(console=Console(file=io.StringIO())))
-    elif arguments["enable_progress_bar"] is not False:
-        wanted.append(RunSummary())
-    given = [type(callback) for callback in arguments["callbacks"]]
-    arguments["callbacks"] += [callback for callback in wanted if type(callback) not in given]
 
 
 def _build_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> list[Any]:

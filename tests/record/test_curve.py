@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from trainer.cli.report.curve import Curve, read_rows, thin
+from trainer.record.curve import Curve, read_rows, thin
 from trainer.cli.report.drawing import told
 
 
