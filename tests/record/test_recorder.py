@@ -21,7 +21,7 @@ from trainer import Trainer, machine
 from trainer.callbacks import Curves, OptunaPruning, RunSummary, Throughput
 from trainer.precision import MixedPrecision
 from trainer.record import recorder as module
-from trainer.record.measures import folder_of_files, memory_in_use, training_loss
+from trainer.record.measures import folder_of_files, memory_in_use, tensor_cores_of, training_loss
 from trainer.record.reader import read_run
 from trainer.record.recorder import RunRecorder
 from trainer.record.run_file import RunFile
@@ -312,6 +312,17 @@ def test_a_gpu(tmp_path, recorder, monkeypatch):
     assert run.gpu["capability"] == [8, 0]
     assert calls[0] == "reset"
     assert calls.count("synchronize") == 1 + 2 * 2 + 1  # train start, around each validation, train end
+
+
+@pytest.mark.parametrize(
+    ("of_products", "of_convolutions", "tf32"),
+    [("ieee", "tf32", ["convolutions"]), ("tf32", "tf32", ["matrix products", "convolutions"]), ("none", "none", [])],
+)
+def test_what_is_known_of_a_gpu(monkeypatch, of_products, of_convolutions, tf32):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=of_products))
+    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=of_convolutions))
+    assert tensor_cores_of(torch.device("cuda:6")) == {"capability": [8, 6], "tf32": tf32}
 
 
 def test_a_checkpoint_has_the_points_but_no_times(tmp_path, recorder, clock):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import time
 import warnings
@@ -25,6 +24,7 @@ from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, value_of
 from trainer.cli.processes import end_with_parent, is_first, is_quiet
 from trainer.cli.restore import recipe_of
+from trainer.cli.sweep import worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
 from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean
@@ -243,10 +243,8 @@ def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, 
 
 def _last_line(run: RunRecord) -> str:
     """What a run says at its end where it shows no summary."""
-    found = run.metrics if is_quiet() else {}
-    names = sorted(found, key=lambda name: (not name.startswith(("val", "test")), name))
-    names = [name for name in names if (both := re.sub("_(step|epoch)$", "", name)) == name or both not in found]
-    metrics = ", ".join(f"{name}={found[name]:.4g}" for name in names[:_MOST_METRICS])
+    names = worth_showing(run.metrics)[:_MOST_METRICS] if is_quiet() else []
+    metrics = ", ".join(f"{name}={run.metrics[name]:.4g}" for name in names)
     shown = run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder
     told = f"{run.command} {run.status} in {run.seconds:.1f} s"
     return f"{told}: {metrics}. Everything is in {shown}" if metrics else f"{told}. Everything is in {shown}"

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -273,6 +273,13 @@ def jobs_of(sweep: Path, since: float = 0.0) -> list[RunRecord]:
     folders = [file.parent for file in sweep.rglob(RUN) if changed(file) >= since]
     jobs = [run for run in map(read_run, folders) if run.job is not None]
     return sorted(jobs, key=lambda run: run.job or 0)
+
+
+def without_twins(names: Iterable[str]) -> list[str]:
+    """The names of metrics; of one that was logged per step and per epoch there are three, and one says it all."""
+    listed = list(names)
+    plain = {name: name.removesuffix("_step").removesuffix("_epoch") for name in listed}
+    return [name for name in listed if plain[name] == name or plain[name] not in plain]
 
 
 def changed(file: Path) -> float:

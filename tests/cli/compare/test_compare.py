@@ -56,7 +56,7 @@ def folder(tmp_path, monkeypatch):
 
 def leave(*results: dict) -> list[Run]:
     for each in results:
-        write(Path(each["run_dir"]), {"result.json": json.dumps(each), "curves.json": json.dumps(CURVES)})
+        write(Path(each["run_dir"]), {"run.json": json.dumps(each), "curves.json": json.dumps(CURVES)})
     return read_runs(Path())
 
 
@@ -173,14 +173,14 @@ def test_without_runs_there_is_no_report(folder, capsys):
 
 def test_an_earlier_comparison_in_the_same_folder_is_left_out(folder):
     leave(*(result(job, precision) for job, precision in enumerate(("32-true", "16-mixed"))))
-    os.utime("1/result.json", (1000.0, 1000.0))
+    os.utime("1/run.json", (1000.0, 1000.0))
     assert [run.label for run in read_runs(folder, since=2000.0)] == ["32-true"]
 
 
 def test_without_curves_there_is_no_picture(folder, capsys):
     for job, precision in enumerate(("32-true", "16-mixed")):
         bare = result(job, precision, throughput=None, peak_memory={}, metrics={})
-        write(folder / str(job), {"result.json": json.dumps(bare)})
+        write(folder / str(job), {"run.json": json.dumps(bare)})
     assert report(folder, Thresholds()) == 0
     text = (folder / "compare.md").read_text()
     assert "compare.png" not in text
@@ -269,7 +269,7 @@ class Job:
         left = result(0, precision, run_dir=folder)
         if self.returncode:
             left |= {"status": "failed", "error": "Oops: no"}
-        write(Path(folder), {"result.json": json.dumps(left)})
+        write(Path(folder), {"run.json": json.dumps(left)})
 
     def wait(self):
         return self.returncode
@@ -294,7 +294,7 @@ def test_one_job_for_each_precision(project, jobs, capsys):
     assert f"    python -m trainer {command}bf16-mixed\n" in (folder / "compare.md").read_text()
     out = capsys.readouterr().out
     assert "Job 1: +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=16-mixed\n" in out
-    left = [json.loads(file.read_text()) for file in folder.glob("*/result.json")]
+    left = [json.loads(file.read_text()) for file in folder.glob("*/run.json")]
     assert [each["overrides"][-1] for each in left] == ["command=compare"] * 3
     # what a job is started with is a command line that is understood
     assert main([*jobs.started[1][3:], "--cfg", "job"]) == 0
@@ -339,7 +339,7 @@ def test_real_trainings_in_two_precisions(project, python):
         "The same in all runs: seed 42, 1 x CPU, 3 epochs (12 optimizer steps), the first batch of every epoch."
     )
     for run in (first, second):
-        measured = json.loads((Path(run["run_dir"]) / "result.json").read_text())["throughput"]
+        measured = json.loads((Path(run["run_dir"]) / "run.json").read_text())["throughput"]
         assert measured["measured_batches"] == 2 + 4 + 4  # half of the first epoch's four are warm-up
         assert len(measured["batches"]) == 3
         losses = json.loads((Path(run["run_dir"]) / "curves.json").read_text())["losses"]
@@ -373,6 +373,6 @@ def test_real_trainings_on_a_gpu(project, python):
     numbers = json.loads(Path("jobs/compare.json").read_text())
     assert [list(run["peak_memory"]) for run in numbers["runs"]] == [["gpu"], ["gpu"]]
     assert numbers["runs"][1]["verdict"]["met"] is False  # a line has nothing for Tensor Cores to do
-    known = json.loads(Path("jobs/0/result.json").read_text())["gpu"]
+    known = json.loads(Path("jobs/0/run.json").read_text())["gpu"]
     assert tuple(known["capability"]) == torch.cuda.get_device_capability()
     assert "memory" in numbers["runs"][1]["verdict"]["text"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.cli.objective import best
 from trainer.cli.processes import is_quiet
-from trainer.record.reader import RunRecord, jobs_of
+from trainer.record.reader import RunRecord, jobs_of, without_twins
 
 if TYPE_CHECKING:  # takes a moment to import
     from rich.console import Console
@@ -127,7 +127,7 @@ def _best(runs: Sequence[RunRecord], winner: RunRecord | None) -> str:
 def worth_showing(names: Iterable[str], objectives: Iterable[str] = ()) -> list[str]:
     """Of the metrics of some runs the objectives, then those of validation and test, or the others without these."""
     wanted, whole = set(objectives), sorted(names)
-    metrics = [name for name in whole if not name.endswith(("_step", "_epoch")) and not name.startswith(_NO_METRICS)]
+    metrics = [name for name in without_twins(whole) if not name.startswith(_NO_METRICS)]
     evaluated = [name for name in metrics if name.startswith(("val", "test"))]
     others = [name for name in evaluated or metrics or whole if name not in wanted]
     return [*(name for name in whole if name in wanted), *others]
