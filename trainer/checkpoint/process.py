@@ -102,6 +102,8 @@ class ProcessState:
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
         """Put back what :meth:`dump` returned. Everything is set up, and everybody's ``on_train_start`` is over.
 
+        The position in the data is not among it: the training batches have it from the beginning of the run.
+
         Args:
             state: of this process.
             stops: whether a run that had decided to stop stays stopped.

@@ -33,7 +33,6 @@ from trainer.data.worker_signals import outlive_signals
 from trainer.data.workers import bounded
 from trainer.errors import ConfigurationError
 
-
 _STAGES = RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.PREDICTING
 
 
