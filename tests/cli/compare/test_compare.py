@@ -60,6 +60,7 @@ def leave(*results: dict) -> list[Run]:
     return read_runs(Path())
 
 
+@pytest.mark.draws
 def test_the_report(folder, capsys):
     leave(result(0, "32-true"), result(1, "16-mixed"))
     assert report(folder, Thresholds(), ["+recipe=a", "precision=32-true,16-mixed", "hydra.sweep.dir='x y'"]) == 0

@@ -20,7 +20,8 @@ from trainer.cli.arguments import UsageError
 from trainer.cli.compare.verdict import Run, Thresholds, Verdict, choose_metric, judge
 from trainer.cli.help import versions
 from trainer.cli.processes import is_quiet
-from trainer.cli.sweep import common_overrides, console_of_tables, four_digits, markdown_table, print_table, shown
+from trainer.cli.sweep import common_overrides, shown
+from trainer.cli.tables import console, four_digits, markdown_table, print_table
 from trainer.record.reader import jobs_of
 
 _MEASURING = (
@@ -189,15 +190,15 @@ class Comparison:
     def print(self, folder: Path) -> None:
         """Print the report, with ``--quiet`` a line for each run; ``folder`` is where it is."""
         quiet = is_quiet()
-        console = console_of_tables() if quiet else print_table(self.title, *self._table(), ("run", "verdict"), _SPARE)
+        shown_in = console() if quiet else print_table(self.title, *self._table(), ("run", "verdict"), _SPARE)
         for label, text, advice in self._findings():
             for line in (f"{label}: {text}", *(() if quiet else (f"  - {line}" for line in advice))):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                shown_in.print(line, markup=False, highlight=False, soft_wrap=True)
         if not quiet:
-            console.print()
+            shown_in.print()
             for condition in self.conditions:
-                console.print(condition, style="dim", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"The report is {folder / 'compare.md'}", markup=False, highlight=False, soft_wrap=True)
+                shown_in.print(condition, style="dim", markup=False, highlight=False, soft_wrap=True)
+        shown_in.print(f"The report is {folder / 'compare.md'}", markup=False, highlight=False, soft_wrap=True)
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks.plotting import INK, PALETTE, fit_loss_axis, label_ends, smooth, style, without_spikes
 from trainer.cli.compare.verdict import Metric, Run
-from trainer.cli.sweep import four_digits
+from trainer.cli.tables import four_digits
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
