@@ -1,8 +1,8 @@
-"""What each process has for itself, so that a resumed run goes on to the bit as if nothing had happened.
+"""The state that each process has of its own, which a resumed run needs to go on to the bit as if never interrupted.
 
-That is what Lightning's format has no place for: random states, where the data stands, the gradients of an open
-accumulation window, what has been logged in an epoch that is not over, metric objects. It stands in a checkpoint under
-``loops["amp_trainer"]["processes"]``, one entry for each, in plain containers and tensors.
+Lightning's format has no place for it: random states, the position in the data, the gradients of an open accumulation
+window, what has been logged in an epoch that is not over, metric objects. A checkpoint has it under
+``loops["amp_trainer"]["processes"]``, one entry for each process, in plain containers and tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KeptBatches(Protocol):
 
 
 class ProcessState:
-    """Takes and puts back what a process has for itself.
+    """Saves and restores the state that a process has of its own.
 
     Args:
         run: the Trainer: ``loop``, ``eval_loops``, ``engine``, ``published``, ``lightning_module``.
@@ -50,11 +50,11 @@ class ProcessState:
         self._training_modes: modes.Modes = {}
 
     def begin_fit(self) -> None:
-        """Everything is set up: what is changed about the module from here on is the run's doing."""
+        """Note the module's modes at the beginning of the run: a checkpoint holds what the run has changed of them."""
         self._first_modes = modes.modes_of(self._run.lightning_module)
 
     def begin_validation(self) -> None:
-        """A validation inside a fit begins: a checkpoint that breaks it off has it begin again from here."""
+        """Note the state before a validation inside a fit: a run resumed in the middle of it repeats it from here."""
         run = self._run
         self._training_modes = modes.modes_of(run.lightning_module)
         counts = MetricObjects(run.lightning_module).counts()
@@ -101,6 +101,8 @@ class ProcessState:
 
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
         """Put back what :meth:`dump` returned. Everything is set up, and everybody's ``on_train_start`` is over.
+
+        The position in the data is not among it: the training batches have it from the beginning of the run.
 
         Args:
             state: of this process.
