@@ -116,7 +116,7 @@ class LightningEngine:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The bare optimizers; a live list."""
-        return self.strategy.optimizers
+        return self.strategy._optimizers  # asked for at every step, so without Lightning's property around it
 
     @property
     def wrapped_optimizers(self) -> list[Any]:

@@ -135,13 +135,13 @@ class Gradients:
         """Step the optimizer, unless a gradient is not finite or there are none."""
         self.scaler.step(optimizer, **kwargs)
 
-    def update(self) -> None:
-        """Adjust the loss scale, once for all the steps since the last time."""
-        self.scaler.update()
+    def update(self) -> bool:
+        """Adjust the loss scale, once for all the steps since the last time.
 
-    @property
-    def knows_outcome(self) -> bool:
-        """Whether :meth:`resolve_outcome` would not wait for the device."""
+        Returns:
+            Whether the outcome is known: whether :meth:`resolve_outcome` would not wait for the device.
+        """
+        self.scaler.update()
         return self.scaler.knows_outcome
 
     def resolve_outcome(self) -> UpdateOutcome:

@@ -64,6 +64,7 @@ class AccumulationWindow:
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
         self._position = -1
+        self._replicas = 1
         self._shared_unit: Weight | None = None  # of all processes; None on one
         self._unit: Weight = 1.0  # of the current window; 1 where its batches have no weights
         self._total: Weight = 0.0  # sum of the weights
@@ -75,10 +76,11 @@ class AccumulationWindow:
         """Whether batches have been accumulated that no weight update has used yet."""
         return not self.is_last
 
-    def start_run(self, *, is_shared: bool) -> None:
-        """A fit begins; ``is_shared`` where several processes make up each window."""
+    def start_run(self, replicas: int) -> None:
+        """A fit begins, in which each window has batches of this many processes."""
         self.reset()
-        self._shared_unit = 1.0 if is_shared else None
+        self._replicas = replicas
+        self._shared_unit = 1.0 if replicas > 1 else None
 
     def reset(self) -> None:
         """Forget the current window; the next batch opens a new one."""
@@ -177,17 +179,16 @@ class AccumulationWindow:
         """
         total: Weight = self._total / self._unit
         count: Weight = float(self.backwards)
-        replicas = engine.replicas
-        if replicas > 1:
+        if self._replicas > 1:
             total, count = engine.sum(total, count)
         # A process that had no loss in the whole window looks whether the others had one; the others need not look.
         # A host-device synchronisation, but for empty windows alone.
-        if not self.backwards and not (replicas > 1 and float(count)):
+        if not self.backwards and not (self._replicas > 1 and float(count)):
             return False
         if self._shared_unit is not None:
             self._shared_unit = _positive(self._shared_unit * total / count)
         total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
-        self.correction = self.size * replicas / total
+        self.correction = self.size * self._replicas / total
         if isinstance(self.correction, Tensor) or self.correction != 1.0:
             engine.gradients.multiply_(optimizers, self.correction)
         return True

@@ -99,7 +99,7 @@ class FitLoop:
         self.hooks, self.batches, self.transfer = hooks, batches, transfer
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
-        self.window.start_run(is_shared=self.engine.replicas > 1)
+        self.window.start_run(self.engine.replicas)
         self.schedules, self.choose_path = schedules, as_it_is
         self.take_optimizers()
         self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
@@ -240,7 +240,8 @@ class FitLoop:
         else:
             if self.optimizers is not self.engine.optimizers or self.schedules.configs is not self.engine.schedules:
                 self.take_optimizers()
-            self.window.advance(self.batches.num_batches - batch_idx, is_last, self.limits.is_final_epoch())
+            is_final_epoch = not self.window.straddles_epochs or self.limits.is_final_epoch()
+            self.window.advance(self.batches.num_batches - batch_idx, is_last, is_final_epoch)
         return batch
 
     def clear_gradients(self) -> None:
@@ -274,7 +275,7 @@ class FitLoop:
         progress.is_trained, progress.closing = True, closes_window
         if progress.is_last_batch or self.limits.logging_is_due():
             self.resolve_outcome()  # an epoch's metrics and a row for the loggers do not wait for the next update
-        if self.schedules:
+        if self.schedules.stepped:
             self.advance_schedules()
         self.hooks.on_train_batch_end(outputs, batch, batch_idx)
         self.metrics.end_batch()
@@ -290,7 +291,7 @@ class FitLoop:
         if validates and (progress.owes_validation or limits.validation_is_due()):
             self.run_validation()
         if self.window.is_last:
-            if self.schedules and self.has_updated:
+            if self.has_updated and self.schedules.stepped:
                 self.advance_by_step(on_plateau=True)
             progress.updates += 1
             progress.closing = False
@@ -323,9 +324,9 @@ class FitLoop:
 
     def finish_update(self, stepped: tuple[int, ...]) -> None:
         """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
-        self.gradients.update()
+        is_known = self.gradients.update()
         self.unresolved, self.skipped, self.has_updated = stepped, [], True
-        if self.gradients.knows_outcome:
+        if is_known:
             self.resolve_outcome()
 
     def resolve_outcome(self) -> None:

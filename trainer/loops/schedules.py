@@ -29,6 +29,7 @@ class Schedules:
 
     Attributes:
         configs: the schedules.
+        stepped: those that are stepped here: all of them, or none.
         by_batch: whether one of the schedules follows batches, not weight updates.
     """
 
@@ -49,13 +50,10 @@ class Schedules:
         self._tentative: list[_Step] = []
         self.follow(configs)
 
-    def __bool__(self) -> bool:
-        return bool(self._stepped)
-
     def follow(self, configs: list[ScheduleConfig]) -> None:
         """Step these from here on."""
         self.configs = configs
-        self._stepped = [] if self._by_module else configs
+        self.stepped = [] if self._by_module else configs
         self.by_batch = any(config.interval == "batch" for config in configs)
 
     def advance(
@@ -81,7 +79,7 @@ class Schedules:
         Raises:
             ConfigurationError: a plateau schedule's metric has not been logged.
         """
-        for config in self._stepped:
+        for config in self.stepped:
             if config.reduce_on_plateau is not on_plateau or config.interval != interval:
                 continue
             if number % config.frequency or (except_of and _belongs(config, except_of)):
