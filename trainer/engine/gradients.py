@@ -1,4 +1,4 @@
-"""Gradients: what computes and changes them. Nobody else touches a parameter's ``grad``.
+"""Gradients: what computes and changes them. No other module touches a parameter's ``grad``.
 
 In a training step, in this order::
 
@@ -145,7 +145,7 @@ class Gradients:
         return self.scaler.knows_outcome
 
     def resolve_outcome(self) -> UpdateOutcome:
-        """What became of the last :meth:`update` and the steps before it. May wait for the device."""
+        """The outcome of the last :meth:`update` and the steps before it. May wait for the device."""
         return self.scaler.resolve_outcome()
 
     # --- looking at them, keeping them ----------------------------------------------------------------------

@@ -26,7 +26,7 @@ class AccumulationWindow:
     ``sum(w * g) / sum(w)`` of the gradients ``g`` of its batches' losses, over all processes. A batch's weight ``w`` is
     1 unless ``training_step`` returned one; a batch whose ``training_step`` returned None is not counted.
 
-    Nobody knows ``sum(w)`` before the window's last forward pass. So each loss gets the share that is likely
+    ``sum(w)`` is not known before the window's last forward pass. So each loss is multiplied by its expected share
     (:meth:`share`): its weight relative to a usual one, the unit, over the window's size. Thus the loss keeps its
     ordinary size while it is scaled for float16, whatever the unit of the weights. After the last backward pass the
     gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1.
@@ -36,7 +36,7 @@ class AccumulationWindow:
 
     Args:
         batches: ``accumulate_grad_batches``, the number of batches in a full window.
-        straddles_epochs: whether a window goes on in the next epoch. By default an epoch's end closes it.
+        straddles_epochs: whether a window continues in the next epoch. By default an epoch's end closes it.
 
     Attributes:
         batches: may be changed at any time; the next window follows it.
@@ -88,10 +88,10 @@ class AccumulationWindow:
         self.is_last = True
 
     def advance(self, batches_left: float, is_last_batch: bool, is_final_epoch: bool = True) -> None:
-        """Take in one more batch.
+        """Start the next batch.
 
         Args:
-            batches_left: batches of the epoch from this one on, itself included; inf where nobody knows.
+            batches_left: batches of the epoch from this one on, itself included; inf if unknown.
             is_last_batch: whether this is the epoch's last batch.
             is_final_epoch: whether no other epoch follows that the window might go on in.
         """

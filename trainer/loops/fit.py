@@ -66,7 +66,7 @@ class FitLoop:
         self.limits = limits
         self.outcome: StepOutcome | None = None
         self.grad_norms: dict[Optimizer, Tensor] = {}
-        self.unresolved: tuple[int, ...] = ()  # the optimizers whose last step has an outcome that nobody knows yet
+        self.unresolved: tuple[int, ...] = ()  # optimizers (indices) whose last step has no known outcome yet
         self.skipped: list[Optimizer] = []
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
         # what belongs to one run
@@ -79,7 +79,7 @@ class FitLoop:
         self.validate: Callable[[], None] | None = None  # one validation, where there is anything to validate
         self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has of this process
         self.train: Callable[[Any, int, bool], None] = self.train_batch
-        self.choose_path: Callable[[], Any] = as_it_is  # sets `train` anew, where exchanged optimizers want that
+        self.choose_path: Callable[[], Any] = as_it_is  # sets `train` again where exchanged optimizers need that
         self.training_step: Callable[..., Any] = as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
@@ -95,7 +95,7 @@ class FitLoop:
         validate: Callable[[], None] | None,
         resume: Callable[[], None] | None,
     ) -> None:
-        """Take in what belongs to one run: see ``__init__``. Another path may replace ``train`` afterwards."""
+        """Set what belongs to one run: see ``__init__``. Another path may replace ``train`` afterwards."""
         self.hooks, self.batches, self.transfer = hooks, batches, transfer
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
@@ -111,7 +111,7 @@ class FitLoop:
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
 
     def take_optimizers(self) -> None:
-        """Use what the engine has from here on: somebody may exchange optimizers in the middle of a run."""
+        """Use the engine's optimizers and schedules from here on: callbacks may exchange them during a run."""
         self.resolve_outcome()
         self.optimizers = self.engine.optimizers
         self.schedules.follow(self.engine.schedules)
@@ -120,7 +120,7 @@ class FitLoop:
     # --- epochs ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until the last epoch, the last step, or until somebody sets ``should_stop``."""
+        """Train until the last epoch, the last step, or until ``should_stop`` is set."""
         limits = self.limits
         if not self.batches or (limits.fit_is_done() and self.resume is None):
             return
@@ -316,7 +316,7 @@ class FitLoop:
             self.grad_norms[optimizer] = norm
 
     def clip_for_module(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
-        """``LightningModule.clip_gradients``: on true gradients, also when nobody has unscaled them yet."""
+        """``LightningModule.clip_gradients``: on true gradients, also when they are not unscaled yet."""
         self.resolve_outcome()
         self.gradients.unscale_(optimizer)
         if (norm := self.gradients.clip_(optimizer, limit, algorithm)) is not None:
@@ -330,10 +330,10 @@ class FitLoop:
             self.resolve_outcome()
 
     def resolve_outcome(self) -> None:
-        """Find out what became of the last weight update, if nobody has yet, and tell everybody.
+        """Determine the outcome of the last weight update, unless it is known, and call the hooks that wait for it.
 
         A fused optimizer decides on the device whether it skips. There, this is put off until just before the next
-        update, or until somebody asks: the device is long past the answer, and has a backward pass left to do.
+        update, or until the outcome is asked for: by then the device has computed it, and has a backward pass queued.
         """
         if not self.unresolved:
             return

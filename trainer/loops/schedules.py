@@ -74,7 +74,7 @@ class Schedules:
             on_plateau: step those that watch a metric, or those that do not. The former come later, when
                 validation has logged it.
             except_of: optimizers that skipped; their schedules stay.
-            tentatively: nobody knows yet which optimizers skipped: :meth:`confirm` will say.
+            tentatively: it is not known yet which optimizers skipped: :meth:`confirm` will say.
 
         Raises:
             ConfigurationError: a plateau schedule's metric has not been logged.
@@ -97,7 +97,7 @@ class Schedules:
             self._progress.schedule_steps += 1
 
     def confirm(self, except_of: Collection[Optimizer] = ()) -> None:
-        """Take back the tentative steps of the schedules of these optimizers; let the others stand."""
+        """Undo the tentative steps of these optimizers' schedules; keep the others."""
         for step in reversed(self._tentative):
             if except_of and _belongs(step.config, except_of):
                 step.take_back()
@@ -151,7 +151,7 @@ class _Step:
                     self._changes.append((group, key, before.get(key), after))
 
     def take_back(self) -> None:
-        """Put the schedule back, and what it changed, where nobody has set it to something else since."""
+        """Restore the schedule, and what it changed, unless that has been set to something else since."""
         self.config.scheduler.load_state_dict(self._state)
         for group, key, before, after in self._changes:
             if isinstance(before, Tensor):
