@@ -16,6 +16,7 @@ from torch import Tensor
 from trainer.checkpoint import modes
 from trainer.checkpoint.snapshot import on_host
 from trainer.engine.gradients import Gradients
+from trainer.engine.protocol import Engine
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore
@@ -63,7 +64,8 @@ class ProcessState:
     def dump(self) -> dict[str, Any]:
         """The state of this process, as it is between two batches."""
         run, loop = self._run, self._run.loop
-        engine, progress, window = run.engine, loop.progress, loop.window
+        engine: Engine = run.engine
+        progress, window = loop.progress, loop.window
         metrics = MetricObjects(run.lightning_module)
         is_over = progress.epochs_trained > progress.epoch  # what was logged is about to be forgotten
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
@@ -109,9 +111,10 @@ class ProcessState:
             stops: whether a run that had decided to stop stays stopped.
         """
         run, loop = self._run, self._run.loop
-        device, metrics = run.engine.device, MetricObjects(run.lightning_module)
+        engine: Engine = run.engine
+        device, metrics = engine.device, MetricObjects(run.lightning_module)
         metrics.load_state_dict(state["metric_objects"], device)
-        loop.metrics.load_state_dict(state["metrics"], metrics.by_name.get, run.engine.reduce, device)
+        loop.metrics.load_state_dict(state["metrics"], metrics.by_name.get, engine.reduce, device)
         for name, values in state["published"].items():
             published = getattr(run.published, name)
             published.update({k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
