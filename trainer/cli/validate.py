@@ -16,14 +16,13 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trainer.cli import compare, objective, permissions
+from trainer.cli import compare, objective, permissions, plugins
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import SETTINGS, flatten, keys, options
 from trainer.cli.leaves import Leaf, leaves
 from trainer.cli.schema import as_typed, describe, either, mistake
-from trainer.cli.sweep import plugins
 from trainer.cli.targets import targets
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
