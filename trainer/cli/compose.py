@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from hydra import version
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import setup_globals
+from hydra.core.utils import JobStatus, configure_log, run_job, setup_globals
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -27,16 +30,17 @@ from hydra.errors import (
 )
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer import redaction
+from trainer.cli import plugins
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
+from trainer.cli.processes import is_first
 from trainer.cli.schema import SETTINGS, TrainerSettings
-from trainer.cli.sweep import plugins
 from trainer.errors import did_you_mean
 
 CONFIG_NAME = "amp_trainer"
@@ -78,28 +82,6 @@ class _Repository(ConfigRepository):
         return super().load_config(config_path)
 
 
-class _Loader(ConfigLoaderImpl):
-    """Hydra's, which is given the config of a run where that is composed already: that takes a tenth of a second."""
-
-    def __init__(self, search_path: ConfigSearchPath) -> None:
-        super().__init__(search_path)
-        self.repository = _Repository(search_path)
-        self.composed: tuple[list[str], DictConfig] | None = None
-
-    def load_configuration(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool = True,
-        validate_sweep_overrides: bool = True,
-    ) -> DictConfig:
-        """Called by Hydra."""
-        if self.composed is not None and self.composed[0] == overrides and run_mode == RunMode.RUN:
-            return self.composed[1]
-        return super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
-
-
 class Composer:
     """Composes what `hydra.main` would compose for the same arguments, and raises `UsageError` where it
     fails.
@@ -122,7 +104,8 @@ class Composer:
             path = f"file://{Path(extra).resolve()}"
             search_path.prepend(provider="command-line", path=path, anchor=SearchPathQuery(provider="schema"))
         self.config_name = arguments.flags.get("--config-name", CONFIG_NAME)
-        self.loader = _Loader(search_path)
+        self.loader = ConfigLoaderImpl(search_path)
+        self.loader.repository = _Repository(search_path)
         self.parser = OverridesParser.create(config_loader=self.loader)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
@@ -193,18 +176,33 @@ class Composer:
         except HydraException as error:
             raise UsageError(f"{_one_paragraph(str(error))}.") from error
 
-    def hand_over(self, config: DictConfig, arguments: Arguments, folder: Path) -> None:
-        """Have Hydra run ``config``, which is composed already.
-
-        Args:
-            config: composed with ``arguments`` before their last override was added, which names the run's folder.
-            arguments: the command line.
-            folder: of the run.
-        """
+    def placed(self, config: DictConfig, arguments: Arguments, folder: Path) -> DictConfig:
+        """``config`` with the run's folder, which is the last override of ``arguments`` and was not there before."""
+        if not is_first():
+            return self.compose(arguments.words_of_config())  # ranks but the first have more overrides
         OmegaConf.set_readonly(config.hydra, None)
-        config.hydra.run.dir = str(folder)
+        config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
         config.hydra.overrides.hydra.append(arguments.overrides[-1])
-        self.loader.composed = arguments.words_of_config(), config
+        return config
+
+    def run(self, config: DictConfig, task: TaskFunction) -> None:
+        """What `Hydra.run` does, with a config that is composed already. Raises what ``task`` does."""
+        configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+        callbacks = Callbacks(config)
+        callbacks.on_run_start(config=config, config_name=self.config_name)
+        returned = run_job(task, config, "hydra.run.dir", None, HydraContext(self.loader, callbacks))
+        callbacks.on_run_end(config=config, config_name=self.config_name, job_return=returned)
+        if returned.status == JobStatus.FAILED:
+            raise returned._return_value  # return_value prints all overrides first
+
+    def sweep(self, arguments: Arguments, task: TaskFunction) -> None:
+        """Have Hydra make the jobs of a sweep; its launcher calls ``task`` for each."""
+        hydra = Hydra("trainer", self.loader)
+        GlobalHydra.instance().initialize(hydra)
+        try:
+            hydra.multirun(self.config_name, task, [*arguments.words_of_config(), "hydra.mode=MULTIRUN"])
+        finally:
+            GlobalHydra.instance().clear()
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:

@@ -212,10 +212,10 @@ def _check_what_runs(
                 Allowlist().judge(str(leaf.value), leaf.key.removesuffix("._target_"))
         elif known.get(leaf.key) != leaf.value and not _runs_nothing(leaf):
             plugin = next((key for key in _PLUGINS if within(leaf.key, (key,))), None)
-            how = f"{plugin.replace('.', '/')}=NAME" if plugin else f"{leaf.key}={leaf.value}"
+            chosen = f"chosen on the command line: {plugin.replace('.', '/')}=NAME" if plugin else ""
             raise UsageError(
                 f"{leaf.key} is {describe(leaf.value)} in a config file. Hydra would run what it says, or put it into"
-                f" the environment, so it is said on the command line: {how}"
+                f" the environment, so it is {chosen or f'said on the command line: {leaf.key}={leaf.value}'}"
             )
 
 

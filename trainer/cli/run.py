@@ -52,10 +52,9 @@ def task(config: DictConfig) -> float | None:
         The value of the objective, for the sweeper.
     """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        from trainer.cli.compare import as_fit
         from trainer.cli.sweep.jobs import run_job
 
-        return run_job(config, as_fit) if config.command == "compare" else run_job(config)
+        return run_job(config)
     with noted():
         return run(config)
 

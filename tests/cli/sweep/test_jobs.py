@@ -16,7 +16,7 @@ from tests.cli.conftest import write
 from tests.cli.sweep.test_sweep import Job
 from tests.warm_python import WarmPython
 from trainer.cli import main
-from trainer.cli.sweep.plugins import _NEEDS
+from trainer.cli.plugins import _NEEDS
 
 ONCE = {
     "once.py": """
@@ -194,7 +194,7 @@ def test_numbers_that_make_no_sense(places, capsys, words, complaint):
     ],
 )
 def test_an_extra_that_is_not_installed_is_named(project, monkeypatch, capsys, word, module, extra):
-    monkeypatch.setattr("trainer.cli.sweep.plugins._is_installed", lambda name: name != module)
+    monkeypatch.setattr("trainer.cli.plugins._is_installed", lambda name: name != module)
     assert main(["fit", "-m", "+recipe=line", "seed=1,2", word]) == 2
     assert f"{word} needs {module}, which is not installed: pip install 'amp-trainer[{extra}]'" in (
         capsys.readouterr().err
