@@ -53,7 +53,7 @@ def stopped(project: Path) -> Path:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
 def test_the_exit_status_tells_the_signal(stopped: Path, number: int, status: int) -> None:
     assert main(["fit", *LINE, f"model.number={int(number)}", "hydra.run.dir=run"]) == status
-    assert json.loads(Path("run/result.json").read_text())["status"] == "interrupted"
+    assert json.loads(Path("run/run.json").read_text())["status"] == "interrupted"
     (path,) = stopped.rglob("*.ckpt")
     assert (path.name, torch.load(path, weights_only=True)["global_step"]) == ("interrupted.ckpt", 3)
 

@@ -285,8 +285,8 @@ class MapStyleLoader(ResumableLoader):
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
         self._knows_workers = True
         self._running: weakref.ref[_WorkerIterator] | None = None
-        # with in_order=False, of a resumed pass: the batches that the sampler had given and that had not arrived, by their
-        # numbers, and how many it had given
+        # of a resumed pass with in_order=False: the numbers of the batches that the sampler had given and that had not
+        # arrived, and how many it had given
         self._late: list[int] = []
         self._drawn_before = 0
 

@@ -121,7 +121,7 @@ def test_jobs_end_with_a_sweep_that_is_killed(once: Path, python: WarmPython) ->
     words = ["fit", "-m", *LINE, *kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000"]
     done = sweep(python, *words, children=True)
     assert done.returncode == -9  # and not before the pipes are closed, that is: the job has ended as well
-    told = json.loads(Path("jobs/0/result.json").read_text())
+    told = json.loads(Path("jobs/0/run.json").read_text())
     assert told["status"] == "interrupted"
     assert Path("jobs/0/checkpoints/interrupted.ckpt").is_file()
 
