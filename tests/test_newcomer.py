@@ -20,6 +20,7 @@ import torch
 from tests.docs.execute import make_commands, run, shell_environment
 from tests.docs.pages import ROOT, Block, read
 from tests.warm_python import WarmPython, warm_python
+from trainer.record.reader import read_run
 
 PAGE = ROOT / "docs" / "quick-start.md"
 STEPS = [
@@ -107,7 +108,7 @@ def newcomer(python: WarmPython, tmp_path: Path) -> Newcomer:
 
 
 def result_in(folder: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    result: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return result
 
 
@@ -135,7 +136,7 @@ def test_trains_the_default_recipe(newcomer: Newcomer) -> None:
     run_folder = newcomer.one("outputs/resnet50/*")
     result = result_in(run_folder)
     assert (result["status"], result["precision"]) == ("completed", "16-mixed")
-    for written in ("checkpoints/last.ckpt", "csv/metrics.csv", "curves.png", ".hydra/config.yaml", "summary.json"):
+    for written in ("checkpoints/last.ckpt", "csv/metrics.csv", "curves.png", ".hydra/config.yaml", "run.json"):
         assert (run_folder / written).is_file(), written
 
 
@@ -202,7 +203,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: 
         os.kill(first.pid, signal.SIGKILL)
     killed = newcomer.one("outputs/mine/auto-*")
     assert first.returncode == -signal.SIGKILL
-    assert not (killed / "result.json").exists()
+    assert read_run(killed).status == "killed"
 
     assert newcomer.start(command).wait(timeout=120) == 0
     assert newcomer.one("outputs/mine/auto-*") == killed

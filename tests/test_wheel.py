@@ -56,7 +56,7 @@ def test_finds_its_own_and_the_users_configs(installed, tmp_path):
 
 def test_trains_from_an_empty_folder(installed, tmp_path):
     run(["fit", "+recipe=resnet50", "+debug=fast_dev_run", "data.batch_size=4"], installed, tmp_path)
-    (result,) = tmp_path.glob("outputs/resnet50/*/result.json")
+    (result,) = tmp_path.glob("outputs/resnet50/*/run.json")
     assert '"status": "completed"' in result.read_text()
     run(["report"], installed, tmp_path)
     assert "resnet50" in (result.parent / "report.html").read_text()

@@ -37,7 +37,7 @@ def pruning(
 
 
 def result() -> dict:
-    return json.loads(Path("run/result.json").read_text())
+    return json.loads(Path("run/run.json").read_text())
 
 
 def test_a_trial_that_is_behind_ends_its_run(study):

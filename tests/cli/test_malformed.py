@@ -45,8 +45,8 @@ def test_before_data_is_loaded(malformed_project, capsys, argv, expected):
     last = err.splitlines()[-1]
     assert last.startswith("trainer: ")
     assert expected in last
-    if (malformed_project / "run/result.json").exists():
-        assert json.loads((malformed_project / "run/result.json").read_text())["status"] == "failed"
+    if (malformed_project / "run/run.json").exists():
+        assert json.loads((malformed_project / "run/run.json").read_text())["status"] == "failed"
 
 
 def test_there_are_many_and_each_has_a_name():

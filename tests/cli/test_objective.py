@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main
-from trainer.cli.objective import choose, monitored, reached
+from trainer.cli.objective import best, choose, monitored, value_of
+from trainer.record.reader import RunRecord
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
 
@@ -43,10 +44,24 @@ def test_checkpoints_come_before_early_stopping():
     assert monitored({}) is None
 
 
+def run_with(value, metric="a", mode="max", status="completed"):
+    facts = {"status": status, "metrics": {"a": value}, "objective": {"metric": metric, "mode": mode}}
+    return RunRecord(facts, Path())
+
+
 @pytest.mark.parametrize(("value", "told"), [(0.5, 0.5), (float("nan"), None), (float("inf"), None)])
 def test_only_a_finite_value_counts(value, told):
-    assert reached(("a", "max"), {"a": value}) == {"metric": "a", "mode": "max", "value": told}
-    assert reached(("b", "max"), {"a": value}) == {"metric": "b", "mode": "max", "value": None}
+    assert value_of(run_with(value)) == told
+    assert value_of(run_with(value, metric="b")) is None
+    assert value_of(run_with(value, status="failed")) is None
+
+
+def test_the_best_of_several():
+    low, high, failed = run_with(0.25), run_with(0.75), run_with(1.0, status="failed")
+    assert best([low, high, failed]) is high
+    assert best([run_with(0.25, mode="min"), run_with(0.75, mode="min")]).objective_value == 0.25
+    assert best([low, run_with(0.5, mode="min")]) is None
+    assert best([failed]) is None
 
 
 def test_a_run_tells_the_value_of_its_objective(project, monkeypatch):
@@ -55,7 +70,7 @@ def test_a_run_tells_the_value_of_its_objective(project, monkeypatch):
     returned = []
     monkeypatch.setattr(run, "task", lambda config, task=run.task: returned.append(task(config)))
     assert main(["fit", *LINE, "objective.metric=val_loss"]) == 0
-    told = json.loads(Path("run/result.json").read_text())
+    told = json.loads(Path("run/run.json").read_text())
     assert told["objective"] == {"metric": "val_loss", "mode": "min", "value": told["metrics"]["val_loss"]}
     assert returned == [told["metrics"]["val_loss"]]
 
@@ -65,7 +80,7 @@ def test_a_metric_that_is_not_logged_is_told_of(project, capsys):
     assert "objective.metric is val_los, which the run has not logged. Did you mean 'val_loss'?" in (
         capsys.readouterr().err
     )
-    assert json.loads(Path("run/result.json").read_text())["objective"]["value"] is None
+    assert json.loads(Path("run/run.json").read_text())["objective"]["value"] is None
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,9 @@ def run(project):
         folder,
         {
             ".hydra/config.yaml": CONFIG,
-            "result.json": json.dumps({"recipe": "line"}),
-            "summary.json": json.dumps({"paths": {"best_checkpoint": "/elsewhere/checkpoints/epoch=1-step=8.ckpt"}}),
+            "run.json": json.dumps(
+                {"recipe": "line", "paths": {"best_checkpoint": "/elsewhere/checkpoints/epoch=1-step=8.ckpt"}}
+            ),
             "checkpoints/epoch=0-step=4.ckpt": "",
             "checkpoints/epoch=1-step=8.ckpt": "",
             "checkpoints/last.ckpt": "",
@@ -120,7 +121,7 @@ def test_types_hold_and_unknown_keys_are_named(run):
     ("asked", "latest", "found"),
     [
         ("", False, "epoch=1-step=8.ckpt"),
-        ("checkpoints", False, "last.ckpt"),  # no summary here, and two to choose from
+        ("checkpoints", False, "last.ckpt"),  # no record here, and two to choose from
         ("checkpoints/epoch=0-step=4.ckpt", False, "epoch=0-step=4.ckpt"),
         ("", True, "last.ckpt"),
     ],
@@ -129,11 +130,18 @@ def test_which_checkpoint(run, asked, latest, found):
     assert restore.find(run / asked, latest=latest).name == found
 
 
-def test_which_checkpoint_without_a_summary(run):
-    (run / "summary.json").write_text("{")
+def test_which_checkpoint_without_a_record(run):
+    (run / "run.json").write_text("{")
     assert restore.find(run).name == "last.ckpt"
     (run / "checkpoints" / "epoch=0-step=4.ckpt").unlink()
     assert restore.find(run).name == "epoch=1-step=8.ckpt"  # the only one that is kept is the best
+
+
+def test_the_best_checkpoint_of_an_older_version_is_not_known(run):
+    (run / "run.json").rename(run / "result.json")
+    with pytest.raises(UsageError, match=r"written by an older version .*name one, such as ckpt=.*epoch=1-step=8.ckpt"):
+        restore.find(run)
+    assert restore.find(run, latest=True).name == "last.ckpt"
 
 
 MISTAKES = [
@@ -199,7 +207,7 @@ def test_a_config_cannot_bring_settings_of_hydras_along(run):
 
 
 def result(folder: str) -> dict:
-    return json.loads(Path(folder, "result.json").read_text())
+    return json.loads(Path(folder, "run.json").read_text())
 
 
 def test_a_run_and_what_follows_it(project, capsys):

@@ -33,7 +33,7 @@ def folder_of(*words: str) -> str:
 
 
 def result(folder: Path) -> dict:
-    return json.loads((folder / "result.json").read_text())
+    return json.loads((folder / "run.json").read_text())
 
 
 def test_the_same_command_has_the_same_folder(capsys):

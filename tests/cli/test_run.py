@@ -8,9 +8,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +17,8 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.run import _gpu, _last_line
+from trainer.cli.run import _last_line
+from trainer.record.reader import RunRecord
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
 
@@ -41,15 +40,15 @@ def only(pattern: str) -> Path:
 
 
 def result(folder: Path | None = None) -> dict:
-    return json.loads(((folder or only("outputs/*/*")) / "result.json").read_text())
+    return json.loads(((folder or only("outputs/*/*")) / "run.json").read_text())
 
 
 def test_fit_writes_everything_into_the_runs_folder(project):
     assert main(["fit", *LINE, "trainer.max_epochs=3"]) == 0
     folder = only("outputs/line/*")
-    assert {"result.json", "checkpoints", ".hydra", "csv"} <= {file.name for file in folder.iterdir()}
+    assert {"run.json", "checkpoints", ".hydra", "csv"} <= {file.name for file in folder.iterdir()}
     assert (folder / "checkpoints" / "last.ckpt").is_file()
-    assert json.loads((folder / "environment.json").read_text())["directory"] == str(project)
+    assert result()["environment"]["directory"] == str(project)
     assert (folder / ".hydra" / "overrides.yaml").read_text().splitlines() == [
         "- +recipe=line",
         "- callbacks.learning_rate_monitor=null",
@@ -87,18 +86,6 @@ def test_what_a_comparison_wants_to_know(monkeypatch):
     assert told["throughput"]["measured_batches"] == 2 + 4
     assert told["throughput"]["samples_per_second"] > 0
     assert len(told["throughput"]["batches"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("of_products", "of_convolutions", "tf32"),
-    [("ieee", "tf32", ["convolutions"]), ("tf32", "tf32", ["matrix products", "convolutions"]), ("none", "none", [])],
-)
-def test_what_is_known_of_a_gpu(monkeypatch, of_products, of_convolutions, tf32):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
-    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=of_products))
-    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=of_convolutions))
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda:6")))
-    assert _gpu(trainer) == {"capability": [8, 6], "tf32": tf32}
 
 
 def test_the_same_seed_and_settings_give_the_same_result():
@@ -189,9 +176,9 @@ QUIET = ["trainer.enable_progress_bar=true", "trainer.enable_model_summary=true"
 def test_quiet_leaves_one_line(flag, capfd):
     assert main(["fit", *LINE, *QUIET, flag, "precision=16", "trainer.max_epochs=5"]) == 0
     out, err = capfd.readouterr()
-    assert re.fullmatch(r"fit completed in \d+\.\d s: val_loss=[\d.]+, amp/[^\n]*\. Everything is in run\n", out)
+    assert re.fullmatch(r"fit completed in \d+\.\d s: val_loss=[\d.]+\. Everything is in run\n", out)
     assert err == ""
-    assert json.loads(Path("run/summary.json").read_text())["steps"] == 20
+    assert json.loads(Path("run/run.json").read_text())["steps"] == 20
 
 
 def test_quiet_still_warns_and_shows_no_table(capfd):
@@ -308,14 +295,15 @@ def test_what_is_not_a_terminal_gets_plain_lines(project, monkeypatch, capfd):
     assert main(["fit", *LINE, "trainer.enable_progress_bar=true", "trainer.enable_model_summary=true"]) == 0
     assert main(["test", *LINE, "trainer.enable_progress_bar=true"]) == 0
     out = "".join(capfd.readouterr())
-    assert "fit finished" in out
+    assert "fit completed" in out
     assert not re.search(r"[\x1b\r]", out)
 
 
 def test_the_last_line_names_a_metric_once(monkeypatch):
     monkeypatch.setattr("trainer.cli.run.is_quiet", lambda: True)
     found = dict.fromkeys(("loss", "loss_epoch", "loss_step", "one_step"), 1.0)
-    told = _last_line({"command": "fit", "status": "completed", "seconds": 1.0, "metrics": found}, Path("run"))
+    facts = {"command": "fit", "status": "completed", "seconds": 1.0, "metrics": found}
+    told = _last_line(RunRecord(facts, Path("run")))
     assert told == "fit completed in 1.0 s: loss=1, one_step=1. Everything is in run"
 
 
@@ -337,14 +325,16 @@ def test_warnings_are_in_the_log():
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="there are no such pipes")
-def test_a_run_whose_reader_has_gone_says_so():
+def test_a_run_whose_reader_has_gone_says_so(python):
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "trainer", "fit", *LINE, *QUIET]
-    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writes)
-    assert done.returncode == 1
+    with python.start(
+        "-m", "trainer", "fit", *LINE, *QUIET, stdout=writes, stderr=subprocess.PIPE, text=True
+    ) as process:
+        os.close(writes)
+        _, err = process.communicate(timeout=200)
+    assert process.returncode == 1
     said = "Nobody reads what the run prints any more"
-    assert said in done.stderr
+    assert said in err
     assert said in Path("run/fit.log").read_text()
     assert result(Path("run"))["status"] == "interrupted"

@@ -19,28 +19,20 @@ FIRST, MIDDLE, LAST = (True, False), (False, False), (False, True)
 
 
 class Processes:
-    """An engine of this process, and of others whose windows have the weights ``others`` (None for no loss).
-
-    ``batch_idx`` is that of the batch whose weights are added up; None for those of whole windows, by the unit.
-    """
+    """An engine of this process, and of others whose windows have the weights ``others`` (None for no loss)."""
 
     def __init__(self, *others):
         self.replicas = 1 + len(others)
         self.gradients = Gradients(LossScaler("cpu", enabled=False))
         self.others = others
-        self.batch_idx = 0
         self.unit = 1.0
-        self.sums = []
+        self.sums = 0
 
-    def sum(self, *values):
-        self.sums.append(values)
-        there = [ws if self.batch_idx is None else [ws[self.batch_idx]] for ws in self.others]
-        there = [w for ws in there for w in ws if w is not None]
-        total, count = (
-            mine + theirs for mine, theirs in zip(values, (sum(there) / self.unit, len(there)), strict=True)
-        )
-        if self.batch_idx is not None and count:
-            self.unit = total / count
+    def sum(self, total, count):
+        there = [weight for weights in self.others for weight in weights if weight is not None]
+        total, count = total + sum(there) / self.unit, count + len(there)
+        self.unit *= total / count if count else 1.0
+        self.sums += 1
         return [total, count]
 
 
@@ -122,14 +114,10 @@ def accumulate(batches, *, size, known=True, weigh=float, engine=None, stop=None
     for i, x in enumerate(batches):
         window.advance(len(batches) - i if known else math.inf, i + 1 == len(batches) and stop is None)
         weight = None if x is None else weigh(len(x))
-        if window.needs_unit:
-            engine.batch_idx = i
-            window.agree_on_unit(x is not None, weight, engine)
         if x is not None:
             loss = window.share((p * x).sum(1).mean(), weight)
             loss.backward()
         shares.append(None if x is None else loss.item())
-    engine.batch_idx = None
     has_update = window.close([optimizer], engine)
     assert has_update is (p.grad is not None or any(w is not None for ws in engine.others for w in ws))
     return p.grad, shares, window
@@ -266,7 +254,7 @@ def test_the_mean_goes_over_the_processes_too():
         gradient, _, window = accumulate(own, size=2, engine=engine)
         gradients.append(gradient)
         corrections.append(window.correction)
-        assert len(engine.sums) == 2  # at the run's first batch, and at the window's end
+        assert engine.sums == 1
     assert corrections[0] == pytest.approx(corrections[1])  # one factor, which also an average of gradients can take
     assert torch.allclose(sum(gradients) / 2, torch.cat(mine + theirs).mean(0), rtol=1e-6, atol=1e-6)
 
@@ -277,11 +265,8 @@ def test_weights_are_measured_by_the_mean_of_the_last_window():
     window.start_run(is_shared=True)
     for weight in (4.0, 8.0):
         window.advance(9, False)
-        if window.needs_unit:
-            window.agree_on_unit(True, weight, engine)
         window.share(loss, weight)
-        assert window.factor == pytest.approx(weight / 3 / 2)  # the first batches had 4 and 2
-    engine.batch_idx = None
+        assert window.factor == pytest.approx(weight / 2)  # there was no window yet
     window.close([], engine)
     window.advance(7, False)
     window.share(loss, 10.0)
@@ -289,7 +274,6 @@ def test_weights_are_measured_by_the_mean_of_the_last_window():
     restored = AccumulationWindow(2)
     restored.start_run(is_shared=True)
     restored.load_state_dict(window.state_dict(is_open=False), torch.device("cpu"))
-    assert not restored.needs_unit
     restored.advance(7, False)
     restored.share(loss, 10.0)
     assert restored.factor == window.factor

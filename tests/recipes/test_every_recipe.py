@@ -87,7 +87,7 @@ def test_runs_a_batch_of_everything(name, tmp_path, monkeypatch):
     for command in commands:
         settings = ["+debug=fast_dev_run", f"precision={PRECISIONS[command]}", "data.batch_size=4", "trainer=cpu"]
         assert main([command, f"+recipe={name}", *settings, *sample, f"hydra.run.dir={command}"]) == 0
-        result = json.loads((tmp_path / command / "result.json").read_text())
+        result = json.loads((tmp_path / command / "run.json").read_text())
         assert result["status"] == "completed"
         assert all(map(math.isfinite, result["metrics"].values()))
         if command == "predict":

@@ -166,7 +166,7 @@ def test_the_recipe_finds_digits_and_writes_masks(
     monkeypatch.chdir(tmp_path)
     recipe = ["+recipe=unet", f"precision={precision}", *SMALL]
     assert main(["fit", *recipe, "hydra.run.dir=fitted", "trainer.max_epochs=8"]) == 0
-    fitted = json.loads(Path("fitted/result.json").read_text())
+    fitted = json.loads(Path("fitted/run.json").read_text())
     assert fitted["metrics"]["val_dice"] > 0.5  # 0.17 where everything is said to be a digit
     assert not Path("fitted/masks").exists()
     assert "inference_speed" not in fitted
@@ -177,7 +177,7 @@ def test_the_recipe_finds_digits_and_writes_masks(
     assert not Path("predicted/predictions.pt").exists()
     with Image.open("predicted/masks/test_0000.png") as mask:
         assert mask.size == (32, 32)
-    result = json.loads(Path("predicted/result.json").read_text())
+    result = json.loads(Path("predicted/run.json").read_text())
     assert result["inference_speed"] == json.loads(Path("predicted/inference_speed.json").read_text())
     assert result["inference_speed"]["precision"] == precision
     assert result["inference_speed"]["speed_up"] > 0

@@ -56,7 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A good one."""
     trainer = make_trainer(tmp_path_factory.mktemp("good"))
     trainer.fit(Classifier(), data(2), data(2))
-    return trainer._dump(False)
+    return trainer._checkpoint_connector.dump_checkpoint()
 
 
 def with_payload(checkpoint: dict[str, Any], place: str, payload: Any) -> Any:

@@ -23,7 +23,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(
         tmp_path / "given",
         {
-            "result.json": '{"command": "fit", "status": "completed", "steps": 3, "seconds": 1.5, "metrics": {}}\n',
+            "run.json": '{"command": "fit", "status": "completed", "steps": 3, "seconds": 1.5, "metrics": {}}\n',
             "csv/metrics.csv": "step,val_loss\n0,1.0\n1,0.5\n2,0.25\n",
             ".hydra/config.yaml": "seed: 1\n",
             "fit.log": "[2026-01-01 00:00:00][a][WARNING] - the log\n",
@@ -40,13 +40,13 @@ def page_of(folder: Path) -> str:
 def test_names_are_texts_in_the_page(given):
     """Metrics, settings, overrides, variables, the log, an overflow report, and the folder itself."""
     folder = given.rename(given.with_name(EVIL.replace("/", "_")))
+    where = {"command": [EVIL], "versions": {EVIL: EVIL}, "variables": {EVIL: EVIL}, "git": {"branch": EVIL}}
     result = {"recipe": EVIL, "overrides": [f"+a={EVIL}"], "error": EVIL, "status": EVIL, "metrics": {EVIL: 1.0}}
     write(
         folder,
         {
-            "result.json": json.dumps({"steps": 3, "command": "fit", "devices": EVIL, "seed": EVIL, **result}),
-            "environment.json": json.dumps(
-                {"command": [EVIL], "versions": {EVIL: EVIL}, "variables": {EVIL: EVIL}, "git": {"branch": EVIL}}
+            "run.json": json.dumps(
+                {"steps": 3, "command": "fit", "devices": EVIL, "seed": EVIL, "environment": where, **result}
             ),
             ".hydra/config.yaml": json.dumps({EVIL: {EVIL: [EVIL]}, "trainer": {"max_epochs": EVIL}}),
             "csv/metrics.csv": f"step,{EVIL.replace(chr(34), '')},$x^{{\n0,1,2\n1,2,3\n",
@@ -63,14 +63,14 @@ def test_names_are_texts_in_the_page(given):
     assert "'unsafe-inline'" not in policy[1].partition("script-src")[2]
 
 
-LINKED = ["fit.log", ".hydra/config.yaml", "overflow_report_step_3.md", "result.json", "environment.json"]
+LINKED = ["fit.log", ".hydra/config.yaml", "overflow_report_step_3.md", "run.json"]
 
 
 @pytest.mark.parametrize("name", LINKED)
 def test_a_link_that_leads_out_is_not_read(given, tmp_path, name):
     secret = "a: the-secret\n# the-secret\n[x][WARNING] - the-secret\n"
     if name.endswith(".json"):
-        secret = json.dumps({"status": "the-secret", "error": "the-secret", "host": "the-secret"})
+        secret = json.dumps({"status": "the-secret", "error": "the-secret", "environment": {"host": "the-secret"}})
     (tmp_path / "secret").write_text(secret)
     (given / name).unlink(missing_ok=True)
     (given / name).symlink_to(tmp_path / "secret")
@@ -79,13 +79,13 @@ def test_a_link_that_leads_out_is_not_read(given, tmp_path, name):
 
 def test_nor_is_a_log_by_its_way_there(given, tmp_path):
     (tmp_path / "other.log").write_text("the-secret\n")
-    write(given, {"result.json": '{"command": "../other"}'})
+    write(given, {"run.json": '{"command": "../other"}'})
     assert "the-secret" not in page_of(given)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
 def test_nobody_waits_for_a_pipe(given):
-    for name in ("fit.log", "result.json", "curves.json"):
+    for name in ("fit.log", "run.json"):
         (given / name).unlink(missing_ok=True)
         os.mkfifo(given / name)
     page_of(given)
@@ -104,11 +104,11 @@ def test_a_link_in_the_place_of_the_page_is_replaced(given, tmp_path):
     "said",
     [
         {"seconds": "long"}, {"steps": 10**400}, {"steps": "many"}, {"skipped_steps": "x", "steps": 1},
-        {"metrics": {"val_loss": 10**400}}, {"peak_memory": {"cpu": "x"}}, {"throughput": {"samples_per_second": "x"}},
+        {"metrics": {"val_loss": 10**400}}, {"peak_memory": {"cpu": "x"}}, {"samples_per_second": "x"},
     ],
 )  # fmt: skip
 def test_what_no_run_writes_is_said_in_a_sentence(given, capsys, said: dict[str, Any]):
-    write(given, {"result.json": json.dumps({"command": "fit", **said})})
+    write(given, {"run.json": json.dumps({"command": "fit", "status": "completed", **said})})
     assert main(["report", str(given)]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"trainer: The files in {given} say something that a run does not write")
@@ -118,6 +118,6 @@ def test_what_no_run_writes_is_said_in_a_sentence(given, capsys, said: dict[str,
 def test_what_is_nested_without_end_counts_as_missing(given):
     write(
         given,
-        {"result.json": "[" * 100_000, "curves.json": '{"a":' * 100_000, ".hydra/config.yaml": "a: " + "[" * 3000},
+        {"run.json": "[" * 100_000, ".hydra/config.yaml": "a: " + "[" * 3000},
     )
     assert "val_loss" in page_of(given)

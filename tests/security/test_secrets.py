@@ -86,7 +86,7 @@ def test_nothing_that_is_written_has_it(project, capfd, fail):
     assert "token: ${oc.env:A_TOKEN}" in hparams
     assert "url: https://me:***@localhost/x" in hparams
     names = {file.name for file in files}
-    assert {"config.yaml", "overrides.yaml", "result.json", "fit.log", "hparams.yaml"} <= names
+    assert {"config.yaml", "overrides.yaml", "run.json", "fit.log", "hparams.yaml"} <= names
     assert ("last.ckpt" in names) == (fail == "false")
     assert "connecting to https://me:***@localhost/x" in (project / "run/fit.log").read_text()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.callbacks.plotting import INK, PALETTE, fit_loss_axis, label_ends, smooth, style, without_spikes
 from trainer.record.curve import Curve
-from trainer.record.reader import RunRecord
+from trainer.record.reader import RunRecord, without_twins
 from trainer.record.recorder import RecordView
 
 if TYPE_CHECKING:  # takes a second to import, and is needed at the end of a fit only
@@ -76,7 +76,7 @@ def figure_of(record: RunRecord) -> "Figure | None":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.8 + 2.3 * len(panels)), dpi=150, facecolor="white", layout="constrained")
-    title = f"{record.facts.get('module', '')}, {record.precision}"
+    title = f"{record.module}, {record.precision}"
     figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=INK)
     column = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (name, draw_panel, _) in zip(column, panels, strict=True):
@@ -92,12 +92,10 @@ def _named(record: RunRecord, stage: str, word: str) -> Iterable[tuple[str, Curv
 
 def _scores(record: RunRecord) -> Iterable[tuple[str, str, Curve]]:
     for stage, metrics in record.stages.items():
-        for name, curve in metrics.items():
+        for name in without_twins(metrics):
             wanted = "acc" in name.lower() or (stage == "val" and "loss" not in name.lower())
-            # A metric logged per step and per epoch comes under two names here, as well as under its own.
-            twin = name.endswith("_epoch") and name.removesuffix("_epoch") in metrics
-            if curve and wanted and not twin and all(0 <= value <= 1 for value in curve.values):
-                yield stage, name, curve
+            if wanted and metrics[name] and all(0 <= value <= 1 for value in metrics[name].values):
+                yield stage, name, metrics[name]
 
 
 def _draw_loss(record: RunRecord, axes: "Axes") -> None:

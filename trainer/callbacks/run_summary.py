@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainer.record.reader import RunRecord
+from trainer.record.reader import RunRecord, without_twins
 from trainer.record.recorder import RecordView
 
 _TOLD = ("amp/scale", "amp/skipped_steps")
@@ -87,14 +87,11 @@ def _table(record: RunRecord) -> Table:
         if value is not None:
             table.add_row(name, str(value))
     table.add_section()
-    metrics = record.metrics
-    for name, value in metrics.items():
-        # Of a metric logged per step and per epoch there are three, of which one says it all.
-        is_twin = name.removesuffix("_step").removesuffix("_epoch") in metrics.keys() - {name}
-        if not is_twin and name not in _TOLD:
-            table.add_row(Text(name), f"{value:.4g}")
+    for name in without_twins(record.metrics):
+        if name not in _TOLD:
+            table.add_row(Text(name), f"{record.metrics[name]:.4g}")
     table.add_section()
-    for name, value in _paths(record.facts["paths"]):
+    for name, value in _paths(record.paths):
         table.add_row(name, Text(value))
     return table
 

@@ -139,6 +139,7 @@ def _hydra(arguments: Arguments) -> int:
             from trainer.cli import compare
 
             report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
+            compare.as_sweep(arguments)
         elif sweeps(arguments, config):
             from trainer.cli import sweep
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import re
 import sys
 import time
 import warnings
@@ -26,6 +24,7 @@ from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, value_of
 from trainer.cli.processes import end_with_parent, imports_only, is_first, is_quiet
 from trainer.cli.restore import recipe_of
+from trainer.cli.sweep import worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
 from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean
@@ -52,10 +51,9 @@ def task(config: DictConfig) -> float | None:
         The value of the objective, for the sweeper.
     """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        from trainer.cli.compare import as_fit
         from trainer.cli.sweep.jobs import run_job
 
-        return run_job(config, as_fit) if config.command == "compare" else run_job(config)
+        return run_job(config)
     with noted():
         return run(config)
 
@@ -142,6 +140,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
 
         from trainer.callbacks import OverflowReport, ScaleMonitor
+        from trainer.record.recorder import RunRecorder
 
         merge_recipes()
         if settings["seed"] is not None:
@@ -175,7 +174,8 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         arguments["enable_progress_bar"] = arguments["enable_model_summary"] = False
         logging.getLogger(ADVICE).handlers.clear()
     arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unwanted)]
-    _report_into(record, arguments)
+    if record is not None and not arguments["barebones"]:
+        arguments["callbacks"].append(RunRecorder(record))
 
     data = make(settings["data"], "data", allowlist)
     module = make(settings["model"], "model", allowlist)
@@ -220,26 +220,6 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
             file.write_text(redacted, encoding="utf-8")
 
 
-def _report_into(record: RunFile | None, arguments: dict[str, Any]) -> None:
-    """Have the record of the run, and what the Trainer shows of it, written beside the config."""
-    from rich.console import Console
-
-    from trainer.callbacks import Curves, RunSummary
-    from trainer.record.recorder import RunRecorder
-
-    if arguments["barebones"] or record is None:
-        return
-    wanted: list[Any] = [RunRecorder(record)]
-    if arguments["logger"] and not arguments["fast_dev_run"]:
-        wanted.append(Curves())
-    if is_quiet():
-        wanted.append(RunSummary(console=Console(file=io.StringIO())))
-    elif arguments["enable_progress_bar"] is not False:
-        wanted.append(RunSummary())
-    given = [type(callback) for callback in arguments["callbacks"]]
-    arguments["callbacks"] += [callback for callback in wanted if type(callback) not in given]
-
-
 def _make_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> list[Any]:
     """The objects of a group of named nodes; without a target are those a recipe sets but nobody chose."""
     return [
@@ -266,10 +246,8 @@ def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, 
 
 def _last_line(run: RunRecord) -> str:
     """What a run says at its end where it shows no summary."""
-    found = run.metrics if is_quiet() else {}
-    names = sorted(found, key=lambda name: (not name.startswith(("val", "test")), name))
-    names = [name for name in names if (both := re.sub("_(step|epoch)$", "", name)) == name or both not in found]
-    metrics = ", ".join(f"{name}={found[name]:.4g}" for name in names[:_MOST_METRICS])
+    names = worth_showing(run.metrics)[:_MOST_METRICS] if is_quiet() else []
+    metrics = ", ".join(f"{name}={run.metrics[name]:.4g}" for name in names)
     shown = run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder
     told = f"{run.command} {run.status} in {run.seconds:.1f} s"
     return f"{told}: {metrics}. Everything is in {shown}" if metrics else f"{told}. Everything is in {shown}"

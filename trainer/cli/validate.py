@@ -20,7 +20,7 @@ from trainer.cli import objective, permissions, plugins
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
 from trainer.cli.folders import packaged_conf
-from trainer.cli.keys import SETTINGS, flatten, options
+from trainer.cli.keys import SETTINGS, flatten, keys, options
 from trainer.cli.leaves import Leaf, leaves
 from trainer.cli.schema import as_typed, describe, either, mistake
 from trainer.cli.targets import targets
@@ -54,22 +54,19 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
     for override in overrides:
         _check_option(composer, override)
 
-    choices = tuple(_choices(composer, [values[0] for values in _values(overrides)]))
-    config = composer.compose(choices)
-    checked = {choices: config}  # composing is what takes the time
+    known = _KnownKeys(composer, arguments)
+    first = next(_jobs(overrides))
+    _check_settings(composer, known, first)
+    config = composer.compose(first)
     if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
         overrides = [*_sweeper_params(arguments, composer, config), *overrides]
     else:
         _refuse_several_values(overrides)
 
     for job in _jobs(overrides):
-        choices = tuple(_choices(composer, job))
-        if choices not in checked:
-            checked[choices] = composer.compose(choices)
-        _check_settings(composer, checked[choices], composer.parse(job))
-
-    first = [values[0] for values in _values(overrides)]
-    config = checked[tuple(first)] if tuple(first) in checked else composer.compose(first)
+        _check_settings(composer, known, job)
+    if (job := next(_jobs(overrides))) != first:  # what the config sweeps over is in it now
+        config = composer.compose(job)
     if arguments.command == "compare":
         from trainer.cli import compare  # which takes a moment
 
@@ -191,15 +188,43 @@ def _check_option(composer: Composer, override: Override) -> None:
             )
 
 
-def _check_settings(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
-    """Hold the settings among ``overrides`` against the config they change."""
-    known = dict(flatten(_unresolved(config)))
-    for override in overrides:
+class _KnownKeys:
+    """The keys of the config, and the values that they have before the command line changes them.
+
+    They are read from the files, which takes no time, and composed by Hydra only where that leaves a doubt.
+    """
+
+    def __init__(self, composer: Composer, arguments: Arguments) -> None:
+        self._composer = composer
+        self._config_dir = arguments.flags.get("--config-dir")
+        self._is_ours = composer.config_name == CONFIG_NAME and "--config-path" not in arguments.flags
+        self._composed: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def of(self, job: Sequence[str], wanted: set[str]) -> dict[str, Any]:
+        """Values by key of the config that ``job`` chooses: of all keys, if the files lack any ``wanted``."""
+        choices = tuple(_choices(self._composer, job))
+        if self._is_ours and choices not in self._composed:
+            read = {name: key.value for name, key in keys(choices, self._config_dir).items()}
+            if wanted <= read.keys():
+                return read
+        if choices not in self._composed:
+            self._composed[choices] = dict(flatten(_unresolved(self._composer.compose(choices))))
+        return self._composed[choices]
+
+
+def _check_settings(composer: Composer, keys_of: _KnownKeys, job: Sequence[str]) -> None:
+    """Hold the settings in ``job`` against the config that they change."""
+    settings = [
+        override
+        for override in composer.parse(job)
+        if override.package is None
+        and "[" not in override.key_or_group  # Hydra judges the others
+        and override.key_or_group != "hydra.searchpath"
+        and (not composer.is_group(override.key_or_group) or isinstance(override.value(), dict))
+    ]
+    known = keys_of.of(job, {one.key_or_group for one in settings if not (one.is_add() or one.is_force_add())})
+    for override in settings:
         key = override.key_or_group
-        if override.package is not None or "[" in key or key == "hydra.searchpath":
-            continue  # Hydra judges these
-        if composer.is_group(key) and not isinstance(override.value(), dict):
-            continue
         if override.is_delete() and key.startswith("trainer."):
             raise UsageError(f"{key} can be changed, but not left out. Write {key}=null, or give it another value.")
         if override.is_add() or override.is_force_add():

@@ -17,8 +17,9 @@ from lightning_utilities.core.imports import module_available
 
 from trainer import redaction
 from trainer.checkpoint import state as checkpoints
-from trainer.compat import loop_state, model_checkpoints, resuming
+from trainer.compat import hparams, loop_state, model_checkpoints, resuming
 from trainer.compat.checkpoint_io import local_path
+from trainer.compat.logging import ModuleScope
 from trainer.errors import ConfigurationError
 
 VERSION_KEY = "pytorch-lightning_version"
@@ -162,7 +163,15 @@ class CheckpointConnector(_CheckpointConnector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """A checkpoint of this moment."""
-        checkpoint: dict[str, Any] = self.trainer._dump(bool(weights_only))
+        trainer, module, scope = self.trainer, self.trainer.lightning_module, ModuleScope(self.trainer.lightning_module)
+        trainer.loop.resolve_outcome()
+        loops = loop_state.loops_of(trainer)
+        loops["fit_loop"]["state_dict"].update(trainer.data.state_dict())
+        as_lightning = hparams.as_lightning(loops, module, trainer.datamodule)
+        outer = scope.enter("on_save_checkpoint")
+        checkpoint = checkpoints.dump(trainer, as_lightning, weights_only=bool(weights_only))
+        scope.enter(outer)
+        hparams.settle(checkpoint, module, trainer.datamodule)  # after the hooks, which may have changed them
         return checkpoint
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:

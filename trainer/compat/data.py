@@ -33,6 +33,8 @@ from trainer.data.worker_signals import outlive_signals
 from trainer.data.workers import bounded
 from trainer.errors import ConfigurationError
 
+_STAGES = RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.PREDICTING
+
 
 class _Connector(_DataConnector):
     """Lightning's data connector; what is attached to it is attached to ours.
@@ -56,14 +58,9 @@ class _Connector(_DataConnector):
         datamodule: LightningDataModule | None = None,
     ) -> None:
         """Say before a run what it will be about: so its length can be asked for."""
-        given = {
-            RunningStage.TRAINING: train_dataloaders,
-            RunningStage.VALIDATING: val_dataloaders,
-            RunningStage.TESTING: test_dataloaders,
-            RunningStage.PREDICTING: predict_dataloaders,
-        }
+        given = train_dataloaders, val_dataloaders, test_dataloaders, predict_dataloaders
         model.trainer = self.trainer
-        self._source.attach(model, given, datamodule)
+        self._source.attach(model, dict(zip(_STAGES, given, strict=True)), datamodule)
 
     def attach_dataloaders(self, model: LightningModule, *args: Any, **kwargs: Any) -> None:
         """The same, without a datamodule."""
@@ -104,12 +101,7 @@ class DataSource:
         self._ready.clear()
         self._outdated.clear()
         self.resumed = None
-        for stage in (
-            RunningStage.TRAINING,
-            RunningStage.VALIDATING,
-            RunningStage.TESTING,
-            RunningStage.PREDICTING,
-        ):
+        for stage in _STAGES:
             loaders = given.get(stage)
             instance = datamodule if datamodule is not None else module if loaders is None else loaders
             self._sources[stage] = _DataLoaderSource(instance, f"{stage.dataloader_prefix}_dataloader")

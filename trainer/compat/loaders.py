@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize
 from torch.utils.data import SequentialSampler
 
 from trainer.data.batches import Batch, LookAhead, as_it_is
-from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, resumable
+from trainer.data.resumable import ResumableLoader, StatefulLoader, resumable
 from trainer.state import random_states
 
 Watch = Callable[[Iterable[Any]], Iterable[Any]]
@@ -223,15 +223,11 @@ class LoaderSet:
         return reasons
 
     def _skip(self, batches: int) -> None:
-        loaders = self.loaders
-        if len(loaders) == 1 or all(
-            isinstance(loader, MapStyleLoader) and self.has_length and len(loader) >= batches for loader in loaders
-        ):
-            for loader in loaders:
-                loader.load_state_dict({"kind": "", "batches": batches})
+        if len(self.loaders) == 1:
+            self.loaders[0].load_state_dict({"kind": "", "batches": batches})
             self._resumed = {"index": batches, "drawn": batches}
             self.open(batches)
-        else:
+        else:  # a shorter one may have begun again in between
             self.open()
             self._drop(batches)
 

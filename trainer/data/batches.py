@@ -231,11 +231,11 @@ class TrainingBatches:
         return self._numbered(source, self.loaders)
 
     def _numbered(self, source: Iterable[Batch], loaders: Loaders) -> Iterator[tuple[Batch, int, bool]]:
-        last, has_length = loaders.num_batches() - 1, loaders.has_length  # not what callbacks make of `num_batches`
+        count = loaders.num_batches() if loaders.has_length else None  # not what callbacks make of `num_batches`
         for i, batch in enumerate(source, self._first):
-            self._batches = i + 1
-            self._is_over = i == last if has_length else loaders.is_exhausted
-            yield batch, i, self._is_over
+            self._batches = done = i + 1
+            self._is_over = is_last = loaders.is_exhausted if count is None else done == count
+            yield batch, i, is_last
 
 
 class LookAhead:

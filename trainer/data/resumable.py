@@ -254,7 +254,7 @@ class StatefulLoader(ReplayedLoader):
         if self._knows_workers:
             state["workers"] = _copied(self._workers)
         if self._lasting is not None:
-            state["lasting"] = self._lasting.state_dict()
+            state["lasting"] = state["state"] if self._lasting is self.loader else self._lasting.state_dict()
         return state
 
 
@@ -285,6 +285,8 @@ class MapStyleLoader(ResumableLoader):
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
         self._knows_workers = True
         self._running: weakref.ref[_WorkerIterator] | None = None
+        # of a resumed pass with in_order=False: the numbers of the batches that the sampler had given and that had not
+        # arrived, and how many it had given
         self._late: list[int] = []
         self._drawn_before = 0
 

@@ -32,8 +32,7 @@ class AccumulationWindow:
     gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1.
 
     The unit is the window's first weight. Several processes need one unit for all, or no factor would be right for
-    gradients that have been averaged over them: the mean weight of the last window; in a run's first window, that of
-    the first batch (:meth:`agree_on_unit`).
+    gradients that have been averaged over them: it is the mean weight of the last window, and 1 in a run's first one.
 
     Args:
         batches: ``accumulate_grad_batches``, the number of batches in a full window.
@@ -46,7 +45,6 @@ class AccumulationWindow:
         is_first, is_last: whether the current batch opens, and closes, the window.
         factor: what the current batch's loss was multiplied by, to be its share.
         correction: what :meth:`close` has multiplied the gradients by.
-        needs_unit: whether the processes have to agree on the unit before the next :meth:`share`.
 
     Raises:
         ConfigurationError: ``batches`` is not a whole number, or below 1.
@@ -66,7 +64,6 @@ class AccumulationWindow:
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
         self._position = -1
-        self.needs_unit = False
         self._shared_unit: Weight | None = None  # of all processes; None on one
         self._unit: Weight = 1.0  # of the current window; 1 where its batches have no weights
         self._total: Weight = 0.0  # sum of the weights
@@ -81,7 +78,7 @@ class AccumulationWindow:
     def start_run(self, *, is_shared: bool) -> None:
         """A fit begins; ``is_shared`` where several processes make up each window."""
         self.reset()
-        self._shared_unit, self.needs_unit = None, is_shared
+        self._shared_unit = 1.0 if is_shared else None
 
     def reset(self) -> None:
         """Forget the current window; the next batch opens a new one."""
@@ -132,20 +129,10 @@ class AccumulationWindow:
             if key in state:
                 value = state[key]
                 setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
-        self.needs_unit = self.needs_unit and self._shared_unit is None
 
     def next_part(self) -> None:
         """The next loss is that of another part of the current batch (``trainer.loops.splitting``): weights add up."""
         self._before = self.backwards, self._total
-
-    def agree_on_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
-        """Take the mean weight of the processes' current batches as the unit, if any of these has a loss.
-
-        All processes come here at the first batch of a run. A host-device synchronisation.
-        """
-        total, count = engine.sum((1.0 if weight is None else weight) if has_loss else 0.0, float(has_loss))
-        if float(count):
-            self._shared_unit, self.needs_unit = _positive(total / count), False
 
     def share(self, loss: Tensor, weight: Weight | None = None) -> Tensor:
         """The current batch's likely share of the window's mean loss.

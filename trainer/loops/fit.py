@@ -256,8 +256,6 @@ class FitLoop:
     def share_of(self, output: Any) -> Tensor | None:
         """What the batch adds to the window's mean loss: what to run backward on. None for nothing."""
         loss, weight = loss_in(output)
-        if self.window.needs_unit:
-            self.window.agree_on_unit(loss is not None, weight, self.engine)
         return None if loss is None else self.window.share(loss, weight)
 
     def run_backward(self, loss: Tensor) -> None:

@@ -115,8 +115,6 @@ class SplitBatches:
             loop.hooks.scope.enter(None)
             self._clear()
             loss, weight = loss_in(output)
-            if window.needs_unit:
-                window.agree_on_unit(loss is not None, weight, loop.engine)
             if loss is None:
                 return None, output
             loss = window.share(loss if weight is not None or fraction == 1.0 else loss * fraction, weight)

@@ -18,7 +18,7 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     facts = {
         "precision": str(trainer.precision),
         "devices": devices_of(trainer),
-        "gpu": _tensor_cores(device),
+        "gpu": tensor_cores_of(device),
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,
         "skipped_steps": getattr(trainer, "skipped_steps", None),  # `lightning.Trainer` does not count them
@@ -119,7 +119,7 @@ def _peak_memory(device: torch.device) -> dict[str, int]:
     return {"process": peak} if peak else {}
 
 
-def _tensor_cores(device: torch.device) -> dict[str, Any] | None:
+def tensor_cores_of(device: torch.device) -> dict[str, Any] | None:
     """Whether the GPU has Tensor Cores, and where float32 uses them; None on another device."""
     if device.type != "cuda":
         return None

@@ -11,65 +11,104 @@ import socket
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from trainer import redaction
 from trainer.record.curve import Curve, read_rows
 from trainer.record.run_file import RUN, read
 
+Value = TypeVar("Value")
+
 _ROWS = ("metrics.csv", "*/metrics.csv", "lightning_logs/*/metrics.csv")
 
 
-@dataclass(frozen=True)
+class Fact(Generic[Value]):
+    """An entry of ``run.json``; None where it has none.
+
+    Args:
+        kind: what it is made.
+        name: in the file; that of the attribute, where this is None.
+    """
+
+    def __init__(self, kind: Callable[[Any], Value], name: str | None = None) -> None:
+        self._kind = kind
+        self._name = name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = self._name or name
+
+    def __get__(self, record: RunRecord, owner: type) -> Value | None:
+        told = record.facts.get(self._name or "")
+        return None if told is None else self._kind(told)
+
+
 class RunRecord:
     """What is known of a run. None, or nothing, is what it has not said.
 
     Args:
         facts: of ``run.json``.
         folder: of the run.
-        now: the time (of `time.time`) at which it is looked at.
+        now: the time (of `time.time`) at which it is looked at; None for this moment.
+
+    Attributes:
+        command: What it does, such as "fit".
+        recipe: The recipe's name.
+        module: The class of the model.
+        precision: Such as "16-mixed"; before the Trainer is built the one that was asked for, which may be "auto".
+        devices: Such as "2 x NVIDIA A100".
+        seed: As it was set.
+        job: The number in a sweep.
+        error: Why it ended; None where it went through.
+        epochs: Completed epochs, those before a resume included.
+        steps: Optimizer steps attempted, skipped ones included.
+        skipped_steps: How many of these were skipped.
+        scale: The loss scale after the last step; None without loss scaling.
+        seconds: Wall time: of a fit that of training, validations included; of another command all that it took.
+        train_seconds: Time of training without validations.
+        samples_per_step: Training samples of an optimizer step over all processes, by an epoch's first batch.
+        samples_per_second: Training samples per second: by the callback Throughput, else the mean of the fit.
+        metrics: The last value of each metric.
+        overrides: The words of its command line that set something.
+        environment: What `trainer.record.environment` has found.
+        paths: Where it has written what.
+        gpu: ``capability`` and ``tf32`` of the GPU; empty on another device.
+        throughput: What the callback Throughput has measured; empty without it.
     """
 
-    facts: Mapping[str, Any]
-    folder: Path
-    now: float = field(default_factory=time.time)
+    command = Fact(str)
+    recipe = Fact(str)
+    module = Fact(str)
+    precision = Fact(str)
+    devices = Fact(str)
+    seed = Fact(str)
+    job = Fact(int)
+    error = Fact(str)
+    epochs = Fact(int)
+    steps = Fact(int)
+    skipped_steps = Fact(int)
+    scale = Fact(float)
+    seconds = Fact(float)
+    train_seconds = Fact(float)
+    samples_per_step = Fact(int)
+    samples_per_second = Fact(float)
 
-    # --- what it is and how it went ---------------------------------------------------------------------------
+    def __init__(self, facts: Mapping[str, Any], folder: Path, now: float | None = None) -> None:
+        self.facts = facts
+        self.folder = folder
+        self.now = time.time() if now is None else now
+        words = facts.get("overrides")
+        self.overrides = [str(word) for word in words] if isinstance(words, list) else []
+        self.environment, self.paths = self._mapping("environment"), self._mapping("paths")
+        self.gpu, self.throughput = self._mapping("gpu"), self._mapping("throughput")
 
-    @property
-    def command(self) -> str | None:
-        """What it does, such as "fit"."""
-        return self._text("command")
-
-    @property
-    def recipe(self) -> str | None:
-        """The recipe's name."""
-        return self._text("recipe")
-
-    @property
-    def precision(self) -> str | None:
-        """Such as "16-mixed"; before the Trainer is built the one that was asked for, which may be "auto"."""
-        return self._text("precision")
-
-    @property
-    def devices(self) -> str | None:
-        """Such as "2 x NVIDIA A100"."""
-        return self._text("devices")
-
-    @property
-    def overrides(self) -> list[str]:
-        """The words of its command line that set something."""
-        words = self.facts.get("overrides")
-        return [str(word) for word in words] if isinstance(words, list) else []
-
-    @property
-    def job(self) -> int | None:
-        """Its number in a sweep."""
-        return self._integer("job")
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """See the class."""
+        told = self._mapping("metrics").items()
+        return {str(name): float(value) for name, value in told if isinstance(value, int | float)}
 
     @cached_property
     def status(self) -> str:
@@ -90,59 +129,9 @@ class RunRecord:
         return self.status == "completed"
 
     @property
-    def error(self) -> str:
-        """Why it ended; empty where it went through."""
-        return str(self.facts.get("error") or "")
-
-    # --- counters ---------------------------------------------------------------------------------------------
-
-    @property
-    def epochs(self) -> int | None:
-        """Completed epochs, those before a resume included."""
-        return self._integer("epochs")
-
-    @property
-    def steps(self) -> int | None:
-        """Optimizer steps attempted, skipped ones included."""
-        return self._integer("steps")
-
-    @property
-    def skipped_steps(self) -> int | None:
-        """How many of these were skipped."""
-        return self._integer("skipped_steps")
-
-    @property
-    def scale(self) -> float | None:
-        """The loss scale after the last step; None without loss scaling."""
-        return self._number("scale")
-
-    # --- time and memory --------------------------------------------------------------------------------------
-
-    @property
-    def seconds(self) -> float | None:
-        """Wall time: of a fit that of training, validations included; of another command all that it took."""
-        return self._number("seconds")
-
-    @property
-    def train_seconds(self) -> float | None:
-        """Time of training without validations."""
-        return self._number("train_seconds")
-
-    @property
-    def samples_per_step(self) -> int | None:
-        """Training samples of an optimizer step over all processes, by an epoch's first batch."""
-        return self._integer("samples_per_step")
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """Training samples per second: by the callback Throughput, else the mean of the fit."""
-        return self._number("samples_per_second")
-
-    @property
     def peak_memory(self) -> int | None:
         """Bytes: on a GPU the most that tensors occupied, else the largest size of the process."""
-        sizes = self._mapping("peak_memory").values()
-        return next((int(size) for size in sizes), None)
+        return next((int(size) for size in self._mapping("peak_memory").values()), None)
 
     @property
     def memory_is_the_gpus(self) -> bool:
@@ -150,35 +139,14 @@ class RunRecord:
         return "gpu" in self._mapping("peak_memory")
 
     @property
-    def throughput(self) -> Mapping[str, Any]:
-        """What the callback Throughput has measured; empty without it."""
-        return self._mapping("throughput")
-
-    @property
-    def gpu(self) -> Mapping[str, Any]:
-        """``capability`` and ``tf32`` of the GPU; empty on another device."""
-        return self._mapping("gpu")
-
-    # --- metrics ----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def metrics(self) -> dict[str, float]:
-        """The last value of each metric."""
-        return {
-            str(name): float(value)
-            for name, value in self._mapping("metrics").items()
-            if isinstance(value, int | float)
-        }
+    def objective(self) -> tuple[str, str] | None:
+        """The metric that the run is judged by, and which way it is better, "min" or "max"; None without one."""
+        return self._goal("objective") or self.monitor
 
     @property
     def monitor(self) -> tuple[str, str] | None:
-        """The metric that checkpoints or early stopping go by, and which way it is better, "min" or "max"."""
+        """The metric that checkpoints or early stopping go by, likewise."""
         return self._goal("monitor")
-
-    @property
-    def objective(self) -> tuple[str, str] | None:
-        """The metric that the run is judged by, and which way it is better; None where nothing says so."""
-        return self._goal("objective") or self.monitor
 
     @property
     def objective_value(self) -> float | None:
@@ -186,7 +154,17 @@ class RunRecord:
         value = self.metrics.get(self.objective[0]) if self.objective else None
         return value if value is not None and math.isfinite(value) else None
 
-    # --- curves -----------------------------------------------------------------------------------------------
+    @property
+    def started(self) -> float | None:
+        """A time (of `time.time`)."""
+        told = self.environment.get("started")
+        return float(told) if isinstance(told, int | float) else None
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """The name of the file: its folder may have been moved."""
+        path = self.paths.get("best_checkpoint")
+        return Path(str(path).replace("\\", "/")).name if path else None
 
     @cached_property
     def losses(self) -> Curve:
@@ -254,43 +232,10 @@ class RunRecord:
         files = [file for pattern in _ROWS for file in self.folder.glob(pattern)]
         return read_rows(self.inside(max(files, key=changed))) if files else {}
 
-    # --- where it was run ---------------------------------------------------------------------------------------
-
-    @property
-    def environment(self) -> Mapping[str, Any]:
-        """What `trainer.record.environment` has found."""
-        return self._mapping("environment")
-
-    @property
-    def started(self) -> float | None:
-        """A time (of `time.time`)."""
-        told = self.environment.get("started")
-        return float(told) if isinstance(told, int | float) else None
-
-    @property
-    def best_checkpoint(self) -> str | None:
-        """The name of the file: its folder may have been moved."""
-        path = self._mapping("paths").get("best_checkpoint")
-        return Path(str(path).replace("\\", "/")).name if path else None
-
     def inside(self, file: Path) -> Path:
         """``file``; a link that leads out of the folder, perhaps to a secret, counts as missing, as does a pipe."""
         is_here = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(self.folder))
         return file if is_here and file.is_file() else Path(os.devnull, file.name)
-
-    # --- how ----------------------------------------------------------------------------------------------------
-
-    def _text(self, name: str) -> str | None:
-        value = self.facts.get(name)
-        return None if value is None else str(value)
-
-    def _integer(self, name: str) -> int | None:
-        value = self.facts.get(name)
-        return None if value is None else int(value)
-
-    def _number(self, name: str) -> float | None:
-        value = self.facts.get(name)
-        return None if value is None else float(value)
 
     def _mapping(self, name: str) -> Mapping[str, Any]:
         value = self.facts.get(name)
@@ -328,6 +273,13 @@ def jobs_of(sweep: Path, since: float = 0.0) -> list[RunRecord]:
     folders = [file.parent for file in sweep.rglob(RUN) if changed(file) >= since]
     jobs = [run for run in map(read_run, folders) if run.job is not None]
     return sorted(jobs, key=lambda run: run.job or 0)
+
+
+def without_twins(names: Iterable[str]) -> list[str]:
+    """The names of metrics; of one that was logged per step and per epoch there are three, and one says it all."""
+    listed = list(names)
+    plain = {name: name.removesuffix("_step").removesuffix("_epoch") for name in listed}
+    return [name for name in listed if plain[name] == name or plain[name] not in plain]
 
 
 def changed(file: Path) -> float:

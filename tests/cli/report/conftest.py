@@ -112,14 +112,10 @@ ENVIRONMENT = {
 CURVES = {
     "losses": series([4.0, 3.0, 2.0, 1.0]),
     "scales": series([65536.0, 32768.0], [1, 3]),
-    "skipped": series([65536.0], [2]),
+    "skipped": series([1], [2]),
     "metrics": {"val": {"val_loss": series([2.5, 1.5], [2, 4])}, "train": {}},
-    "pace": {
-        "seconds": series([1.0, 2.0, 3.0, 5.0]),
-        "memory": series([2**20, 2**21], [1, 4]),
-        "on_gpu": False,
-        "samples_per_step": 8,
-    },
+    "seconds": series([1.0, 2.0, 3.0, 5.0]),
+    "memory": series([2**20, 2**21], [1, 4]),
 }
 
 ROWS = """\
@@ -165,12 +161,15 @@ The backward overflows in 'net.fc' (Linear). A loss scale of 131072 fits: the sc
 """
 
 
-def result(**more: Any) -> dict[str, Any]:
+def facts(**more: Any) -> dict[str, Any]:
+    """What ``run.json`` says."""
     usual = {
+        "environment": ENVIRONMENT,
+        "curves": CURVES,
+        "samples_per_step": 8,
         "command": "fit",
         "recipe": "digits",
         "precision": "16-mixed",
-        "trained_in": "16-mixed",
         "seed": 42,
         "devices": "1 x CPU",
         "overrides": ["+recipe=digits", "precision=16-mixed", "command=fit"],
@@ -184,6 +183,7 @@ def result(**more: Any) -> dict[str, Any]:
         "peak_memory": {"process": 3 * 2**30},
         "monitor": {"metric": "val_acc", "mode": "max"},
         "throughput": {"samples_per_second": 123.4, "measured_batches": 20},
+        "samples_per_second": 123.4,
     }
     return usual | more
 
@@ -195,9 +195,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
 
     def make(name: str = "outputs/digits/one", told: dict[str, Any] | None = None, **files: Any) -> Path:
         usual: dict[str, Any] = {
-            "result.json": told if told is not None else result(),
-            "environment.json": ENVIRONMENT,
-            "curves.json": CURVES,
+            "run.json": told if told is not None else facts(),
             "csv/metrics.csv": ROWS,
             ".hydra/config.yaml": CONFIG,
             ".hydra/overrides.yaml": "- +recipe=digits\n- precision=16-mixed\n- command=fit\n",

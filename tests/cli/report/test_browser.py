@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests.cli.report.browser import IS_THERE, browser
-from tests.cli.report.conftest import CURVES, report, result, series
+from tests.cli.report.conftest import CURVES, facts, report, series
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,11 +19,13 @@ LONG = "a_name_without_any_place_to_break_it_" * 6
 
 def test_it_fits_and_asks_nobody_for_anything(make_run, tmp_path):
     wide = {"losses": series([1.0 + math.cos(step / 9) for step in range(300)])}
-    told = result(status="failed", error=LONG, overrides=[f"+a.{LONG}={LONG}"], metrics={f"val_{LONG}": 1.0})
-    folder = make_run(told=told, files={"curves.json": CURVES | wide, "fit.log": f"[x][WARNING] - {LONG}\n"})
+    told = facts(
+        curves=CURVES | wide, status="failed", error=LONG, overrides=[f"+a.{LONG}={LONG}"], metrics={f"val_{LONG}": 1.0}
+    )
+    folder = make_run(told=told, files={"fit.log": f"[x][WARNING] - {LONG}\n"})
     report(folder)
     for number in range(3):
-        make_run(f"multirun/a/1/{number}", told=result(job=number, overrides=[f"x.{LONG}={number}"]))
+        make_run(f"multirun/a/1/{number}", told=facts(job=number, overrides=[f"x.{LONG}={number}"]))
     report("multirun/a/1")
     with browser(tmp_path / "profile") as tab:
         for page in (folder / "report.html", tmp_path / "multirun/a/1/report.html"):

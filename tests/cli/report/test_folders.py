@@ -45,13 +45,13 @@ def test_a_folder_that_is_no_run(make_run, capsys, tmp_path):
     make_run("outputs/a/1")
     (tmp_path / "empty").mkdir()
     error = told(capsys, "empty")
-    assert "empty is not the folder of a run or a sweep. A run's folder has a result.json" in error
+    assert "empty is not the folder of a run or a sweep. A run's folder has a run.json" in error
     assert os.path.join("outputs", "a", "1") in error
 
 
 def test_a_file(make_run, capsys):
     folder = make_run()
-    error = told(capsys, str(folder / "result.json"))
+    error = told(capsys, str(folder / "run.json"))
     assert f"is a file, expected the folder of a run. There are:\n  python -m trainer report {folder}\n" in error
 
 
@@ -88,8 +88,24 @@ def test_a_folder_that_cannot_be_written(make_run, capsys):
     folder = make_run()
     (folder / "report.html").mkdir()
     assert "expected the name of an .html file" in told(capsys, str(folder))
-    assert "Cannot write" in told(capsys, str(folder), str(folder / "result.json" / "page.html"))
+    assert "Cannot write" in told(capsys, str(folder), str(folder / "run.json" / "page.html"))
 
 
 def test_too_many_words(make_run, capsys):
     assert "'three'" in told(capsys, "one", "two.html", "three")
+
+
+@pytest.mark.parametrize("name", ["result.json", "curves.json", "environment.json"])
+def test_a_folder_of_an_older_version(make_run, capsys, name):
+    folder = make_run(files={"run.json": None, name: "{}"})
+    for words in ([], [str(folder)], ["outputs"]):
+        error = told(capsys, *words)
+        assert f"was written by an older version (it has {name}, expected run.json)" in error
+        assert "Make the run again" in error
+        assert error.count("\n") == 1
+
+
+def test_a_sweep_of_an_older_version(make_run, capsys):
+    job = make_run("multirun/a/1/0", files={"run.json": None, "result.json": "{}"})
+    (job.parent / "multirun.yaml").touch()
+    assert "was written by an older version" in told(capsys, str(job.parent))

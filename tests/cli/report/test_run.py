@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.report.conftest import CURVES, ENVIRONMENT, ROWS, Page, report, result
+from tests.cli.report.conftest import CURVES, ENVIRONMENT, ROWS, Page, facts, report
 from trainer import redaction
 from trainer.cli import main
 
@@ -67,32 +67,31 @@ def test_half_of_an_overflow_report(make_run):
 
 
 def test_a_run_that_failed(make_run):
-    told = result(status="failed", error="NonFiniteError: loss nan.\nTry: another way.")
+    told = facts(status="failed", error="NonFiniteError: loss nan.\nTry: another way.")
     page = report(make_run(told=told))
     assert "digits Failed" in page.text
     assert "Why it failed NonFiniteError: loss nan. Try: another way." in page.text
 
 
 def test_an_interrupted_run(make_run):
-    assert "digits Interrupted" in report(make_run(told=result(status="interrupted"))).text
+    assert "digits Interrupted" in report(make_run(told=facts(status="interrupted"))).text
 
 
-def running(pid: int) -> dict:
-    return {"result.json": None, "environment.json": ENVIRONMENT | {"pid": pid}}
+def running(pid: int, **more: object) -> dict:
+    return facts(status="running", steps=None, environment=ENVIRONMENT | {"pid": pid}, **more)
 
 
 def test_a_run_that_goes_on(make_run):
-    page = report(make_run(files=running(os.getpid())))
+    page = report(make_run(told=running(os.getpid(), epochs=1)))
     assert "digits Running" in page.text
     assert "The run goes on: step 4, written" in page.text
-    assert "Optimizer steps 4 of 2 epochs in all" in page.text
-    assert "Throughput 6 samples per second" in page.text  # 8 samples a step, 3 steps in 4 seconds
+    assert "Optimizer steps 4 1 of 2 epochs" in page.text
     assert page.titles[:3] == ["Loss", "val_acc", "Learning rate"]
 
 
 def test_rows_that_are_newer_than_the_points(make_run):
     rows = ROWS + "16384.0,0.25,2.0,2,2.5,,5,0.75,,\n8192.0,0.25,3.0,2,2.5,,7,0.5,,\n"
-    page = report(make_run(files=running(os.getpid()) | {"csv/metrics.csv": rows}))
+    page = report(make_run(told=running(os.getpid()), files={"csv/metrics.csv": rows}))
     scale, loss = page.lines("Loss scale")["scale"], page.lines("Loss")["train"]
     assert (scale["x"], scale["y"]) == ([1, 3, 4, 5, 7], [65536.0, 32768.0, 32768.0, 16384.0, 8192.0])
     assert (loss["x"], loss["y"]) == ([1, 2, 3, 4, 5, 7], [4.0, 3.0, 2.0, 1.0, 0.75, 0.5])
@@ -102,27 +101,18 @@ def test_rows_that_are_newer_than_the_points(make_run):
 def test_a_run_whose_process_is_gone(make_run):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait(60)
-    page = report(make_run(files=running(process.pid)))
+    page = report(make_run(told=running(process.pid)))
     assert "digits Killed" in page.text
     assert "Last seen: step 4" in page.text
 
 
 def test_a_run_on_another_machine(make_run):
-    elsewhere = {"result.json": None, "environment.json": ENVIRONMENT | {"host": "elsewhere"}}
-    assert "digits Not finished" in report(make_run(files=elsewhere)).text
-
-
-def test_a_run_that_goes_on_in_the_folder_of_an_earlier_one(make_run):
-    folder = make_run(told=result(status="interrupted"))
-    now = (folder / "result.json").stat().st_mtime + 60
-    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT | {"started": now}))
-    assert "digits Running" in report(folder).text
+    elsewhere = facts(status="running", environment=ENVIRONMENT | {"host": "elsewhere"})
+    assert "digits Not finished" in report(make_run(told=elsewhere)).text
 
 
 HALVES = {
-    "result.json": '{"status": "comp',
-    "environment.json": '{"started": 1.0, "ho',
-    "curves.json": '{"losses": {"steps": [1, 2], "val',
+    "run.json": '{"status": "comp',
     "csv/metrics.csv": ROWS[:-2],
     ".hydra/config.yaml": "seed: 42\ntrainer: {max_ep",
     ".hydra/overrides.yaml": "- +recipe=digits\n- [",
@@ -144,10 +134,11 @@ def test_a_row_that_was_not_written_to_its_end_is_left_out(make_run):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("result.json", "[]"),
-        ("result.json", {"status": 3, "metrics": [], "seconds": None, "peak_memory": None, "objective": 7}),
-        ("environment.json", {"started": "now", "git": None, "pid": "x"}),
-        ("curves.json", {"losses": 3, "metrics": [], "pace": {"seconds": {"steps": None}}, "scales": None}),
+        ("run.json", "[]"),
+        ("run.json", {"status": 3, "metrics": [], "seconds": None, "peak_memory": None, "objective": 7}),
+        ("run.json", {"environment": {"started": "now", "git": None, "pid": "x"}, "overrides": {}, "paths": 1}),
+        ("run.json", {"curves": {"losses": 3, "metrics": [], "seconds": {"steps": None}, "scales": None}}),
+        ("run.json", {"curves": [], "environment": "x", "throughput": 3, "gpu": []}),
         ("csv/metrics.csv", "a,b\n1,2\n"),
         ("csv/metrics.csv", "step,x\nnone,1\n1,many\n2,\n"),
         ("csv/metrics.csv", ""),
@@ -159,27 +150,28 @@ def test_files_of_another_form_are_no_error(make_run, name, content):
     assert report(make_run(files={name: content})).sections["environment"]
 
 
-def test_nothing_but_a_result(make_run):
-    others = ("environment.json", "curves.json", "csv/metrics.csv", ".hydra/config.yaml", ".hydra/overrides.yaml")
-    page = report(make_run(files=dict.fromkeys([*others, "fit.log", "csv/overflow_report_step_2.md"])))
+def test_nothing_but_a_record(make_run):
+    others = ("csv/metrics.csv", ".hydra/config.yaml", ".hydra/overrides.yaml", "fit.log")
+    told = facts(environment={}, curves={})
+    page = report(make_run(told=told, files=dict.fromkeys([*others, "csv/overflow_report_step_2.md"])))
     assert page.titles == []
     assert "There is no metrics.csv" in page.sections["curves"]
-    assert "There is no environment.json" in page.sections["environment"]
+    assert "There is no run.json" in page.sections["environment"]
     assert "There is no .hydra/config.yaml" in page.sections["settings"]
 
 
 @pytest.mark.parametrize(
     ("logger", "told"),
     [
-        ("{}", "This run logged nothing (logger=none): there are no curves."),
+        ("{}", "This run logged nothing (logger=none)."),
         ("{tensorboard: {_target_: a}}", "the run was logged by tensorboard alone. With logger=csv"),
         ("{csv: {_target_: a}}", "the run ended before its first rows were written"),
     ],
 )
 def test_without_rows_it_says_what_is_missing(make_run, logger, told):
     config = f"trainer: {{max_epochs: 1}}\nlogger: {logger}\n"
-    files = {"csv/metrics.csv": None, "curves.json": None, ".hydra/config.yaml": config}
-    page = report(make_run(files=files))
+    files = {"csv/metrics.csv": None, ".hydra/config.yaml": config}
+    page = report(make_run(told=facts(curves={}), files=files))
     assert page.titles == []
     assert told in page.sections["curves"]
 
@@ -191,14 +183,13 @@ def test_a_run_shorter_than_what_is_logged(make_run):
 
 
 def test_speed_of_a_moment_is_chance(make_run):
-    pace = CURVES["pace"] | {"seconds": {"steps": [1, 2, 3, 4], "values": [1.0, 1.01, 1.02, 1.05]}}
-    page = report(make_run(files={"curves.json": CURVES | {"pace": pace}}))
+    quick = CURVES | {"seconds": {"steps": [1, 2, 3, 4], "values": [1.0, 1.01, 1.02, 1.05]}}
+    page = report(make_run(told=facts(curves=quick)))
     assert "Memory" in page.titles
     assert "Throughput" not in page.titles
-    once = {"seconds": pace["seconds"], "memory": {"steps": [1], "values": [2**20]}}
-    page = report(make_run("outputs/b/1", files={"curves.json": CURVES | {"pace": once}}))
+    once = quick | {"memory": {"steps": [1], "values": [2**20]}}
+    page = report(make_run("outputs/b/1", told=facts(curves=once)))
     assert "Memory" not in page.titles
-    assert "an older version" not in page.text
 
 
 @pytest.mark.parametrize(
@@ -210,20 +201,19 @@ def test_speed_of_a_moment_is_chance(make_run):
     ],
 )
 def test_without_values_of_the_scale_it_says_why(make_run, callbacks, told):
-    files = {"csv/metrics.csv": "step,val_acc\n1,0.5\n", "curves.json": None}
-    page = report(make_run(files=files | {".hydra/config.yaml": f"callbacks: {callbacks}\n"}))
+    files = {"csv/metrics.csv": "step,val_acc\n1,0.5\n"}
+    page = report(
+        make_run(
+            told=facts(curves={}, skipped_steps=0, scale=None),
+            files=files | {".hydra/config.yaml": f"callbacks: {callbacks}\n"},
+        )
+    )
     assert f"Nothing was logged of scale and gradients: {told}" in page.sections["curves"]
-
-
-def test_the_precision_of_a_run_that_has_not_said_it(make_run):
-    chosen = "hydra:\n  runtime:\n    choices: {precision: bf16-mixed}\n"
-    files = running(os.getpid()) | {".hydra/overrides.yaml": "[]", ".hydra/hydra.yaml": chosen}
-    assert "Precision bf16-mixed" in report(make_run(files=files)).text
 
 
 def test_large_scales_and_small_losses_have_powers_at_their_axes(make_run):
     curves = CURVES | {"losses": {"steps": [1, 2, 3, 4], "values": [1.0, 1e-3, 1e-5, 1e-7]}}
-    html = report(make_run(files={"curves.json": json.dumps(curves)})).html
+    html = report(make_run(told=facts(curves=curves))).html
     assert ">10\u207b\u2076<" in html
     assert ">2\u00b9\u2076<" in html
     assert "2^16" not in html
@@ -231,7 +221,7 @@ def test_large_scales_and_small_losses_have_powers_at_their_axes(make_run):
 
 def test_an_axis_without_values_has_no_ticks(make_run):
     rows = "step,val_acc\n1,nan\n3,inf\n"
-    html = report(make_run(files={"csv/metrics.csv": rows, "curves.json": None})).html
+    html = report(make_run(told=facts(curves={}, skipped_steps=0, scale=None), files={"csv/metrics.csv": rows})).html
     chart = html[html.index("<h4>val_acc") :]
     assert "not finite, the first at step 1" in chart
     assert 'id="ytick' not in chart
@@ -240,13 +230,13 @@ def test_an_axis_without_values_has_no_ticks(make_run):
 
 def test_curves_without_rows(make_run):
     page = report(make_run(files={"csv/metrics.csv": None}))
-    assert page.titles == ["Loss", "Loss scale", "Throughput", "Memory"]
+    assert page.titles == ["Loss", "Loss scale", "Skipped steps", "Throughput", "Memory"]
     assert "There is no metrics.csv" in page.sections["curves"]
 
 
 def test_values_that_are_not_finite(make_run):
     curves = CURVES | {"losses": {"steps": [1, 2, 3, 4], "values": [1.0, float("nan"), float("inf"), 2.0]}}
-    page = report(make_run(files={"curves.json": json.dumps(curves)}))
+    page = report(make_run(told=facts(curves=curves)))
     assert "of the values" not in page.text
     assert "not finite, the first at step 2" in page.sections["curves"]
     assert "NaN" not in json.dumps(page.data)
@@ -254,14 +244,14 @@ def test_values_that_are_not_finite(make_run):
 
 def test_other_values_that_were_logged(make_run):
     rows = "epoch,reward,step,train_f1_epoch,train_f1_step,val_f1\n0,5.0,1,,0.1,\n0,,1,0.2,,0.3\n0,6.0,2,,0.4,\n"
-    page = report(make_run(files={"csv/metrics.csv": rows, "curves.json": None}))
+    page = report(make_run(told=facts(curves={}, skipped_steps=0, scale=None), files={"csv/metrics.csv": rows}))
     assert page.titles == ["f1", "reward"]
     assert set(page.lines("f1")) == {"train_f1_epoch", "val_f1"}  # that of the step is drawn below, without a name
 
 
 def test_a_run_of_another_command(make_run):
-    told = result(command="test", metrics={"test_acc": 0.5})
-    page = report(make_run(told=told, files={"csv/metrics.csv": None, "curves.json": None}))
+    told = facts(command="test", metrics={"test_acc": 0.5}, curves={}, skipped_steps=0)
+    page = report(make_run(told=told, files={"csv/metrics.csv": None}))
     assert "This was a test, which draws no curves." in page.sections["curves"]
     assert "test_acc 0.5" in page.text
 
@@ -287,16 +277,17 @@ BAD = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&</style>"
 
 def test_what_a_run_says_is_text_and_nothing_else(make_run):
     rows = f'epoch,step,"val_{BAD.replace(chr(34), chr(34) * 2)}"\n0,1,0.5\n0,2,0.75\n'
-    told = result(
-        recipe=BAD, status=BAD, error=BAD, devices=BAD, metrics={f"val_{BAD}": 1.0}, overrides=[f"+recipe={BAD}", BAD]
-    )
+    where = ENVIRONMENT | {"host": BAD, "cpu": BAD, "versions": {BAD: BAD}, "command": [BAD]}
+    told = facts(
+        recipe=BAD, status=BAD, error=BAD, devices=BAD, metrics={f"val_{BAD}": 1.0}, overrides=[f"+recipe={BAD}", BAD],
+        environment=where,
+    )  # fmt: skip
     overflow = f"# {BAD}\n\n{BAD}\n\n- {BAD}\n\n| {BAD} | {BAD} |\n"
     page = report(
         make_run(
             told=told,
             files={
                 "csv/metrics.csv": rows,
-                "environment.json": ENVIRONMENT | {"host": BAD, "cpu": BAD, "versions": {BAD: BAD}, "command": [BAD]},
                 ".hydra/config.yaml": json.dumps({BAD: {BAD: BAD}, "logger": {BAD: {}}}),
                 "fit.log": f"[now][a][WARNING] - {BAD}\n",
                 "csv/overflow_report_step_2.md": overflow,
@@ -326,10 +317,12 @@ def test_secrets_stay_out(make_run):
     try:
         page = report(
             make_run(
-                told=result(overrides=["+logger.wandb.api_key=0123abcd", "a=hunter2hunter2"]),
+                told=facts(
+                    overrides=["+logger.wandb.api_key=0123abcd", "a=hunter2hunter2"],
+                    environment=ENVIRONMENT | {"command": ["x", "logger.wandb.api_key=0123abcd"]},
+                ),
                 files={
                     ".hydra/config.yaml": config,
-                    "environment.json": ENVIRONMENT | {"command": ["x", "logger.wandb.api_key=0123abcd"]},
                     "fit.log": "[now][a][WARNING] - got hunter2hunter2 from https://me:pw9@host/x\n",
                 },
             )
@@ -358,17 +351,17 @@ def test_a_long_run_makes_a_page_of_moderate_size(make_run):
 
 
 def test_a_fit_in_a_script(make_run):
-    """Of a Trainer without the command line: no result.json, no configs, everything in the logger's folder."""
-    summary = {
-        "status": "finished",
+    """Of a Trainer without the command line: no configs, everything in the logger's folder."""
+    told = {
+        "status": "completed",
         "steps": 4,
         "epochs": 2,
         "seconds": 3.5,
         "precision": "16-mixed",
         "metrics": {"a": 1},
     }
-    others = dict.fromkeys(["result.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "csv/metrics.csv", "fit.log"])
-    folder = make_run("lightning_logs/version_0", files=others | {"summary.json": summary, "metrics.csv": ROWS})
+    others = dict.fromkeys([".hydra/config.yaml", ".hydra/overrides.yaml", "csv/metrics.csv", "fit.log"])
+    folder = make_run("lightning_logs/version_0", told=told, files=others | {"metrics.csv": ROWS})
     page = report(folder)
     assert "version_0 Completed" in page.text
     assert "val_acc" in page.titles

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.report.conftest import ROWS, report, result
+from tests.cli.report.conftest import ROWS, facts, report
 
 FOLDER = Path("multirun/digits/one")
 
@@ -16,7 +16,7 @@ def job(number: int, accuracy: float, **more):
     overrides = ["+recipe=digits", f"optimizer.lr={number / 10}", "precision=16-mixed", "command=fit"]
     metrics = {"val_acc": accuracy, "val_loss": 1.5}
     objective = {"metric": "val_acc", "mode": "max", "value": accuracy}
-    return result(job=number, overrides=overrides, metrics=metrics, objective=objective) | more
+    return facts(job=number, overrides=overrides, metrics=metrics, objective=objective) | more
 
 
 @pytest.fixture
@@ -77,16 +77,15 @@ def test_pruned_jobs(sweep):
 
 def test_a_job_that_has_not_ended(sweep, make_run):
     folder = sweep(job(0, 0.5))
-    make_run(str(folder / "1"), files={"result.json": None})
+    make_run(str(folder / "1"), told=facts(status="running"))
     page = report(folder)
     assert "Running 1" in page.text
     assert list(page.lines("val_acc")) == ["optimizer.lr=0.0", "16-mixed"] or len(page.lines("val_acc")) == 2
 
 
 def test_lower_is_better(sweep):
-    jobs = [
-        job(n, 0.5, objective={"metric": "val_loss", "mode": "min", "value": v}) for n, v in enumerate((3.0, 1.0, 2.0))
-    ]
+    goal = {"metric": "val_loss", "mode": "min"}
+    jobs = [job(n, 0.5, objective=goal, metrics={"val_loss": v}) for n, v in enumerate((3.0, 1.0, 2.0))]
     assert "Lowest val_loss at the end 1 optimizer.lr=0.1" in report(sweep(*jobs)).text
 
 
@@ -127,7 +126,9 @@ def test_a_comparison(sweep):
 
 
 def test_a_sweep_without_curves(make_run):
-    folder = make_run(str(FOLDER / "0"), told=job(0, 0.5), files={"csv/metrics.csv": None, "curves.json": None}).parent
+    folder = make_run(
+        str(FOLDER / "0"), told=job(0, 0.5, curves={}, skipped_steps=0), files={"csv/metrics.csv": None}
+    ).parent
     assert "No job has left curves" in report(folder).sections["curves"]
 
 

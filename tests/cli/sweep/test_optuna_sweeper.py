@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from trainer.cli.results import read_result
 
 from tests.cli.conftest import write
 from trainer.cli import main
+from trainer.record.run_file import read
 
 optuna = pytest.importorskip("optuna")
 
@@ -51,9 +51,10 @@ class Trial:
             return 1
         loss = abs(math.log10(float(self.value("optimizer.lr"))) + 2)
         status = "pruned" if number in self.pruned_at else "completed"
-        objective = {"metric": "val_loss", "mode": "min", "value": None if number == 7 else loss}
+        loss = math.nan if number == 7 else loss
+        objective = {"metric": "val_loss", "mode": "min"}
         result = {"status": status, "metrics": {"val_loss": loss}, "run_dir": str(self.folder), "objective": objective}
-        write(self.folder, {"result.json": json.dumps(result)})
+        write(self.folder, {"run.json": json.dumps(result)})
         return 0
 
 
@@ -139,7 +140,7 @@ def test_another_sweep_may_share_the_study(trials, capsys):
     told = study("sqlite:///shared.db", "both").get_trials()
     assert [trial.state.name for trial in told] == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE", "COMPLETE"]
     assert theirs.number == 2
-    assert [Path(read_result(Path("other", str(job)))["run_dir"]).name for job in (0, 1)] == ["0", "1"]
+    assert [Path(read(Path("other", str(job)))["run_dir"]).name for job in (0, 1)] == ["0", "1"]
 
 
 def test_every_kind_of_value(trials, capsys):

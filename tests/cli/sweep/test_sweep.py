@@ -14,6 +14,7 @@ from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.objective import best
 from trainer.cli.sweep import report
+from trainer.record.reader import RunRecord
 
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
@@ -62,8 +63,8 @@ def result(job: int, **more) -> dict:
 def test_the_table_shows_what_differs_and_what_came_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     jobs = [result(0), result(10, scale=None, status="failed", error="Oops: no", metrics={}), result(2)]
-    write(tmp_path, {f"jobs/{job['job']}/result.json": json.dumps(job) for job in jobs})
-    write(tmp_path, {"jobs/left_over/result.json": json.dumps({"status": "completed"})})
+    write(tmp_path, {f"jobs/{job['job']}/run.json": json.dumps(job) for job in jobs})
+    write(tmp_path, {"jobs/left_over/run.json": json.dumps({"status": "completed"})})
     assert report(Path("jobs")) == 1
     lines = Path("jobs/summary.md").read_text().splitlines()
     assert lines[0] == (
@@ -80,20 +81,22 @@ def test_the_table_shows_what_differs_and_what_came_out(tmp_path, monkeypatch, c
     assert "Job 10 failed: Oops: no" in out
 
 
-def goal(value: float | None, mode: str = "min", metric: str = "loss") -> dict:
-    return {"metric": metric, "mode": mode, "value": value}
+def reached(job: int, value: float | None, mode: str = "min", metric: str = "loss", **more) -> dict:
+    """A job, and what it has reached."""
+    metrics = more.pop("metrics", {}) | ({} if value is None else {metric: value})
+    return result(job, objective={"metric": metric, "mode": mode}, metrics=metrics, **more)
 
 
 def test_the_best_job_is_told_and_those_without_a_value_do_not_win(tmp_path, capsys):
     jobs = [
-        result(0, objective=goal(0.4), metrics={"loss": 0.4, "val_acc": 1.0}),
-        result(1, objective=goal(0.2)),
-        result(2, objective=goal(None), metrics={"loss": float("nan")}),
-        result(3, objective=goal(0.1), status="failed", error="Oops"),
-        result(4, objective=goal(0.15), status="pruned"),
-        result(5, objective=goal(0.2)),
+        reached(0, 0.4, metrics={"val_acc": 1.0, "test_acc": 1.0}),
+        reached(1, 0.2),
+        reached(2, float("nan")),
+        reached(3, 0.1, status="failed", error="Oops"),
+        reached(4, 0.15, status="pruned"),
+        reached(5, 0.2),
     ]
-    write(tmp_path, {f"{job['job']}/result.json": json.dumps(job) for job in jobs})
+    write(tmp_path, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
     assert report(tmp_path) == 1  # a job that was pruned has not failed
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert [job["job"] for job in numbers if job["best"]] == [1]
@@ -107,22 +110,25 @@ def test_the_best_job_is_told_and_those_without_a_value_do_not_win(tmp_path, cap
 
 
 def test_what_cannot_be_compared_has_no_best():
-    assert best([result(0), result(1)]) is None
-    assert best([result(0, objective=goal(1.0)), result(1, objective=goal(1.0, "max"))]) is None
-    assert best([result(0, objective=goal(1.0, "max")), result(1, objective=goal(2.0, "max")), result(2)])["job"] == 1
+    def best_of(*jobs):
+        return best([RunRecord(job, Path()) for job in jobs])
+
+    assert best_of(result(0), result(1)) is None
+    assert best_of(reached(0, 1.0), reached(1, 1.0, "max")) is None
+    assert best_of(reached(0, 1.0, "max"), reached(1, 2.0, "max"), result(2)).job == 1
 
 
 @pytest.mark.parametrize(
     ("jobs", "said"),
     [
-        ([result(0, objective=goal(None)), result(1, objective=goal(0.1), status="failed")], True),
-        ([result(0, objective=goal(None), status="failed")], False),
+        ([reached(0, None), reached(1, 0.1, status="failed")], True),
+        ([reached(0, None, status="failed")], False),
         ([result(0), result(1)], False),
-        ([result(0, objective=goal(None)), result(1, objective=goal(None, metric="acc"))], False),
+        ([reached(0, None), reached(1, None, metric="acc")], False),
     ],
 )
 def test_a_sweep_without_a_best_job_says_why(tmp_path, capsys, jobs, said):
-    write(tmp_path, {f"{job['job']}/result.json": json.dumps(job) for job in jobs})
+    write(tmp_path, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
     report(tmp_path)
     sentence = "No job is the best: none has ended with a finite value of loss."
     assert (sentence in capsys.readouterr().out) is said
@@ -139,7 +145,7 @@ def test_a_sweep_without_a_best_job_says_why(tmp_path, capsys, jobs, said):
 )
 def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_words(tmp_path, monkeypatch, capsys, columns, shown):
     monkeypatch.setattr("trainer.cli.tables.console", lambda: Console(width=columns))
-    write(tmp_path, {f"{job}/result.json": json.dumps(result(job)) for job in (0, 1)})
+    write(tmp_path, {f"{job}/run.json": json.dumps(result(job)) for job in (0, 1)})
     report(tmp_path)
     _, _, header, _, first, second, *_ = capsys.readouterr().out.splitlines()
     assert header.split() == shown.split()
@@ -148,8 +154,8 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_words(tmp_path, monk
 
 
 def test_an_earlier_sweep_in_the_same_folder_is_left_out(tmp_path, capsys):
-    write(tmp_path, {f"{job}/result.json": json.dumps(result(job)) for job in (0, 1)})
-    os.utime(tmp_path / "1" / "result.json", (1000.0, 1000.0))
+    write(tmp_path, {f"{job}/run.json": json.dumps(result(job)) for job in (0, 1)})
+    os.utime(tmp_path / "1" / "run.json", (1000.0, 1000.0))
     assert report(tmp_path, since=2000.0) == 0
     assert [job["job"] for job in json.loads((tmp_path / "summary.json").read_text())] == [0]
 
@@ -172,7 +178,7 @@ class Job:
 
     def wait(self):
         if self.returncode == 0:
-            write(self.folder, {"result.json": json.dumps({"status": "completed", "metrics": {}, "run_dir": "."})})
+            write(self.folder, {"run.json": json.dumps({"status": "completed", "metrics": {}, "run_dir": "."})})
         return self.returncode
 
 
@@ -241,8 +247,15 @@ def test_a_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
         (-77, "ended by signal 77"),
     ],
 )
-def test_a_job_that_dies_without_a_word_has_failed(project, jobs, monkeypatch, capsys, status, error):
+@pytest.mark.parametrize("word", [None, {"status": "running", "metrics": {}, "error": None}])
+def test_a_job_that_dies_without_a_word_has_failed(project, jobs, monkeypatch, capsys, status, error, word):
+    def wait(self):
+        if word is not None:  # what it has written while it went on
+            write(self.folder, {"run.json": json.dumps(word)})
+        return status
+
     monkeypatch.setattr(Job, "returncode", status)
+    monkeypatch.setattr(Job, "wait", wait)
     assert main(["fit", "-m", "+recipe=line", "seed=1,2", "hydra.sweep.dir=jobs"]) == 1
     results = json.loads(Path("jobs/summary.json").read_text())
     assert [(job["status"], job["error"]) for job in results] == [("failed", error)] * 2
@@ -271,5 +284,5 @@ def test_two_processes_share_a_folder_and_one_result(project, python):
     done = python.trainer("fit", *LINE, "trainer=ddp", "trainer.accelerator=cpu")
     assert done.returncode == 0, done.stderr
     (folder,) = Path("outputs/line").iterdir()
-    told = json.loads((folder / "result.json").read_text())
+    told = json.loads((folder / "run.json").read_text())
     assert (told["status"], told["steps"]) == ("completed", 4)  # 16 points, batches of 4 on each of two ranks

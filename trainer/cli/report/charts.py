@@ -212,11 +212,11 @@ def _mixed_precision(run: Run, rows: dict[str, Curve]) -> tuple[list[Chart], lis
         charts.append(Chart("Loss scale", [Line("scale", scale, 0, steps=True)], "log2", record.skips))
     skipped = _continued(record.skipped, rows.pop("amp/skipped_steps", Curve()))
     skip_rate = rows.pop("amp/skip_rate", Curve())
-    if record.skipped_steps or skipped.last:
+    if skipped.last:
         charts.append(Chart("Skipped steps", [Line("so far", skipped, 5, steps=True)], "linear"))
         if skip_rate:
             charts.append(Chart("Skip rate", [Line("share of the last steps", skip_rate, 5)], "linear"))
-    elif scale:
+    elif scale and not record.skipped_steps:
         notes.append("No step was skipped.")
     norms = [rows.pop(name, Curve()) for name in ("grad_norm_step", "grad_norm", "grad_norm_epoch")]
     named = zip(("step", "grad_norm", "epoch mean"), norms, strict=True)

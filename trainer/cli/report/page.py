@@ -23,6 +23,7 @@ from trainer.cli.report.charts import Section, overlay, sections_of
 from trainer.cli.report.drawing import PALETTE, Drawn, draw, told
 from trainer.cli.report.folders import jobs_of
 from trainer.cli.report.record import Run
+from trainer.cli.sweep import worth_showing
 
 _TEMPLATE = Path(__file__).parent / "template"
 _SAYS = {
@@ -34,7 +35,6 @@ _SAYS = {
     "pruned": "Pruned",
     "unfinished": "Not finished",
 }
-_OURS = ("amp/", "lr-", "grad_norm")  # which have charts, and are no measure of success
 _LONG = re.compile(r"(?<![\w.])\d+\.\d{5,}(?:e[+-]?\d+)?(?![\w.])")  # numbers that a sweeper has drawn
 _METRICS = 3
 _SWEEP_METRICS = 4
@@ -198,24 +198,17 @@ def _metric_tiles(run: Run) -> list[Tile]:
             tiles.append(Tile(f"Best {name}", told(value), f"at step {step:,.0f}{last}", strong=True))
         else:
             tiles.append(Tile(name, told(run.metrics[name]), "", strong=True))
-    for name in _worth_showing(run.metrics)[:_METRICS]:
+    for name in worth_showing(run.metrics)[:_METRICS]:
         if (not chosen or name != chosen[0]) and len(tiles) < _METRICS:
             tiles.append(Tile(name, told(run.metrics[name]), "last", strong=not tiles))
     return tiles
-
-
-def _worth_showing(names: Iterable[str]) -> list[str]:
-    """The metrics of validation and test, or the others where there are none."""
-    whole = [name for name in names if not name.endswith(("_step", "_epoch")) and not name.startswith(_OURS)]
-    evaluated = [name for name in whole if name.startswith(("val", "test"))]
-    return sorted(evaluated) or sorted(whole)
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     facts = [
         ("Precision", run.precision),
         ("Devices", run.record.devices or ""),
-        ("Seed", str(run.record.facts.get("seed", run.config.get("seed", "")))),
+        ("Seed", run.record.seed or ""),
         ("Started", _when(run.record.started) if run.record.started else ""),
     ]
     return [(label, value) for label, value in facts if value and value != "None"]
@@ -306,8 +299,7 @@ def _jobs(runs: Sequence[Run], comparison: Mapping[str, Any]) -> tuple[list[Job]
     winner = _best(runs)
     colors = _colors(runs, winner)
     objectives = [run.record.objective[0] for run in runs if run.record.objective]
-    names = dict.fromkeys(name for run in runs for name in _worth_showing(run.metrics))
-    metrics = list(dict.fromkeys([*(name for name in objectives if name in names), *names]))[:_SWEEP_METRICS]
+    metrics = worth_showing({name for run in runs for name in run.metrics}, objectives)[:_SWEEP_METRICS]
     verdicts = {
         Path(str(told_of.get("run_dir", ""))).name: told_of
         for told_of in comparison.get("runs", [])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.cli.objective import best
 from trainer.cli.processes import is_quiet
 from trainer.cli.tables import console, markdown_table, print_table
-from trainer.record.reader import RunRecord, jobs_of
+from trainer.record.reader import RunRecord, jobs_of, without_twins
 
 ENDED_WELL = ("completed", "pruned")
 """What a job's status is when nothing went wrong. A sweeper stops ("prunes") a job that is not worth finishing."""
@@ -21,13 +21,20 @@ ENDED_WELL = ("completed", "pruned")
 _SPARE = ("run dir", "scale", "epochs", "memory", "skipped")
 """Columns that the terminal does without where it is too narrow for all, in this order. ``summary.md`` has them."""
 
+_NO_METRICS = ("amp/", "lr-", "grad_norm")
+"""How the names begin of values that callbacks log, and that are no measure of success."""
+_METRICS = 4
+
 PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
 """How the override begins by which Optuna's sweeper has a job report to its study."""
+
+MEASURING = ("++callbacks.throughput._target_=trainer.callbacks.Throughput",)
+"""The override by which ``compare`` has a job measured."""
 
 
 def shown(overrides: Sequence[str]) -> list[str]:
     """The overrides a person wants to see."""
-    return [override for override in overrides if not override.startswith(("command=", PRUNING))]
+    return [override for override in overrides if not override.startswith(("command=", PRUNING, *MEASURING))]
 
 
 def report(folder: Path, since: float = 0.0) -> int:
@@ -62,7 +69,8 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 def _rows(runs: Sequence[RunRecord], winner: RunRecord | None, folder: Path) -> tuple[list[str], list[list[str]]]:
     common = common_overrides(runs)
-    metrics = _metrics(runs)
+    objectives = [run.objective[0] for run in runs if run.objective]
+    metrics = worth_showing({name for run in runs for name in run.metrics}, objectives)[:_METRICS]
     header = [
         "job",
         "overrides",
@@ -115,14 +123,13 @@ def _best(runs: Sequence[RunRecord], winner: RunRecord | None) -> str:
     return ""
 
 
-def _metrics(runs: Sequence[RunRecord], most: int = 4) -> list[str]:
-    """The metrics worth a column: the objective, and those of validation and test, or all where there are none."""
-    names = sorted({name for run in runs for name in run.metrics})
-    objectives = {run.objective[0] for run in runs if run.objective}
-    evaluated = [name for name in names if name.startswith(("val", "test"))]
-    whole = [name for name in evaluated or names if not name.endswith(("_step", "_epoch"))]
-    others = [name for name in whole or evaluated or names if name not in objectives]
-    return [*(name for name in names if name in objectives), *others][:most]
+def worth_showing(names: Iterable[str], objectives: Iterable[str] = ()) -> list[str]:
+    """Of the metrics of some runs the objectives, then those of validation and test, or the others without these."""
+    wanted, whole = set(objectives), sorted(names)
+    metrics = [name for name in without_twins(whole) if not name.startswith(_NO_METRICS)]
+    evaluated = [name for name in metrics if name.startswith(("val", "test"))]
+    others = [name for name in evaluated or metrics or whole if name not in wanted]
+    return [*(name for name in whole if name in wanted), *others]
 
 
 def _number(value: float | None) -> str:

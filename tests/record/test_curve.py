@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from trainer.cli.report.curve import Curve, read_rows, thin
 from trainer.cli.report.drawing import told
+from trainer.record.curve import Curve, read_rows, thin
 
 
 def test_thinning_keeps_ends_and_extremes():

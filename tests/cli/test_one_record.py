@@ -1,0 +1,116 @@
+"""One run, and everybody who tells of it says the same: summary, picture, report, the table of a sweep."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.report.conftest import Page
+from trainer.callbacks.curves import figure_of
+from trainer.cli import main, sweep
+from trainer.record.reader import read_run
+from trainer.record.run_file import read, write
+
+pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
+
+RUN = Path("runs/0")
+LINE = [
+    "+recipe=line",
+    f"hydra.run.dir={RUN}",
+    "precision=16",
+    "trainer.max_epochs=10",
+    "trainer.enable_progress_bar=true",
+    "trainer.enable_model_summary=true",
+]
+
+
+def summary_in(printed: str) -> dict[str, str]:
+    lines = (re.split(r"\s{2,}", line.strip()) for line in printed.splitlines())
+    return {line[0]: line[1] for line in lines if len(line) == 2}
+
+
+def page() -> Page:
+    assert main(["report", str(RUN)]) == 0
+    return Page((RUN / "report.html").read_text(encoding="utf-8"))
+
+
+def in_a_table() -> dict[str, object]:
+    """The run in the table of a sweep, as a file."""
+    write(RUN, read(RUN) | {"job": 0})
+    sweep.report(RUN.parent)
+    (told,) = json.loads((RUN.parent / "summary.json").read_text())
+    return told
+
+
+def test_a_run_that_overflows_until_it_stops(project, capsys):
+    """As the quick start's: the scale falls to its floor, every step is skipped, and changed settings are undone."""
+    assert main(["fit", *LINE, "model.start=100000"]) == 1
+    shown = summary_in(capsys.readouterr().out)
+    run = read_run(RUN)
+    assert (run.status, run.scale) == ("failed", 1.0)
+    assert run.skipped_steps == run.steps > 20
+    assert (shown["scale"], shown["skipped steps"], shown["optimizer steps"]) == ("1", str(run.steps), str(run.steps))
+    assert not {"amp/scale", "amp/skipped_steps"} & shown.keys()
+    assert "FLOPs" not in shown
+
+    report = page()
+    assert f"Skipped steps {run.steps} 100.0% of all" in report.text
+    assert "Loss scale 1 at the end" in report.text
+    assert "No step was skipped" not in report.text
+    assert report.lines("Loss scale")["scale"]["y"][-1] == 1.0
+    assert report.lines("Skipped steps")["so far"]["y"][-1] == run.steps
+
+    *_, scale = figure_of(run).axes
+    assert scale.lines[0].get_ydata()[-1] == 1.0
+    assert len(scale.lines[1].get_xdata()) == run.steps
+
+    told = in_a_table()
+    assert {name: told[name] for name in ("status", "steps", "skipped_steps", "scale", "seconds")} == {
+        "status": "failed",
+        "steps": run.steps,
+        "skipped_steps": run.steps,
+        "scale": 1.0,
+        "seconds": run.seconds,
+    }
+
+
+def test_a_run_that_is_completed(project, capsys):
+    assert main(["fit", *LINE, "precision.init_scale=1024"]) == 0
+    printed = capsys.readouterr().out
+    shown, run = summary_in(printed), read_run(RUN)
+    assert "fit completed" in printed
+    assert run.status == "completed"
+    assert shown["time"] == f"{run.seconds:.1f} s (training {run.train_seconds:.1f} s)"
+    assert shown["scale"] == f"{run.scale:,.0f}" == "1,024"
+    assert shown["skipped steps"] == str(run.skipped_steps) == "0"
+    assert float(shown["samples/s"].replace(",", "")) == pytest.approx(run.samples_per_second, abs=0.05)
+    assert float(shown["val_loss"]) == pytest.approx(run.metrics["val_loss"], rel=1e-3)
+
+    report = page()
+    assert "line Completed" in report.text
+    assert "Skipped steps 0" in report.text
+    assert "No step was skipped." in report.text
+    assert "Loss scale 1,024 at the end" in report.text
+    assert report.lines("Loss")["val_loss"]["y"][-1] == pytest.approx(run.metrics["val_loss"], rel=1e-3)
+    assert run.metric_curve("val_loss").last == pytest.approx(run.rows["val_loss"].last) == run.metrics["val_loss"]
+
+    told = in_a_table()
+    assert (told["status"], told["seconds"], told["metrics"]) == ("completed", run.seconds, run.metrics)
+    assert f"| completed | 10 | {run.seconds:.1f} s |" in (RUN.parent / "summary.md").read_text()
+
+
+def test_a_quiet_run(project, capsys):
+    assert main(["fit", *LINE, "trainer.max_epochs=1", "-q"]) == 0
+    run = read_run(RUN)
+    assert f"fit completed in {run.seconds:.1f} s: val_loss={run.metrics['val_loss']:.4g}." in capsys.readouterr().out
+
+
+def test_another_command(project, capsys):
+    assert main(["test", *LINE]) == 0
+    run = read_run(RUN)
+    assert (run.status, run.command, run.precision, run.steps) == ("completed", "test", "16-mixed", 0)
+    assert f"test completed in {run.seconds:.1f} s. Everything is in {RUN}" in capsys.readouterr().out
+    assert "test_loss" in page().text

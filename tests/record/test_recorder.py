@@ -1,0 +1,546 @@
+"""What the recorder of a fit collects, and when it writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from tests.support import FakeTrainer
+from trainer import Trainer, machine
+from trainer.callbacks import Curves, OptunaPruning, RunSummary, Throughput
+from trainer.precision import MixedPrecision
+from trainer.record import recorder as module
+from trainer.record.measures import folder_of_files, memory_in_use, tensor_cores_of, training_loss
+from trainer.record.reader import read_run
+from trainer.record.recorder import RunRecorder
+from trainer.record.run_file import RunFile
+from trainer.record.series import Series
+
+
+class Net(torch.nn.Module):
+    """Stands for the module of a fit."""
+
+
+class Fit(FakeTrainer):
+    """A fit of two epochs of 8, 8, 8 and 3 samples, half a second a batch, ten seconds a validation."""
+
+    def __init__(self, *callbacks: Any, **options: Any) -> None:
+        usual = {"lightning_module": Net(), "ckpt_path": None, "early_stopping_callback": None, "seconds": 0.5}
+        super().__init__(*callbacks, **(usual | options))
+
+    def begin(self) -> None:
+        self.hook("setup", "fit")
+        self.hook("on_fit_start")
+        self.evaluate(batches=1, seconds=10, val_loss=9.0)  # sanity check
+        self.hook("on_train_start")
+
+    def train(self, loss: float = 1.0, size: int = 8, batch_idx: int = 0, **options: Any) -> None:
+        self.log(train_loss=loss)
+        batch = torch.zeros(size, 2)
+        self.train_batch(batch_idx, batch, {"loss": torch.tensor(loss)}, optimizers=("generator", "critic"), **options)
+
+    def train_epoch(self, *_: Any, sizes: tuple[int, ...] = (8, 8, 8, 3), **options: Any) -> None:
+        self.hook("on_train_epoch_start")
+        for batch_idx, size in enumerate(sizes):
+            third = self.global_step == 2
+            self.train(1 / (self.global_step + 1), size, batch_idx, skipped=third, **options)
+
+    def fit(self, error: BaseException | None = None, epochs: int = 2, **options: Any) -> None:
+        self.begin()
+        for epoch in range(epochs):
+            self.train_epoch(**options)
+            if error is not None:
+                self.hook("on_exception", error)
+                return
+            self.evaluate(batches=1, seconds=10, val_loss=0.5 - epoch / 8, val_acc=0.5 + epoch / 4)
+            self.end_epoch(train_acc=0.25 + epoch / 4)
+        self.hook("on_train_end")
+        self.clock.now += 7  # other callbacks draw and save
+        self.hook("on_fit_end")
+
+
+def points(series: Series) -> dict[int, float]:
+    return dict(zip(series.steps, series.read(), strict=True))
+
+
+def written(folder: Any) -> dict[str, Any]:
+    return json.loads((folder / "run.json").read_text())
+
+
+@pytest.fixture
+def recorder(clock):
+    return RunRecorder()
+
+
+def test_what_is_written(tmp_path, recorder, clock):
+    Fit(recorder, folder=tmp_path, clock=clock, world_size=2).fit()
+    facts = written(tmp_path)
+    assert os.listdir(tmp_path) == ["run.json"]  # nothing temporary
+    assert facts == recorder.file.facts
+    curves, environment, peak = (facts.pop(name) for name in ("curves", "environment", "peak_memory"))
+    assert 2**26 < peak["process"] < 2**40
+    assert environment["pid"] == os.getpid()
+    assert curves["losses"]["values"] == pytest.approx([1 / step for step in range(1, 9)])
+    metrics = facts.pop("metrics")
+    assert metrics == pytest.approx({"train_loss": 1 / 8, "val_loss": 0.375, "val_acc": 0.75, "train_acc": 0.5})
+    assert facts == {
+        "version": 1,
+        "status": "completed",
+        "error": None,
+        "module": "Net",
+        "precision": "16-mixed",
+        "devices": "2 x CPU",
+        "gpu": None,
+        "monitor": None,
+        "epochs": 2,
+        "steps": 8,
+        "skipped_steps": 1,
+        "scale": 32768.0,
+        "seconds": 24.0,
+        "train_seconds": 4.0,
+        "samples": 108,
+        "samples_per_second": 27.0,
+        "samples_per_step": 16,
+        "paths": {"run": str(tmp_path), "record": str(tmp_path / "run.json")},
+    }
+
+
+def test_points(tmp_path, recorder, clock):
+    Fit(recorder, folder=tmp_path, clock=clock).fit()
+    assert points(recorder.losses) == pytest.approx({step: 1 / step for step in range(1, 9)})
+    assert points(recorder.scales) == {1: 65536.0, 4: 32768.0}
+    assert points(recorder.skipped) == {3: 1}
+    assert points(recorder.seconds) == {step: step / 2 for step in range(1, 9)}  # without validations
+    assert {name: points(series) for name, series in recorder.metrics["val"].items()} == {
+        "val_loss": {4: 0.5, 8: 0.375},
+        "val_acc": {4: 0.5, 8: 0.75},
+    }
+    # Not train_loss: its last value was logged before the validation, and is not new.
+    assert {name: points(series) for name, series in recorder.metrics["train"].items()} == {
+        "train_acc": {4: 0.25, 8: 0.5}
+    }
+
+
+def test_it_is_written_while_the_fit_goes_on(tmp_path, recorder, clock):
+    trainer = Fit(recorder, folder=tmp_path, clock=clock)
+    trainer.begin()
+    facts = written(tmp_path)
+    assert (facts["status"], facts["module"], facts["environment"]["pid"]) == ("running", "Net", os.getpid())
+    clock.now += 11
+    trainer.train(0.5, seconds=1)
+    trainer.evaluate(batches=1, seconds=0, val_loss=0.75)
+    facts = written(tmp_path)
+    assert (facts["status"], facts["steps"], facts["scale"]) == ("running", 1, 65536.0)
+    assert facts["curves"]["losses"]["values"] == [0.5]
+    assert facts["curves"]["metrics"]["val"]["val_loss"]["values"] == [0.75]
+    assert read_run(tmp_path).status == "running"
+    trainer.train(0.25)
+    trainer.end_epoch()  # too soon for another one
+    assert written(tmp_path) == facts
+    trainer.is_global_zero = False
+    clock.now += 30
+    trainer.end_epoch()
+    assert written(tmp_path) == facts
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
+        (SystemExit(143), "interrupted", "SystemExit: 143"),
+        (RuntimeError("out of luck"), "failed", "RuntimeError: out of luck"),
+        (RuntimeError("no s3://me:pw9@host"), "failed", "RuntimeError: no s3://me:***@host"),
+    ],
+)
+def test_a_fit_cut_short(tmp_path, recorder, clock, error, status, told):
+    Fit(recorder, folder=tmp_path, clock=clock).fit(error)
+    facts = written(tmp_path)
+    assert (facts["status"], facts["error"]) == (status, told)
+    assert (facts["epochs"], facts["samples"], facts["train_seconds"], facts["seconds"]) == (0, 27, 2.0, 2.0)
+
+
+def test_a_fit_that_fails_before_training(tmp_path, recorder):
+    trainer = Fit(recorder, folder=tmp_path)
+    trainer.hook("setup", "fit")
+    trainer.hook("on_exception", ValueError("no data"))
+    run = read_run(tmp_path)
+    assert (run.status, run.error, run.seconds) == ("failed", "ValueError: no data", None)
+
+
+def test_a_fit_that_fails_after_training(tmp_path, recorder, clock):
+    trainer = Fit(recorder, folder=tmp_path, clock=clock)
+    trainer.begin()
+    clock.now += 3
+    trainer.hook("on_train_end")
+    clock.now += 7  # another callback tries to save
+    trainer.hook("on_exception", OSError("disk full"))
+    run = read_run(tmp_path)
+    assert (run.status, run.seconds, run.train_seconds) == ("failed", 3.0, 3.0)
+
+
+def test_a_device_that_has_failed_hides_no_exception(tmp_path, recorder, caplog):
+    class Gone:
+        def __float__(self):
+            raise RuntimeError("the device is gone")
+
+    trainer = Fit(recorder, folder=tmp_path)
+    trainer.begin()
+    trainer.callback_metrics["loss"] = Gone()
+    trainer.hook("on_exception", RuntimeError("first"))
+    assert "not complete" in caplog.text
+    assert read_run(tmp_path).error == "RuntimeError: first"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, recorder):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="record could not be written to .*file"):
+        Fit(recorder, folder=tmp_path / "file").fit()
+
+
+def test_only_rank_zero_writes(tmp_path, recorder):
+    Fit(recorder, folder=tmp_path, is_global_zero=False).fit()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_folder_on_this_machine(recorder):
+    Fit(recorder, folder="s3://bucket/run").fit()
+    assert recorder.file.facts["status"] == "completed"
+    assert recorder.file.facts["paths"] == {}
+
+
+def test_validation_alone_is_no_fit(tmp_path, recorder):
+    trainer = Fit(recorder, folder=tmp_path)
+    trainer.hook("setup", "validate")
+    trainer.evaluate(val_loss=1.0)
+    trainer.hook("on_exception", ValueError())
+    assert recorder.file is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_fit_starts_afresh(tmp_path, recorder, clock):
+    Fit(recorder, folder=tmp_path, clock=clock).fit()
+    Fit(recorder, folder=tmp_path, clock=clock).fit(epochs=1)
+    facts = written(tmp_path)
+    assert (facts["samples"], facts["train_seconds"], facts["seconds"]) == (27, 2.0, 12.0)
+    assert recorder.losses.steps == [1, 2, 3, 4]
+    assert points(recorder.metrics["val"]["val_acc"]) == {4: 0.5}
+
+
+def test_a_second_fit_of_a_trainer_goes_on(tmp_path, recorder, clock):
+    trainer = Fit(recorder, folder=tmp_path, clock=clock)
+    trainer.fit()
+    trainer.fit(epochs=1)
+    facts = written(tmp_path)
+    assert (facts["samples"], facts["train_seconds"], facts["epochs"], facts["steps"]) == (27, 2.0, 3, 12)
+    assert recorder.losses.steps == [*range(1, 13)]
+
+
+def test_points_are_thinned_out(tmp_path, clock):
+    recorder = RunRecorder(max_points=100)
+    trainer = Fit(recorder, folder=tmp_path, clock=clock)
+    trainer.begin()
+    for step in range(1, 1001):
+        trainer.train(float(step), skipped=True)
+    assert 50 <= len(recorder.losses) <= 100
+    assert all(step == loss for step, loss in points(recorder.losses).items())
+    assert {after - before for before, after in pairwise(recorder.losses.steps)} == {recorder.losses.stride} == {16}
+    assert all(step == count for step, count in points(recorder.skipped).items())  # how many, also of those left out
+
+
+def test_a_loss_on_a_device_is_not_read_until_the_epoch_ends(tmp_path, recorder):
+    trainer = Fit(recorder, folder=tmp_path)
+    trainer.begin()
+    loss = torch.tensor(1.0, device="meta")  # has no value: to read it raises
+    trainer.train_batch(outputs={"loss": loss})
+    assert len(recorder.losses) == 1
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        trainer.end_epoch()
+
+
+def test_series_reads_tensors_in_place():
+    series = Series(max_points=4)
+    series.append(1, torch.tensor(1.0))
+    series.append(2, torch.tensor(2.0, dtype=torch.float16))
+    series.append(3, 3.0)
+    series.append(4, torch.tensor(4.0))
+    assert series.read() == [1.0, 2.0, 3.0, 4.0]
+    series.append(5, torch.tensor(5.0))
+    assert points(series) == {1: 1.0, 3: 3.0, 5: 5.0}
+    assert series.stride == 2
+    series.truncate(4)
+    assert points(series) == {1: 1.0, 3: 3.0}
+
+
+def test_memory_is_read_once_a_second(tmp_path, recorder, monkeypatch, clock):
+    readings = iter([7, 8, 9])
+    monkeypatch.setattr(module, "memory_in_use", lambda device: next(readings))
+    trainer = Fit(recorder, folder=tmp_path, clock=clock)
+    trainer.begin()
+    for seconds in (0.1, 0.4, 0.4, 0.4, 0.4, 0.4):
+        trainer.train(seconds=seconds)
+    assert points(recorder.memory) == {1: 7, 4: 8}
+
+
+def test_memory_in_use(monkeypatch):
+    assert 2**24 < memory_in_use(torch.device("cpu")) <= machine.peak_memory() + 2**24
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 if device.index == 1 else 6)
+    assert memory_in_use(torch.device("cuda:1")) == 5
+
+
+def test_a_gpu(tmp_path, recorder, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12345 + device.index)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    Fit(recorder, folder=tmp_path, device="cuda:1").fit()
+    run = read_run(tmp_path)
+    assert (run.peak_memory, run.memory_is_the_gpus, run.devices) == (12346, True, "1 x NVIDIA X")
+    assert run.gpu["capability"] == [8, 0]
+    assert calls[0] == "reset"
+    assert calls.count("synchronize") == 1 + 2 * 2 + 1  # train start, around each validation, train end
+
+
+@pytest.mark.parametrize(
+    ("of_products", "of_convolutions", "tf32"),
+    [("ieee", "tf32", ["convolutions"]), ("tf32", "tf32", ["matrix products", "convolutions"]), ("none", "none", [])],
+)
+def test_what_is_known_of_a_gpu(monkeypatch, of_products, of_convolutions, tf32):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=of_products))
+    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=of_convolutions))
+    assert tensor_cores_of(torch.device("cuda:6")) == {"capability": [8, 6], "tf32": tf32}
+
+
+def test_a_checkpoint_has_the_points_but_no_times(tmp_path, recorder, clock):
+    Fit(recorder, folder=tmp_path, clock=clock).fit()
+    state = recorder.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    assert set(state) == {"batches", "losses", "scales", "skipped", "metrics"}
+    resumed = RunRecorder()
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert resumed.state_dict() == state
+
+
+def test_a_resumed_fit_goes_on_from_an_earlier_point(tmp_path, recorder, clock):
+    Fit(recorder, folder=tmp_path, clock=clock).fit()
+    seconds = points(recorder.seconds)
+    resumed = RunRecorder()
+    resumed.load_state_dict(recorder.state_dict())
+    trainer = Fit(resumed, folder=tmp_path, clock=clock, global_step=5, ckpt_path="a.ckpt", skipped_steps=1)
+    clock.now += 3600
+    trainer.begin()
+    assert written(tmp_path)["curves"]["losses"]["steps"][-1] == 8  # the earlier run's, until there are others
+    trainer.train(0.75, seconds=0.25)
+    assert points(resumed.losses) == pytest.approx({1: 1, 2: 1 / 2, 3: 1 / 3, 4: 1 / 4, 5: 1 / 5, 6: 0.75})
+    assert points(resumed.metrics["val"]["val_loss"]) == {4: 0.5}
+    assert points(resumed.seconds) == {step: seconds[step] for step in range(1, 6)} | {6: seconds[5] + 0.25}
+
+
+@pytest.mark.parametrize("earlier", ['{"curves": {', "{}", '{"curves": 3}', '{"curves": {"seconds": {"steps": 1}}}'])
+def test_times_of_an_earlier_run_that_cannot_be_read(tmp_path, recorder, earlier):
+    (tmp_path / "run.json").write_text(earlier)
+    Fit(recorder, folder=tmp_path, global_step=5).begin()
+    assert points(recorder.seconds) == {}
+
+
+def test_batches_of_unknown_size(tmp_path, recorder):
+    trainer = Fit(recorder, folder=tmp_path)
+    trainer.begin()
+    trainer.train_batch(batch="text")
+    trainer.hook("on_train_end")
+    trainer.hook("on_fit_end")
+    run = read_run(tmp_path)
+    assert (run.samples_per_step, run.samples_per_second, run.steps) == (None, None, 1)
+
+
+def test_what_other_callbacks_add(tmp_path, recorder, clock):
+    throughput = Throughput(warmup_batches=0)
+    Fit(recorder, throughput, folder=tmp_path, clock=clock).fit()
+    run = read_run(tmp_path)
+    assert run.throughput["train_seconds"] == 4.0
+    assert run.samples_per_second == throughput.samples_per_second == 13.5
+
+
+@pytest.mark.parametrize(("error", "status"), [(None, "pruned"), (ValueError(), "failed")])
+def test_a_pruned_run(tmp_path, recorder, error, status):
+    pruning = OptunaPruning("sqlite://", "study", 0, "val_loss")
+    pruning.pruned, pruning.on_fit_start, pruning.on_validation_end = True, lambda *_: None, lambda *_: None
+    Fit(recorder, pruning, folder=tmp_path).fit(error)
+    assert read_run(tmp_path).status == status
+
+
+def test_paths(tmp_path, recorder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoints = ModelCheckpoint(monitor="val_acc", mode="max")
+    checkpoints.best_model_path = "run/best[1].ckpt"
+    loggers = [CSVLogger("run/logs", name="x", version=3), CSVLogger("run/logs", name="x", version=3)]
+    Fit(recorder, folder=tmp_path / "run", checkpoint_callback=checkpoints, loggers=loggers).fit()
+    folder = tmp_path / "run" / "logs" / "x" / "version_3"
+    run = read_run(folder)
+    assert run.paths == {
+        "run": str(folder),
+        "record": str(folder / "run.json"),
+        "best_checkpoint": str(tmp_path / "run" / "best[1].ckpt"),
+        "loggers": [str(folder)],
+    }
+    assert run.best_checkpoint == "best[1].ckpt"
+    assert run.objective == run.monitor == ("val_acc", "max")
+    assert run.objective_value == 0.75
+
+
+def test_the_file_of_somebody_who_has_begun_one(tmp_path, clock):
+    file = RunFile(tmp_path / "mine", command="fit", seed=7)
+    Fit(RunRecorder(file, writes=False), folder=tmp_path / "run", clock=clock).fit()
+    assert (written(tmp_path / "mine")["seed"], written(tmp_path / "mine")["steps"]) == (7, 8)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "is_written"),
+    [
+        ((), False),
+        ((RunSummary(writes=False),), False),
+        ((RunSummary(),), True),
+        ((Curves(),), True),
+    ],
+)
+def test_it_is_written_where_a_view_wants_it(tmp_path, callbacks, is_written):
+    Fit(RunRecorder(writes=False), *callbacks, folder=tmp_path).fit()
+    assert (tmp_path / "run.json").is_file() == is_written
+
+
+@pytest.mark.parametrize(
+    ("trainer", "factor"),
+    [
+        ({"accumulate_grad_batches": 4, "loss_share": 1.0}, 1),
+        ({"accumulate_grad_batches": 4, "loss_share": 0.5}, 2),
+        ({"accumulate_grad_batches": 4, "loss_share": torch.tensor(0.125)}, 8),
+        ({"accumulate_grad_batches": 4}, 4),  # Lightning's own
+    ],
+)
+def test_training_loss_is_what_training_step_returned(trainer, factor):
+    loss = torch.tensor(0.5)
+    for outputs in (loss, {"loss": loss}):
+        assert training_loss(SimpleNamespace(**trainer), outputs).item() == 0.5 * factor
+
+
+@pytest.mark.parametrize("outputs", [None, {}, {"loss": 1.0}, {"logits": torch.zeros(1)}, torch.zeros(2)])
+def test_no_training_loss(outputs):
+    assert training_loss(SimpleNamespace(), outputs) is None
+
+
+def test_a_folder_that_was_given(tmp_path):
+    trainer = SimpleNamespace(loggers=[CSVLogger(tmp_path, name="x", version=3)], default_root_dir="root")
+    assert folder_of_files(trainer, "given") == (tmp_path.cwd() / "given")
+    assert folder_of_files(trainer, None) == tmp_path / "x" / "version_3"
+
+
+class Logging(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.step(batch)
+        self.losses.append(loss.item())
+        self.log("train_acc", 0.25, on_step=False, on_epoch=True)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_acc", 0.5 + self.current_epoch / 4)
+
+
+BOTH_TRAINERS = pytest.mark.parametrize(
+    "trainer_class", [Trainer, pytest.param(lightning.Trainer, marks=pytest.mark.filterwarnings("ignore"))]
+)
+
+
+def real_fit(trainer_class, recorder, folder, model, ckpt_path=None, **options):
+    trainer = trainer_class(
+        accelerator="cpu",
+        limit_val_batches=2,
+        default_root_dir=folder,
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 2, "limit_train_batches": 3, **options},
+    )
+    data = DataLoader(RandomDataset(32, 10), batch_size=4)  # batches of 4, 4 and 2
+    trainer.fit(model, data, data, ckpt_path=ckpt_path)
+    return trainer
+
+
+@BOTH_TRAINERS
+def test_a_real_fit(tmp_path, trainer_class):
+    recorder, model = RunRecorder(), Logging()
+    real_fit(trainer_class, recorder, tmp_path, model)
+    run = read_run(tmp_path)
+    assert (run.status, run.precision, run.devices) == ("completed", "32-true", "1 x CPU")
+    assert (run.epochs, run.steps, run.scale, run.facts["samples"]) == (2, 6, None, 20)
+    assert 0 < run.train_seconds < run.seconds
+    assert dict(zip(run.losses.steps, run.losses.values, strict=True)) == dict(enumerate(model.losses, start=1))
+    assert run.metric_curve("val_acc").values == [0.5, 0.75]
+    assert run.metric_curve("train_acc").values == [0.25, 0.25]
+    assert not run.scales
+
+
+@BOTH_TRAINERS
+def test_a_real_fit_that_fails(tmp_path, trainer_class):
+    class Fails(BoringModel):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise RuntimeError("enough")
+            return self.step(batch)
+
+    with pytest.raises(RuntimeError, match="enough"):
+        real_fit(trainer_class, RunRecorder(), tmp_path, Fails())
+    run = read_run(tmp_path)
+    assert (run.status, run.error, run.facts["samples"]) == ("failed", "RuntimeError: enough", 8)
+
+
+def test_a_real_fit_with_loss_scaling(tmp_path):
+    class Overflow(BoringModel):
+        def training_step(self, batch, batch_idx):
+            return self.step(batch) * (float("inf") if batch_idx == 1 else 1.0)
+
+    recorder = RunRecorder()
+    precision = MixedPrecision("float16", init_scale=1024.0)
+    trainer = real_fit(Trainer, recorder, tmp_path, Overflow(), precision=precision)
+    assert points(recorder.skipped) == {2: 1, 5: 2}
+    assert points(recorder.scales) == {1: 1024.0, 3: 512.0, 6: 256.0}
+    run = read_run(tmp_path)
+    assert (run.steps, run.skipped_steps, run.scale) == (6, trainer.skipped_steps, trainer.scaler.get_scale())
+    assert (run.skips.steps, run.skips.values) == ([2, 5], [1024.0, 512.0])
+
+
+def test_accumulation_does_not_shrink_the_loss(tmp_path):
+    recorder, model = RunRecorder(), Logging()
+    real_fit(Trainer, recorder, tmp_path, model, max_epochs=1, accumulate_grad_batches=2)
+    assert recorder.losses.read() == pytest.approx(model.losses)
+
+
+def test_a_resumed_fit(tmp_path):
+    recorder, resumed, model = RunRecorder(), RunRecorder(), Logging()
+    trainer = real_fit(Trainer, recorder, tmp_path / "one", Logging())
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    real_fit(Trainer, resumed, tmp_path / "two", model, max_epochs=3, ckpt_path=tmp_path / "end.ckpt")
+    assert points(resumed.losses) == points(recorder.losses) | dict(enumerate(model.losses, start=7))
+    assert points(resumed.metrics["val"]["val_acc"]) == {3: 0.5, 6: 0.75, 9: 1.0}
+    assert resumed.seconds.steps == [7, 8, 9]  # of the run before in another folder nothing is known
