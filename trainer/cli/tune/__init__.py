@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import redaction
+from trainer.arguments import NUMBER, TEXT, WHOLE, Kind
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
 from trainer.cli.processes import is_quiet, under_torchrun
-from trainer.cli.settings import Expected, above, read_settings, text, whole
+from trainer.cli.settings import read_settings
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
 from trainer.errors import TrainerError, did_you_mean
@@ -101,17 +102,21 @@ def bytes_in(size: object) -> int | None:
     return int(float(found[1]) * factor) or None
 
 
-_EXPECTED = {
-    "batch_size_key": text("the name of a setting, such as data.batch_size"),
-    "memory": Expected("a size such as 3GiB, 500MB or 4000000000", lambda value: bytes_in(value) is not None).or_null(),
-    "max_batch_size": whole(1).or_null(),
-    "multiple_of": whole(1),
-    "steps_per_try": whole(2),
-    "lr_key": text("the name of a setting, such as optimizer.lr"),
-    "min_lr": above(0),
-    "max_lr": above(0),
-    "steps": whole(10),
+_KEY = TEXT._replace(words="the name of a setting, such as data.batch_size")
+_SIZE = Kind("a size such as 3GiB, 500MB or 4000000000", lambda value: bytes_in(value) is not None)
+_RATE = NUMBER._replace(above=0)
+_ACCEPTS = {
+    "batch_size_key": (_KEY,),
+    "memory": (_SIZE, None),
+    "max_batch_size": (WHOLE.at_least(1), None),
+    "multiple_of": (WHOLE.at_least(1),),
+    "steps_per_try": (WHOLE.at_least(2),),
+    "lr_key": (_KEY,),
+    "min_lr": (_RATE,),
+    "max_lr": (_RATE,),
+    "steps": (WHOLE.at_least(10),),
 }
+"""What the settings ``tune.*`` may be."""
 
 
 def command(arguments: Arguments) -> int:
@@ -155,7 +160,7 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
     if config.ckpt_path is not None:
         raise UsageError("tune starts from the weights that the model is built with: leave ckpt_path out.")
     node: Any = OmegaConf.to_container(config.tune, resolve=True)
-    settings = read_settings(Settings, "tune", node, _EXPECTED)
+    settings = read_settings(Settings, "tune", node, _ACCEPTS)
     if not settings.min_lr < settings.max_lr:
         raise UsageError(
             f"tune.min_lr is {settings.min_lr:g} and tune.max_lr is {settings.max_lr:g}: expected more than that."
@@ -165,7 +170,7 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
 
 def claim_folder(arguments: Arguments, config: DictConfig) -> Path:
     """The folder of this run, made. Says where what is found holds for a single device only."""
-    folder = claim(replace(arguments, overrides=list(arguments.overrides)), config).resolve()
+    folder = claim(arguments, config).resolve()
     if config.trainer.devices not in (1, "1", "auto") or config.trainer.num_nodes != 1:
         say(
             "The config asks for several devices, and tune works on one: DDP takes memory for one more copy of the"
@@ -206,11 +211,7 @@ def failure(message: Mapping[str, Any], where: str, folder: Path) -> TrainerErro
         where: what was tried.
         folder: of the run.
     """
-    if message["status"] == "died":
-        end = f"signal {message['signal']}" if message["signal"] is not None else f"status {message['exit_status']}"
-        said = f"its process ended with {end}, without a word"
-    else:
-        said = " ".join(str(message["error"]).split()).rstrip(".")
+    said = str(message["error"]).rstrip(".")
     if message.get("is_usage"):
         return UsageError(redaction.text(f"{said}."))
     return TuneError(redaction.text(f"{where}: {said}. What it printed is in {seen(folder) / LOG}"))

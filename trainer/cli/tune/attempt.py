@@ -211,15 +211,16 @@ def _over_budget(peak: int) -> Message:
 
 def _failure(error: BaseException) -> Message:
     traceback.print_exception(error, file=sys.stderr)
-    text = f"{type(error).__name__}: {error}"
+    words = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {words}"
     if is_out_of_memory(error):
-        return {"status": "out of memory", "error": text, "memory": None}
+        return {"status": "out of memory", "error": text}
     own = isinstance(error, ConfigurationError) or any(
         kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__
     )
     return {
         "status": "failed",
-        "error": str(error) if own else text,
+        "error": words if own else text,
         "is_usage": own,
         "is_precision": isinstance(error, PrecisionError),
     }

@@ -21,7 +21,7 @@ from trainer.cli.arguments import COMPARED, Arguments, UsageError
 from trainer.cli.processes import is_quiet
 from trainer.cli.sweep import four_digits, print_table
 from trainer.cli.tune import LOG, Settings
-from trainer.cli.tune.child import Message, is_killed, run_in_child
+from trainer.cli.tune.child import Message, run_in_child
 
 _MARGIN = 0.9  # of the host's free memory: the rest is the system's, and what other processes grow by
 
@@ -175,9 +175,9 @@ def find(
     while size is not None:
         where = f"{key}={size} in precision={precision}"
         message = attempt(size)
-        if message["status"] == "out of memory" or is_killed(message):
+        if message["status"] == "out of memory":
             too_large = size
-            tried = Tried(size, False, memory=message.get("memory"), note=_why_not(message))
+            tried = Tried(size, False, memory=message.get("memory"), note=message["error"][:120])
         elif message["status"] == "ok":
             samples, batch = message["samples"], message["batch"]
             if batch < size:  # there are no more
@@ -192,7 +192,7 @@ def find(
             tried = Tried(min(size, batch), True, message["samples_per_second"], message["memory"], note)
             most = min((bound for bound in (samples, settings.max_batch_size) if bound is not None), default=None)
         elif message.get("is_precision") and not are_given:
-            finding.problem = " ".join(str(message["error"]).split())
+            finding.problem = message["error"]
             tune.say(f"precision={precision}: {finding.problem}")
             return finding
         else:
@@ -222,12 +222,6 @@ def next_size(fits: int, too_large: int | None, most: int | None, multiple_of: i
     unit = multiple_of if too_large > multiple_of else 1
     first, last = fits // unit + 1, (too_large - 1) // unit
     return (first + last) // 2 * unit if first <= last else None
-
-
-def _why_not(message: Message) -> str:
-    if message["status"] == "died":
-        return "killed by the system"
-    return " ".join(str(message["error"]).split())[:120]
 
 
 def _said(tried: Tried) -> str:

@@ -17,12 +17,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trainer.files import write_text
+
 Message = dict[str, Any]
 Tell = Callable[[Message], None]
 """Answers with the message, and ends the process, whatever it is still doing."""
 
 _SIGKILL = 9
 _PRELOADED = "trainer.cli.tune.attempt"
+_ANSWER = "answer.json"
 
 
 def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
@@ -34,8 +37,8 @@ def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
         arguments: can be pickled.
 
     Returns:
-        What it told. For a process that ended without telling anything ``{"status": "died", "signal": its number or
-        None, "exit_status": a number or None}``.
+        What it told, which has a ``status``: ``ok``, ``out of memory`` or ``failed``; the last two come with ``error``.
+        Of a process that ended without telling anything, likewise: when memory runs out, the system kills it.
     """
     context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     if sys.platform == "linux":
@@ -49,21 +52,15 @@ def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
         finally:
             process.kill()
             process.join()
-        answer = _answer(Path(folder))
+        answer = Path(folder, _ANSWER)
         if answer.is_file():
             message: Message = json.loads(answer.read_text(encoding="utf-8"))
             return message
-    signal = -process.exitcode if process.exitcode < 0 else None
-    return {"status": "died", "signal": signal, "exit_status": process.exitcode if signal is None else None}
-
-
-def is_killed(message: Message) -> bool:
-    """Whether the system has killed the process, which is what it does when memory runs out."""
-    return bool(message["status"] == "died" and message["signal"] == _SIGKILL)
-
-
-def _answer(folder: Path) -> Path:
-    return folder / "answer.json"
+    status = process.exitcode
+    if status == -_SIGKILL:
+        return {"status": "out of memory", "error": "killed by the system"}
+    end = f"signal {-status}" if status < 0 else f"status {status}"
+    return {"status": "failed", "error": f"its process ended with {end}, without a word"}
 
 
 def _entry(function: str, folder: Path, log: Path, start_method: str, arguments: dict[str, Any]) -> None:
@@ -75,9 +72,7 @@ def _entry(function: str, folder: Path, log: Path, start_method: str, arguments:
     module, _, name = function.partition(":")
 
     def tell(message: Message) -> None:
-        written = folder / "answer.part"
-        written.write_text(json.dumps(message), encoding="utf-8")
-        written.replace(_answer(folder))
+        write_text(folder / _ANSWER, json.dumps(message))
         for child in multiprocessing.active_children():  # workers of dataloaders
             child.kill()
         sys.stdout.flush()
