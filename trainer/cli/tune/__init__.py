@@ -1,7 +1,7 @@
 """``trainer tune batch_size`` and ``trainer tune lr``: what to set before a training. Imports no torch.
 
-The config is composed and checked as ``fit`` does it. The training steps that answer the question run in processes of
-their own (`trainer.cli.tune.child`); here is what these are asked to do, and what is made of their answers.
+The config is composed and checked as for ``fit``. The training steps run in child processes
+(`trainer.cli.tune.child`), each with a config made by `plain`.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _SHORT_TRAINING = {
     "strategy": "auto",
 }
 _LONGEST = {"max_epochs": 1000, "max_steps": 100_000}
-"""More than any test takes, where a run has an end: some schedules want to know it."""
+"""Longer than any test: some schedules need to know the length of the run."""
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 class TuneError(TrainerError):
-    """A training step has failed, and not because memory ran out. The message is the step's own."""
+    """A training step failed, for another reason than memory. The message is that of its error."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
 
 
 def claim_folder(arguments: Arguments, config: DictConfig) -> Path:
-    """The folder of this run, made. Says where what is found holds for a single device only."""
+    """Make the folder of this run. Prints a remark where the config asks for several devices."""
     folder = claim(arguments, config).resolve()
     if config.trainer.devices not in (1, "1", "auto") or config.trainer.num_nodes != 1:
         say(
@@ -180,7 +180,7 @@ def claim_folder(arguments: Arguments, config: DictConfig) -> Path:
 
 
 def plain(config: DictConfig, folder: Path, **changes: Any) -> dict[str, Any]:
-    """The config as the processes get it: resolved, for a short training that neither validates, saves nor logs.
+    """The config of a child process: resolved, for a short training that neither validates, saves nor logs.
 
     Args:
         config: with Hydra's node.
@@ -223,11 +223,11 @@ def write(folder: Path, result: dict[str, Any]) -> None:
 
 
 def seen(folder: Path) -> Path:
-    """A folder as it is told of: from here, where it lies below."""
+    """A folder for messages: relative to the working folder, if it is inside of it."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def say(text: str) -> None:
-    """A line for the person who waits; none with ``--quiet``."""
+    """Print a line; nothing with ``--quiet``."""
     if not is_quiet():
         print(text, flush=True)

@@ -1,7 +1,7 @@
-"""A function in a process of its own, which leaves nothing behind: no memory, no random state, no threads.
+"""Run a function in a child process, which leaves no memory, random state or threads behind.
 
-On Linux such processes are forks of a server that has imported torch and Lightning and nothing else, so that they
-start in a moment. Elsewhere forks are not safe, and each process imports everything again.
+On Linux the children are forks of a server that has only imported torch and Lightning, so that they start quickly.
+Elsewhere forks are not safe, and each child imports everything again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.files import write_text
 
 Message = dict[str, Any]
 Tell = Callable[[Message], None]
-"""Answers with the message, and ends the process, whatever it is still doing."""
+"""Sends the message as the answer, and ends the child process at once."""
 
 _SIGKILL = 9
 _PRELOADED = "trainer.cli.tune.attempt"
@@ -29,16 +29,17 @@ _ANSWER = "answer.json"
 
 
 def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
-    """Call ``function(tell, folder, **arguments)`` in a process of its own; ``folder`` is a temporary one.
+    """Call ``function(tell, folder, **arguments)`` in a child process; ``folder`` is a temporary one.
 
     Args:
-        function: ``module:name``, so that this process need not import it; it tells one message, which JSON can hold.
-        log: gets what the process prints.
+        function: ``module:name``, so that this process need not import it. It calls ``tell`` once, with a message that
+            can be written as JSON.
+        log: the file that the child's output is appended to.
         arguments: can be pickled.
 
     Returns:
-        What it told, which has a ``status``: ``ok``, ``out of memory`` or ``failed``; the last two come with ``error``.
-        Of a process that ended without telling anything, likewise: when memory runs out, the system kills it.
+        The message. Its ``status`` is ``ok``, ``out of memory`` or ``failed``; the last two come with an ``error``. It
+        is made here for a child that ends without one: a child that the system kills has run out of memory.
     """
     context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     if sys.platform == "linux":
@@ -86,4 +87,4 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # nobody is left to be told
+    os._exit(1)  # nobody reads the answer any more
