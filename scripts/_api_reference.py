@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import griffe
 
+from trainer.arguments import ARGUMENTS, in_python
 from trainer.cli.arguments import COMMANDS
 from trainer.cli.help import SUMMARY
-from trainer.cli.recipes import description
+from trainer.cli.keys import description
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "api"
@@ -102,7 +103,8 @@ def _object(each: griffe.Object) -> str:
             parts[1] += f"; a {', '.join(f'`{base}`' for base in bases)}"
         constructor = each.members.get("__init__")
         parameters = constructor if isinstance(constructor, griffe.Function) else None
-        parts.append(_docstring(each, parameters))
+        meanings = {name: one.meaning for name, one in ARGUMENTS.items()} if each.name == "Trainer" else {}
+        parts.append(_docstring(each, parameters, {name: in_python(text) for name, text in meanings.items()}))
         parts += [_method(member) for name, member in each.members.items() if _is_shown(name, member)]
     elif isinstance(each, griffe.Function):
         parts += [f"`{_call(each)}`", _docstring(each, each)]
@@ -140,19 +142,22 @@ def _call(function: griffe.Function) -> str:
     return f"{function.name}({', '.join(words)})"
 
 
-def _docstring(each: griffe.Object | griffe.Alias, called: griffe.Function | None) -> str:
+def _docstring(
+    each: griffe.Object | griffe.Alias, called: griffe.Function | None, meanings: Mapping[str, str] | None = None
+) -> str:
     """A docstring's sections.
 
     Args:
         each: whose docstring it is.
         called: what has its parameters, with types and defaults.
+        meanings: of parameters that the docstring does not mention.
     """
     parts = []
-    described: dict[str, str] = {}
+    described = dict(meanings or {})
     assert each.docstring is not None
     for section in each.docstring.parse("google", warnings=False):
         if section.kind is griffe.DocstringSectionKind.parameters:
-            described = {item.name: item.description for item in section.value}
+            described |= {item.name: item.description for item in section.value}
         elif section.kind is griffe.DocstringSectionKind.text:
             parts.append(_text(section.value))
         elif section.kind is griffe.DocstringSectionKind.examples:

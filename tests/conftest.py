@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests.support import Clock
-from tests.warm_python import WarmPython, warm_python
+from tests.warm_python import WarmPython, save_empty_pictures, warm_python
 from trainer.precision.readback import Readback
 
 ROOT = Path(__file__).parent.parent
@@ -37,13 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Tests that are not marked ``gpu`` see a machine without one, and so do the processes that they start.
+    """Tests see a machine without a GPU and draw nothing, unless they are marked ``gpu`` or ``draws``.
 
-    Else ``accelerator="auto"`` would take the GPU, and Lightning would warn of each Trainer that does not.
+    On a GPU ``accelerator="auto"`` would take it, and Lightning would warn of each Trainer that does not. Drawing its
+    curves is most of the time of a short fit.
     """
-    if item.get_closest_marker("gpu"):
-        return (yield)
     with pytest.MonkeyPatch.context() as patch:
+        if not item.get_closest_marker("draws"):
+            patch.setattr(Figure, "savefig", save_empty_pictures(Figure.savefig))
+        if item.get_closest_marker("gpu"):
+            return (yield)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 0)

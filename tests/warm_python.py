@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class WarmPython:
     """Runs programs as ``python WORDS...`` would.
 
     The programs inherit nothing but the environment, the working folder and the standard streams. What they start with
-    ``sys.executable`` is warm, too. Tests of what is imported need a Python of their own.
+    ``sys.executable`` is warm, too. Pictures of theirs are empty. Tests of what is imported need a Python of their own.
 
     Args:
         folder: for the socket; its path must be short.
@@ -111,6 +111,18 @@ def warm_python(packages: Path = ROOT) -> Iterator[WarmPython]:
         yield python
 
 
+def save_empty_pictures(save: Callable[..., None]) -> Callable[..., None]:
+    """``Figure.savefig`` without the drawing, which is most of the time of a short fit; SVG is drawn."""
+
+    def savefig(figure: Any, fname: Any, **options: Any) -> None:
+        if options.get("format") == "svg":
+            save(figure, fname, **options)
+        elif isinstance(fname, (str, os.PathLike)):
+            Path(fname).touch()
+
+    return savefig
+
+
 def run(socket_path: str, words: list[str]) -> int:
     """Hand a program over and wait for it.
 
@@ -119,7 +131,7 @@ def run(socket_path: str, words: list[str]) -> int:
         words: what would follow ``python``: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``.
 
     Returns:
-        Its exit status, as a shell would say it.
+        Its exit status. Where a signal has killed the program, that signal kills this process, too.
     """
     request = json.dumps({"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
     with socket.socket(socket.AF_UNIX) as connection:
@@ -132,7 +144,11 @@ def run(socket_path: str, words: list[str]) -> int:
         for name in _PASSED_ON:
             signal.signal(getattr(signal, name), lambda number, _: os.kill(group, number))
         status: int = struct.unpack("!i", _exactly(connection, 4))[0]
-        return status
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
 
 
 def serve(socket_path: str) -> None:
@@ -144,6 +160,8 @@ def serve(socket_path: str) -> None:
     for module in [module for name, module in sys.modules.items() if name.startswith(("trainer.", "recipes."))]:
         for public in getattr(module, "__all__", ()):
             getattr(module, public, None)  # those that are imported when they are used
+    figure = importlib.import_module("matplotlib.figure").Figure
+    figure.savefig = save_empty_pictures(figure.savefig)
     Server(socket_path).loop()
 
 
@@ -204,13 +222,11 @@ class Server:
             ended, status = os.waitpid(process, os.WNOHANG)
             if not ended:
                 continue
-            self._kill(process)  # what it has left behind
             connection = self.asked.pop(process)
             with contextlib.suppress(KeyError):
                 self.selector.unregister(connection)
-            code = os.waitstatus_to_exitcode(status)
             with contextlib.suppress(OSError):
-                connection.sendall(struct.pack("!i", code if code >= 0 else 128 - code))
+                connection.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
             connection.close()
 
     @staticmethod

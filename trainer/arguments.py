@@ -1,19 +1,367 @@
-"""The Trainer's arguments: what each may be, what goes together, and what is not supported yet.
+"""The Trainer's arguments, each described once. Imports neither torch nor Lightning.
 
-Everything is refused here, when the Trainer is built, not in epoch 3.
+``ARGUMENTS`` says of each argument what its default is, what it may be, and what it means. The Trainer checks by it
+what it is given, when it is built and not in epoch 3. The command line takes from it the types of a config's
+``trainer`` node, its messages, help and completion, and what the keys mean. So a mistake gets the same sentence in
+Python and on the command line.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from numbers import Integral, Real
+from os import PathLike
+from types import NoneType
+from typing import Any, NamedTuple
 
-from lightning.pytorch.utilities import rank_zero_info
+from trainer.errors import ONE_PACKAGE, ConfigurationError, did_you_mean
 
-from trainer.errors import ONE_PACKAGE, ConfigurationError
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
+STRATEGIES = (
+    "auto",
+    *(
+        f"ddp{start}{unused}"
+        for start in ("", "_spawn", "_fork", "_notebook")
+        for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
+    ),
+    "fsdp",
+    "fsdp_cpu_offload",
+    "deepspeed",
+    *(f"deepspeed_stage_{stage}{offload}" for stage in (1, 2, 3) for offload in ("", "_offload")),
+    "deepspeed_stage_3_offload_nvme",
+    "single_device",
+    "single_tpu",
+    "single_xla",
+    "xla",
+    "xla_debug",
+    "xla_fsdp",
+)
+PROFILERS = ("simple", "advanced", "pytorch", "xla")
+UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
+"""The units of a time that is given as a mapping: the arguments of `datetime.timedelta`."""
+
+
+def seconds(time: Any) -> float | None:
+    """A time in seconds: ``"DD:HH:MM:SS"``, units and numbers, or a timedelta. None for everything else."""
+    if isinstance(time, str):
+        parts = time.split(":")
+        if len(parts) != 4 or not all(part.strip().isdecimal() for part in parts):
+            return None
+        time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts), strict=True))
+    if isinstance(time, Mapping):
+        if (
+            not time
+            or not set(time) <= set(UNITS)
+            or not all(_is_number(a) and 0 <= a < math.inf for a in time.values())
+        ):
+            return None
+        try:
+            time = timedelta(**time)
+        except OverflowError:
+            return None
+    return time.total_seconds() if isinstance(time, timedelta) else None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    """Whether ``value`` is a whole number, if need be a float, such as 1e6 or inf, as Lightning allows."""
+    return _is_whole(value) or (isinstance(value, float) and (value.is_integer() or value == math.inf))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether ``value`` was made from a class or, in a config, is a node that says from which."""
+    if isinstance(value, Mapping):
+        return "_target_" in value
+    return not isinstance(value, (str, bytes, Real, list, tuple, set, NoneType))
+
+
+def _is_devices(value: Any) -> bool:
+    if isinstance(value, str):
+        return all(part.strip().lstrip("-").isdigit() for part in value.split(","))
+    if isinstance(value, (list, tuple)):
+        return 0 < len(value) == len(set(map(str, value))) and all(_is_whole(index) and index >= 0 for index in value)
+    return _is_whole(value) and (value >= 1 or value == -1)
+
+
+class Kind(NamedTuple):
+    """A kind of values, and their range.
+
+    Attributes:
+        words: what it is called in messages.
+        includes: whether a value is of this kind.
+        type: that of a config's key; Any where OmegaConf has none.
+        least: the smallest number that it may be.
+        above: the largest number that is too small; None where ``least`` says it.
+        most: the largest number that it may be.
+        otherwise: what a message says behind the range.
+        is_share: a share of batches, beside the whole numbers that are numbers of them.
+    """
+
+    words: str
+    includes: Callable[[Any], bool]
+    type: Any = Any
+    least: float = -math.inf
+    above: float | None = None
+    most: float = math.inf
+    otherwise: str = ""
+    is_share: bool = False
+
+    def at_least(self, least: int, otherwise: str = "") -> Kind:
+        """This kind from ``least`` on."""
+        return self._replace(least=least, otherwise=otherwise)
+
+    def expected_range(self, value: Any) -> str | None:
+        """What ``value``, which is of this kind, should have been; None if it is in range."""
+        number = value if _is_number(value) else seconds(value)
+        if number is None:
+            return None
+        if _is_whole(number) and number >= 2**63:
+            return "a number that fits in 64 bits."
+        if self.above is not None and not number > self.above:
+            return f"more than {self.above}{self.otherwise}."
+        if not number >= self.least:
+            return f"at least {max(self.least, 0)}{self.otherwise}."
+        if self.is_share and not number <= 1:
+            example = f", such as {round(number)}" if math.isfinite(number) else ""
+            return f"a share of the batches, of at most 1.0, or a whole number of them{example}."
+        return None if number <= self.most else f"at most {self.most}."
+
+
+WHOLE = Kind("a whole number", _is_whole, int)
+COUNT = Kind("a whole number", _is_count, int).at_least(0)
+ENDLESS = COUNT.at_least(-1, ", or -1 for no end")
+NUMBER = Kind("a number", _is_number, float).at_least(0)
+TEXT = Kind("text", lambda value: isinstance(value, str), str)
+PATH = Kind("a path", lambda value: isinstance(value, (str, PathLike)), str)
+TIME = Kind(
+    "a time such as 00:12:00:00 (days, hours, minutes and seconds) or '{hours: 12}'",
+    lambda value: seconds(value) is not None,
+)
+DEVICES = Kind("a number of devices of at least 1, a list of their indices such as [0,1], -1 for all", _is_devices)
+OBJECT = Kind("an object", _is_object)
+SWITCH = (True, False)
+AMOUNT = (WHOLE.at_least(0), NUMBER._replace(is_share=True))
+
+
+def _between_validations(kind: Kind) -> Kind:
+    return kind._replace(type=Any, above=0, otherwise=". To do without validation, set limit_val_batches to 0")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of the Trainer. Texts are as for a config, in which None is ``null``.
+
+    Attributes:
+        name: as in the signature of ``Trainer``.
+        default: likewise.
+        meaning: in a few words.
+        accepts: the kinds of values that it may be and, beside them, single values: words, True, False, None. Empty
+            where others judge it.
+        any_case: whether Python may write the words in capitals, as for Lightning.
+    """
+
+    name: str
+    default: Any
+    meaning: str
+    accepts: tuple[Any, ...] = ()
+    any_case: bool = False
+
+    @property
+    def choices(self) -> list[str]:
+        """The words that it may be."""
+        return [describe(one) for one in self.accepts if not isinstance(one, Kind) and one is not None]
+
+    @property
+    def expected(self) -> str:
+        """What it may be; that it may be an object goes without saying.
+
+        >>> ARGUMENTS["benchmark"].expected
+        'true, false or null'
+        """
+        words = [one.words if isinstance(one, Kind) else describe(one) for one in self.accepts if one is not OBJECT]
+        return either(words if len(words) < 10 else [*words[:3], "another of Lightning's"])
+
+    def mistake(self, value: Any, key: str | None = None, registered: Collection[str] = ()) -> str | None:
+        """What is wrong with ``value``, in a sentence; None if nothing is.
+
+        Args:
+            value: what was given.
+            key: where it stands in a config, such as ``trainer.devices``. None for an argument in Python: the sentence
+                has None for ``null`` then, and what only Lightning allows is no mistake: False for no batches, 2.0 for
+                two of them, words in capitals.
+            registered: words that it may be, too.
+        """
+        if key is None:
+            wanted = None if self._is_lightnings(value) else self._wanted(value, registered)
+            return wanted and f"{self.name} is {value!r}, expected {in_python(wanted)}"
+        wanted = self._wanted(value, registered)
+        return wanted and f"{key} is {describe(value)}, expected {wanted}"
+
+    def _is_lightnings(self, value: Any) -> bool:
+        if any(isinstance(one, Kind) and one.is_share for one in self.accepts):
+            return value is False or (isinstance(value, float) and value > 1 and value.is_integer())
+        return self.any_case and isinstance(value, str) and value.lower() in self.accepts
+
+    def _wanted(self, value: Any, registered: Collection[str]) -> str | None:
+        """What was expected instead of ``value``; None if it is all right."""
+        if not self.accepts or any(_is(value, one) for one in (*self.accepts, *registered)):
+            return None
+        for kind in self.accepts:
+            if isinstance(kind, Kind) and kind.includes(value):
+                return kind.expected_range(value)
+        units = [str(unit) for unit in value if unit not in UNITS] if isinstance(value, Mapping) else []
+        near = did_you_mean(units[0], UNITS) if units else did_you_mean(describe(value), [*self.choices, *registered])
+        return f"{self.expected}.{near}"
+
+
+_TABLE = (
+    Argument("accelerator", "auto", "the kind of device; auto: the best there is", (*ACCELERATORS, OBJECT)),
+    Argument("strategy", "auto", "how several processes work together: auto, ddp, ...", (*STRATEGIES, OBJECT)),
+    Argument("devices", "auto", "how many, or a list of their indices; -1 for all", (DEVICES, "auto")),
+    Argument("num_nodes", 1, "how many machines", (COUNT.at_least(1),)),
+    Argument("precision", None, "of the arithmetic: 32-true, 16-mixed, bf16-mixed, ..."),
+    Argument("logger", None, "what records the logged values"),
+    Argument("callbacks", None, "callbacks beside the default ones"),
+    Argument("fast_dev_run", False, "true: one batch of everything, and nothing is written", (*SWITCH, COUNT, None)),
+    Argument("max_epochs", None, "epochs to train; -1 for no end", (ENDLESS, None)),
+    Argument("min_epochs", None, "epochs to train before anything may stop the run", (COUNT, None)),
+    Argument("max_steps", -1, "optimizer steps to train; -1 for no end", (ENDLESS,)),
+    Argument("min_steps", None, "optimizer steps to train before anything may stop the run", (COUNT, None)),
+    Argument("max_time", None, "when to stop: 00:12:00:00 is days, hours, minutes and seconds", (TIME, None)),
+    Argument("limit_train_batches", None, "batches of an epoch, or a share of them, to train on", (*AMOUNT, None)),
+    Argument(
+        "limit_val_batches", None, "batches, or a share of them, to validate on; 0: no validation", (*AMOUNT, None)
+    ),
+    Argument("limit_test_batches", None, "batches, or a share of them, to test on", (*AMOUNT, None)),
+    Argument("limit_predict_batches", None, "batches, or a share of them, to predict on", (*AMOUNT, None)),
+    Argument("overfit_batches", 0.0, "train and validate on the same few batches", AMOUNT),
+    Argument(
+        "val_check_interval",
+        None,
+        "batches, a share of an epoch, or a time, between two validations",
+        (
+            _between_validations(WHOLE._replace(words="a number of batches")),
+            _between_validations(NUMBER._replace(words="a share of an epoch", is_share=True)),
+            _between_validations(TIME),
+            None,
+        ),
+    ),
+    Argument(
+        "check_val_every_n_epoch",
+        1,
+        "epochs between two validations",
+        (WHOLE.at_least(1, ", or null to count batches across epochs"), None),
+    ),
+    Argument(
+        "num_sanity_val_steps",
+        None,
+        "validation batches to try before training begins",
+        (COUNT.at_least(-1, ", or -1 for all batches"), None),
+    ),
+    Argument("log_every_n_steps", None, "optimizer steps between two rows for the loggers", (COUNT, None)),
+    Argument("enable_checkpointing", None, "whether checkpoints are written", (*SWITCH, None)),
+    Argument("enable_progress_bar", None, "whether there is a progress bar, and a summary at the end", (*SWITCH, None)),
+    Argument("enable_model_summary", None, "whether a table of the layers is printed", (*SWITCH, None)),
+    Argument("accumulate_grad_batches", 1, "batches that make one optimizer step", (WHOLE.at_least(1), None)),
+    Argument("gradient_clip_val", None, "the largest norm of the gradients; null: any", (COUNT, NUMBER, None)),
+    Argument(
+        "gradient_clip_algorithm",
+        None,
+        "norm: of all gradients together; value: each element",
+        ("norm", "value", None),
+        any_case=True,
+    ),
+    Argument("deterministic", None, "true: only operations that always give the same result", (*SWITCH, "warn", None)),
+    Argument("benchmark", None, "true: have cuDNN try which convolution is fastest", (*SWITCH, None)),
+    Argument("inference_mode", True, "whether evaluation runs in torch.inference_mode", SWITCH),
+    Argument("use_distributed_sampler", True, "whether each process gets its share of the data", SWITCH),
+    Argument("profiler", None, "simple, advanced, pytorch, or null", (*PROFILERS, None, OBJECT), any_case=True),
+    Argument("detect_anomaly", False, "true: stop at the operation whose backward made the first NaN; slow", SWITCH),
+    Argument("barebones", False, "true: without anything that costs time", SWITCH),
+    Argument("plugins", None, "parts of a strategy: a cluster environment, a checkpoint IO, ..."),
+    Argument("sync_batchnorm", False, "true: batch normalisation over all processes", SWITCH),
+    Argument(
+        "reload_dataloaders_every_n_epochs",
+        0,
+        "epochs between two calls of train_dataloader(); 0: one call",
+        (WHOLE.at_least(0),),
+    ),
+    Argument(
+        "default_root_dir", None, "where to write what has no folder of its own; null: the run's folder", (PATH, None)
+    ),
+    Argument("enable_autolog_hparams", True, "whether the module's hyper-parameters go to the loggers", SWITCH),
+    Argument("model_registry", None, "the name of a model in Lightning's registry", (TEXT, None)),
+    Argument("resume", None, "auto: go on from the newest checkpoint of the same command", ("auto", None)),
+    Argument("exact_resume", True, "false: resume also where the result may differ", SWITCH),
+    Argument(
+        "dataloader_timeout",
+        1800.0,
+        "seconds that workers may take for a batch; 0: any time",
+        (NUMBER._replace(most=10**9),),
+    ),
+)
+
+ARGUMENTS = {argument.name: argument for argument in _TABLE}
+"""Every argument of the Trainer by its name, in the order of the signature."""
+
+
+def check(given: Mapping[str, Any], **registered: Collection[str]) -> None:
+    """Check arguments of the Trainer.
+
+    Args:
+        given: values by name. Names that the Trainer does not have are passed over.
+        **registered: by an argument's name, words that it may be beside those of the table.
+
+    Raises:
+        ConfigurationError: the first value that is of the wrong kind, out of range, or an unknown word.
+    """
+    for name, argument in ARGUMENTS.items():
+        if name in given and (problem := argument.mistake(given[name], registered=registered.get(name, ()))):
+            raise ConfigurationError(problem)
+
+
+def describe(value: Any) -> str:
+    """``value`` as one would write it in a config, or on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) or "empty"
+
+
+def either(words: Sequence[str]) -> str:
+    """``a, b or c``."""
+    words = ", ".join(words).split(", ")
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+_IN_PYTHON = {"null": "None", "true": "True", "false": "False", "'{hours: 12}'": "{'hours': 12}"}
+_IN_CONFIG = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in _IN_PYTHON))
+
+
+def in_python(text: str) -> str:
+    """A text about a config as one about Python: with None for ``null``, True for ``true``, False for ``false``."""
+    return _IN_CONFIG.sub(lambda found: _IN_PYTHON[found[0]], text)
+
+
+def _is(value: Any, word: Any) -> bool:
+    """Whether ``value`` is a single value that an argument may be. 0 and 1 are False and True."""
+    if isinstance(word, bool):
+        return isinstance(value, Real) and bool(value == word)
+    return value is None if word is None else isinstance(value, str) and value == word
 
 
 @dataclass
@@ -42,76 +390,68 @@ class RunLimits:
     num_sanity_val_steps: int | float
 
 
-def parse_limits(
-    *,
-    fast_dev_run: int | bool,
-    overfit_batches: int | float,
-    max_epochs: int | None,
-    max_steps: int,
-    limit_train_batches: int | float | None,
-    limit_val_batches: int | float | None,
-    limit_test_batches: int | float | None,
-    limit_predict_batches: int | float | None,
-    val_check_interval: Any,
-    check_val_every_n_epoch: int | None,
-    num_sanity_val_steps: int | None,
-) -> RunLimits:
-    """The limits that these arguments mean, checked.
+def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = str) -> RunLimits:
+    """How much of everything to run.
+
+    Args:
+        given: all arguments of the Trainer; `check` has let them pass.
+        announce: told how 1 and 1.0 are understood, which are easily mistaken for each other.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a share of an epoch, where batches are counted across epochs.
     """
-    if not isinstance(fast_dev_run, int) or fast_dev_run < 0:
+    interval, every = given["val_check_interval"], given["check_val_every_n_epoch"]
+    if every is None and isinstance(interval, float):
         raise ConfigurationError(
-            f"fast_dev_run={fast_dev_run!r} is not a valid configuration. It should be True, False or a number of"
-            " batches."
+            f"val_check_interval is {interval}, a share of an epoch, and check_val_every_n_epoch=None counts batches"
+            " across epochs: expected a number of batches, or a time such as 00:12:00:00."
         )
-    if max_epochs is not None and max_epochs < -1:
-        raise ConfigurationError(f"`max_epochs` must be a non-negative integer or -1. You passed in {max_epochs}.")
-    if max_steps < -1:
-        raise ConfigurationError(f"`max_steps` must be a non-negative integer or -1. You passed in {max_steps}.")
-    val_check_seconds = None
-    if isinstance(val_check_interval, (str, dict, timedelta)):
-        val_check_interval, val_check_seconds = None, _seconds(val_check_interval)
-    if check_val_every_n_epoch is not None and not isinstance(check_val_every_n_epoch, int):
-        raise ConfigurationError(f"`check_val_every_n_epoch` should be an integer, found {check_val_every_n_epoch!r}.")
-    if check_val_every_n_epoch is not None and check_val_every_n_epoch < 1:
-        raise ConfigurationError(
-            f"Got check_val_every_n_epoch={check_val_every_n_epoch}, expected at least 1, or None."
-        )
-    if check_val_every_n_epoch is None and isinstance(val_check_interval, float):
-        raise ConfigurationError(
-            "`val_check_interval` should be an integer or a time-based duration (str 'DD:HH:MM:SS',"
-            " datetime.timedelta, or dict kwargs for timedelta) when `check_val_every_n_epoch=None`."
-            f" Got {val_check_interval!r}."
-        )
-    train, val = (
-        _amount(limit_train_batches, "limit_train_batches"),
-        _amount(limit_val_batches, "limit_val_batches"),
-    )
-    if overfit_batches:
-        train = val = _amount(overfit_batches, "overfit_batches")
+    amount = partial(_amount, given=given, announce=announce)
+    train, val = amount("limit_train_batches"), amount("limit_val_batches")
+    if given["overfit_batches"]:
+        train = val = amount("overfit_batches")
+    sanity_steps = given["num_sanity_val_steps"]
     limits = RunLimits(
-        max_epochs=max_epochs,
-        max_steps=max_steps,
+        max_epochs=given["max_epochs"],
+        max_steps=given["max_steps"],
         train=train,
         val=val,
-        test=_amount(limit_test_batches, "limit_test_batches"),
-        predict=_amount(limit_predict_batches, "limit_predict_batches"),
-        val_check_interval=_amount(val_check_interval, "val_check_interval"),
-        val_check_seconds=val_check_seconds,
-        check_val_every_n_epoch=check_val_every_n_epoch,
-        num_sanity_val_steps=_sanity_steps(num_sanity_val_steps),
+        test=amount("limit_test_batches"),
+        predict=amount("limit_predict_batches"),
+        val_check_interval=amount("val_check_interval"),
+        val_check_seconds=seconds(interval),
+        check_val_every_n_epoch=every,
+        num_sanity_val_steps=2 if sanity_steps is None else math.inf if sanity_steps == -1 else sanity_steps,
     )
-    if fast_dev_run:
-        batches = int(fast_dev_run)
-        if not overfit_batches:
+    if given["barebones"]:
+        limits.num_sanity_val_steps = 0
+    if given["fast_dev_run"]:
+        batches = int(given["fast_dev_run"])
+        if not given["overfit_batches"]:
             limits.train = limits.val = batches
         limits.test = limits.predict = batches
         limits.max_steps, limits.max_epochs = batches, 1
         limits.num_sanity_val_steps, limits.val_check_interval, limits.check_val_every_n_epoch = 0, 1.0, 1
         limits.val_check_seconds = None
     return limits
+
+
+def _amount(name: str, given: Mapping[str, Any], announce: Callable[[str], object]) -> int | float:
+    """A number of batches (int), or a share of them (float); all of them for None, and for a time."""
+    amount = 0 if given[name] is False else given[name]
+    if not _is_number(amount):
+        return 1.0
+    if amount == 1:
+        announce(f"`Trainer({name}={amount})` was configured so {_all_or_one(name, isinstance(amount, int))}.")
+    return int(amount) if amount > 1 else amount
+
+
+def _all_or_one(name: str, is_one: bool) -> str:
+    """What 1, or 1.0, means."""
+    if name == "val_check_interval":
+        return f"validation will run {'after every batch' if is_one else 'at the end of the training epoch'}"
+    amount = "1 batch" if is_one else "100% of the batches"
+    return f"{amount} per epoch will be used" if name == "limit_train_batches" else f"{amount} will be used"
 
 
 BAREBONES = {
@@ -128,11 +468,11 @@ BAREBONES = {
 """What ``barebones=True`` switches off, and why."""
 
 
-def check_barebones(**given: Any) -> None:
+def check_barebones(given: Mapping[str, Any]) -> None:
     """Refuse what ``barebones=True`` switches off, where somebody asks for it.
 
     Args:
-        **given: the arguments in ``BAREBONES``. None, False and 0 ask for nothing.
+        given: all arguments of the Trainer. None, False and 0 ask for nothing.
 
     Raises:
         ConfigurationError: one asks for something.
@@ -143,23 +483,6 @@ def check_barebones(**given: Any) -> None:
                 f"`Trainer(barebones=True, {name}={given[name]!r})` was passed. {why}, so it is disabled in barebones"
                 f" mode: leave {name} out."
             )
-
-
-def check_clipping(value: Any, algorithm: Any) -> None:
-    """Check ``gradient_clip_val`` and ``gradient_clip_algorithm``.
-
-    Raises:
-        TypeError: the value is no number.
-        ConfigurationError: an unknown algorithm.
-    """
-    if value is not None and not isinstance(value, (int, float)):
-        raise TypeError(f"`gradient_clip_val` should be an int or a float. Got {value!r}.")
-    known = isinstance(algorithm, str) and algorithm.lower() in ("norm", "value")
-    if algorithm is not None and not known:
-        raise ConfigurationError(
-            f"`gradient_clip_algorithm` {algorithm} is invalid. Got gradient_clip_algorithm={algorithm!r}, expected"
-            " 'norm' or 'value'."
-        )
 
 
 def refuse_other_package(argument: str, *given: Any) -> None:
@@ -192,87 +515,3 @@ def refuse_twice(argument: str, value: Any, default: Any, callbacks: Sequence[An
         raise ConfigurationError(
             f"Got {argument}={value!r} and a {kind.__name__} callback, expected one of them: they set the same thing."
         )
-
-
-def _amount(given: int | float | None, name: str) -> int | float:
-    """A number of batches (int) or a share of them (float); None is all, False none. True might be either."""
-    if given is None:
-        return 1.0
-    if given is False:
-        return 0
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
-        raise ConfigurationError(f"Got {name}={given!r}, expected a number of batches or a share from 0.0 to 1.0.")
-    if given == 1:
-        rank_zero_info(f"`Trainer({name}={given})` was configured so {_all_or_one(name, isinstance(given, int))}.")
-    if 0 <= given <= 1:
-        return given
-    if given > 1 and given % 1 == 0:
-        return int(given)
-    raise ConfigurationError(f"You have passed invalid value {given} for {name}, it has to be in [0.0, 1.0] or an int.")
-
-
-def _all_or_one(name: str, is_one: bool) -> str:
-    """What 1, or 1.0, means, which are easily mistaken for each other."""
-    if name == "val_check_interval":
-        return f"validation will run {'after every batch' if is_one else 'at the end of the training epoch'}"
-    amount = "1 batch" if is_one else "100% of the batches"
-    return f"{amount} per epoch will be used" if name == "limit_train_batches" else f"{amount} will be used"
-
-
-def _seconds(given: str | dict[str, Any] | timedelta) -> float:
-    """An interval of time: ``"DD:HH:MM:SS"``, the arguments of a timedelta, or one."""
-    if isinstance(given, str):
-        parts = given.split(":")
-        if len(parts) != 4 or not all(part.strip().isdecimal() for part in parts):
-            raise ConfigurationError(
-                f"Invalid time format for `val_check_interval`: {given!r}. Expected 'DD:HH:MM:SS', four whole numbers."
-            )
-        given = dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts), strict=True))
-    return (given if isinstance(given, timedelta) else timedelta(**given)).total_seconds()
-
-
-def parse_reload_interval(given: Any) -> int:
-    """``reload_dataloaders_every_n_epochs``, checked.
-
-    Raises:
-        ConfigurationError: not a whole number of epochs.
-    """
-    if not isinstance(given, int) or given < 0:
-        raise ConfigurationError(f"`reload_dataloaders_every_n_epochs` should be an int >= 0, got {given!r}.")
-    return given
-
-
-def _sanity_steps(given: int | None) -> int | float:
-    if given is None:
-        return 2
-    if given < -1:
-        raise ConfigurationError(f"Got num_sanity_val_steps={given!r}, expected a number of batches, or -1 for all.")
-    return float("inf") if given == -1 else given
-
-
-def parse_resume(given: str | None) -> str | None:
-    """``resume``.
-
-    Raises:
-        ConfigurationError: it is neither ``"auto"`` nor None.
-    """
-    if given not in ("auto", None):
-        raise ConfigurationError(
-            f"Got resume={given!r}, expected 'auto' (go on from the newest good checkpoint of this run) or None. To"
-            " go on from a checkpoint that you name, call fit(ckpt_path=...)."
-        )
-    return given
-
-
-def parse_timeout(given: float) -> float:
-    """``dataloader_timeout``.
-
-    Raises:
-        ConfigurationError: no number of seconds.
-    """
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < float("inf"):
-        raise ConfigurationError(
-            f"Got dataloader_timeout={given!r}, expected seconds that the workers of a dataloader may take for a batch,"
-            " or 0 for any time."
-        )
-    return given

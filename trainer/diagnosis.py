@@ -1,4 +1,4 @@
-"""What a run is ended by, told so that somebody can mend it: workers of dataloaders, and memory that is not enough.
+"""More about an error that has ended a run: which batch it was, and what to do about workers and about memory.
 
 Nothing here runs while all goes well. How long workers are waited for is in ``trainer.data.workers``.
 """
@@ -6,7 +6,6 @@ Nothing here runs while all goes well. How long workers are waited for is in ``t
 from __future__ import annotations
 
 import gc
-import os
 import re
 import traceback
 from typing import Any
@@ -18,6 +17,7 @@ from trainer import machine
 from trainer.data.samples import batch_size
 from trainer.data.workers import DEAD_WORKER
 from trainer.errors import DataLoaderError, is_out_of_memory
+from trainer.machine import readable
 
 _HUNG = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _RAISED = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory thread)")
@@ -25,7 +25,6 @@ _ABOUT_BATCHES = (IndexError, RuntimeError, TypeError, ValueError)
 _SHAPES = re.compile(
     r"shape|sizes? (of|mismatch)|channels|dimension|out of bounds|scalar type|dtype|\d+D", re.IGNORECASE
 )
-_SHARED_MEMORY = "/dev/shm"
 
 
 def explain(error: BaseException, trainer: Any) -> DataLoaderError | None:
@@ -93,12 +92,8 @@ _ABOUT_SHARED_MEMORY = (
 
 
 def _shared_memory_left() -> str:
-    try:
-        space = os.statvfs(_SHARED_MEMORY)
-    except (OSError, AttributeError):  # not on this system
-        return ""
-    free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    return f" ({_SHARED_MEMORY} has {_readable(free)} left of {_readable(size)})"
+    known = machine.shared_memory()
+    return f" ({machine.SHARED_MEMORY} has {readable(known[0])} left of {readable(known[1])})" if known else ""
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
@@ -173,12 +168,12 @@ def _peak(device: torch.device) -> str:
     if device.type == "cuda":
         used, held = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         total = torch.cuda.get_device_properties(device).total_memory
-        return f" (at its peak tensors took {_readable(used)}, torch held {_readable(held)}, of {_readable(total)})"
+        return f" (at its peak tensors took {readable(used)}, torch held {readable(held)}, of {readable(total)})"
     if device.type == "mps":
         used, total = torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory()
-        return f" (torch holds {_readable(used)}, recommended are up to {_readable(total)})"
+        return f" (torch holds {readable(used)}, recommended are up to {readable(total)})"
     used, most = machine.peak_memory(), machine.memory().most
-    return f" (at its peak the process took {_readable(used)}, of {_readable(most)})" if used and most else ""
+    return f" (at its peak the process took {readable(used)}, of {readable(most)})" if used and most else ""
 
 
 # --- where a run is -------------------------------------------------------------------------------------------
@@ -201,14 +196,6 @@ def _batch_idx(trainer: Any) -> int:
     """Of the batch that runs, or else of the next one."""
     loop, progress = trainer.eval_loops.get(trainer.state.stage), trainer.progress
     return int(progress.batch_idx + (not progress.in_batch) if loop is None else loop.progress.batches_done)
-
-
-def _readable(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
 
 
 def add_note(error: BaseException, text: str) -> None:

@@ -5,7 +5,6 @@ What this process may use counts: a container's share and not the host's, a batc
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
@@ -14,7 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+SHARED_MEMORY = Path("/dev/shm")
 
 _NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "glusterfs", "lustre", "nfs", "panfs", "smb", "sshfs")
 """File systems that live on another machine, as they are called in ``/proc/mounts``; some have a version added."""
@@ -124,7 +124,7 @@ def memory(root: Path = Path("/")) -> Memory:
     Args:
         root: of the file system; for tests.
     """
-    total, available = _of_windows() if sys.platform == "win32" else _of_system(root)
+    total, available = _of_system(root)
     narrowest: tuple[int, int] | None = None
     for folder in _control_groups(root, "memory"):
         limit = _one(folder / "memory.max") or _one(folder / "memory.limit_in_bytes")
@@ -195,12 +195,36 @@ def peak_memory() -> int:
 
 
 def _peak_elsewhere() -> int:
-    if sys.platform == "win32":
-        return _peak_of_windows()
-    import resource
-
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def shared_memory() -> tuple[int, int] | None:
+    """Free and all bytes of the memory that workers of dataloaders send batches through; None where that is unknown."""
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:  # not on this system
+        return None
+    return usage.free, usage.total
+
+
+def readable(size: float | None) -> str:
+    """Bytes as one reads them.
+
+    >>> readable(512), readable(3 * 2**20), readable(1.5 * 2**30), readable(None)
+    ('512 bytes', '3 MiB', '1.5 GiB', 'unknown')
+    """
+    if size is None:
+        return "unknown"
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
 
 
 # --- the system's files ---------------------------------------------------------------------------------------
@@ -260,49 +284,3 @@ def _words(file: Path) -> list[str]:
 
 def _one(file: Path) -> str:
     return " ".join(_words(file))
-
-
-# --- Windows --------------------------------------------------------------------------------------------------
-
-
-class _MemoryStatus(ctypes.Structure):
-    """``MEMORYSTATUSEX`` of the Windows API."""
-
-    _fields_ = (
-        ("length", ctypes.c_uint32),
-        ("load", ctypes.c_uint32),
-        ("total", ctypes.c_uint64),
-        ("available", ctypes.c_uint64),
-        *((name, ctypes.c_uint64) for name in ("page_total", "page_free", "own_total", "own_free", "extended")),
-    )
-
-
-class _ProcessMemory(ctypes.Structure):
-    """``PROCESS_MEMORY_COUNTERS`` of the Windows API."""
-
-    _fields_ = (
-        ("size", ctypes.c_uint32),
-        ("faults", ctypes.c_uint32),
-        ("peak", ctypes.c_size_t),
-        *((f"other{index}", ctypes.c_size_t) for index in range(7)),
-    )
-
-
-def _of_windows() -> tuple[int | None, int | None]:
-    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
-    if not _windows().GlobalMemoryStatusEx(ctypes.byref(status)):
-        return None, None
-    return int(status.total), int(status.available)
-
-
-def _peak_of_windows() -> int:
-    counters = _ProcessMemory(size=ctypes.sizeof(_ProcessMemory))
-    kernel = _windows()
-    kernel.GetCurrentProcess.restype = ctypes.c_void_p
-    query = kernel.K32GetProcessMemoryInfo
-    query.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
-    return int(counters.peak) if query(kernel.GetCurrentProcess(), ctypes.byref(counters), counters.size) else 0
-
-
-def _windows() -> Any:
-    return ctypes.windll.kernel32  # type: ignore[attr-defined]  # there only

@@ -117,7 +117,7 @@ TARGETS: dict[str, dict[str, str]] = {
     "lightning.pytorch.cli.LightningCLI": {"args": "['{pickle}']"},
     "hydra.utils.instantiate": {"config": "{{_target_: os.system, command: touch {owned}}}"},
     "functools.partial": {"_args_": "['{owned}']"},
-    "trainer.cli.build.locate": {"target": "os.system"},
+    "trainer.cli.build.build": {"node": "{{_target_: os.system, command: touch {owned}}}"},
     "torch.storage._load_from_bytes": {"b": "{pickle}"},
     "torch.utils.data.dataloader.os.system": {"command": "touch {owned}"},
     "torch.multiprocessing.Process": {"_args_": "[1]"},

@@ -98,7 +98,7 @@ def test_stopping_keeps_the_last_good_weights(tmp_path: Path, precision: str, op
     assert "The batch was not finite when it came: batch[2]." in told
     assert "Try: Mend or leave out the samples of this batch" in told
     assert trainer.skipped_steps == 1
-    assert trainer.scaler is scaler is trainer.loop.scaler
+    assert trainer.scaler is scaler
 
 
 class Log(nn.Module):

@@ -6,12 +6,13 @@ import pickle
 import re
 import sys
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from rich.console import Console
 
 from trainer import Trainer
@@ -78,7 +79,7 @@ class FakeTrainer:
         self.scaler = FakeScaler(scaler)
         self.settled_outcome = None
         self.progress = SimpleNamespace(skipped_steps=0)
-        self.state = SimpleNamespace(fn=TrainerFn.FITTING)
+        self.state = SimpleNamespace(fn=TrainerFn.FITTING, stage=RunningStage.TRAINING)
         bar.setup(self, None, "fit")
 
     def train_epoch(self, first=0, last=None, outputs=NO_OUTPUT):
@@ -97,6 +98,8 @@ class FakeTrainer:
         self.current_epoch += 1
 
     def evaluate(self, stage="validation", batches=4, dataloader_idx=0):
+        stages = {"validation": "VALIDATING", "test": "TESTING", "predict": "PREDICTING"}
+        self.state.stage = RunningStage["SANITY_CHECKING" if self.sanity_checking else stages[stage]]
         getattr(self.bar, f"on_{stage}_start")(self, None)
         batch_end = getattr(self.bar, f"on_{stage}_batch_end")
         for batch_idx in range(batches):
@@ -115,26 +118,34 @@ class FakeTrainer:
 
 
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("trainer.callbacks.progress_bar.time", SimpleNamespace(monotonic=made))
+    return made
 
 
-def on_lines(clock, **options):
-    bar = ProgressBar(console=Console(file=io.StringIO(), width=80), **options)
-    bar._clock = clock
+CONSOLES = WeakKeyDictionary()
+"""The console of each bar."""
+
+
+def on(console, kind=ProgressBar, **options):
+    bar = kind(console=console, **options)
+    CONSOLES[bar] = console
     return bar
 
 
-def on_terminal(clock, seconds_per_write=0.0, color_system=None, **options):
+def on_lines(kind=ProgressBar, **options):
+    return on(Console(file=io.StringIO(), width=80), kind, **options)
+
+
+def on_terminal(clock, seconds_per_write=0.0, color_system=None, width=120, environ=None, **options):
     file = Terminal(clock, seconds_per_write)
-    console = Console(file=file, force_terminal=True, width=120, color_system=color_system, _environ={})
-    bar = ProgressBar(console=console, **{"refresh_rate": 0.1, **options})
-    bar._clock = clock
-    return bar
+    console = Console(file=file, force_terminal=True, width=width, color_system=color_system, _environ=environ or {})
+    return on(console, **{"refresh_rate": 0.1, **options})
 
 
 def written(bar):
-    return bar._console.file.getvalue()
+    return CONSOLES[bar].file.getvalue()
 
 
 def frames(bar):
@@ -148,7 +159,7 @@ def frames(bar):
 
 
 def test_one_line_per_epoch(clock):
-    bar = on_lines(clock)
+    bar = on_lines()
     trainer = FakeTrainer(bar, clock)
     trainer.progress.skipped_steps = 1
     trainer.fit()
@@ -160,7 +171,7 @@ def test_one_line_per_epoch(clock):
 
 
 def test_a_line_every_so_often_in_a_long_epoch(clock):
-    bar = on_lines(clock, seconds_between_lines=30)
+    bar = on_lines(seconds_between_lines=30)
     trainer = FakeTrainer(bar, clock, seconds_per_batch=1.0, batches=100, max_epochs=12, scaler=False)
     bar.on_train_start(trainer, None)
     trainer.train_epoch()
@@ -174,7 +185,7 @@ def test_a_line_every_so_often_in_a_long_epoch(clock):
 
 
 def test_rate_leaves_validation_out(clock):
-    bar = on_lines(clock, seconds_between_lines=1000)
+    bar = on_lines(seconds_between_lines=1000)
     trainer = FakeTrainer(bar, clock, seconds_per_batch=0.5, scaler=False)
     bar.on_train_start(trainer, None)
     trainer.train_epoch(last=2)
@@ -196,7 +207,7 @@ def test_rate_leaves_validation_out(clock):
     ],
 )
 def test_evaluation_is_one_line(clock, stage, fn, label):
-    bar = on_lines(clock)
+    bar = on_lines()
     trainer = FakeTrainer(bar, clock, scaler=False)
     trainer.state.fn = TrainerFn[fn]
     trainer.progress_bar_metrics = {} if stage == "predict" else {"acc": torch.tensor(0.5)}
@@ -207,7 +218,7 @@ def test_evaluation_is_one_line(clock, stage, fn, label):
 
 
 def test_loss_of_the_training_step_stands_in(clock):
-    bar = on_lines(clock)
+    bar = on_lines()
     trainer = FakeTrainer(bar, clock, scaler=False)
     trainer.progress_bar_metrics = {"acc": torch.tensor(1)}
     bar.on_train_start(trainer, None)
@@ -217,7 +228,7 @@ def test_loss_of_the_training_step_stands_in(clock):
 
 
 def test_infinite_data_and_epochs(clock):
-    bar = on_lines(clock, seconds_between_lines=0.09)
+    bar = on_lines(seconds_between_lines=0.09)
     trainer = FakeTrainer(bar, clock, batches=float("inf"), max_epochs=-1, scaler=False)
     bar.on_train_start(trainer, None)
     trainer.train_epoch(last=5)
@@ -227,7 +238,6 @@ def test_infinite_data_and_epochs(clock):
 def test_a_log_file_gets_lines_although_color_is_forced(clock, capsys, monkeypatch):
     monkeypatch.setattr("trainer.callbacks.progress_bar.get_console", lambda: Console(_environ={"FORCE_COLOR": "1"}))
     bar = ProgressBar()
-    bar._clock = clock
     FakeTrainer(bar, clock, max_epochs=1).fit()
     assert capsys.readouterr().out == (
         "epoch 1/1  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 0  50.0 it/s\n"
@@ -301,7 +311,6 @@ def test_refreshes_are_bounded_by_the_period(clock):
             return super().get_metrics(trainer, pl_module)
 
     bar = Counting(refresh_rate=0.1, console=Console(file=io.StringIO(), force_terminal=True))
-    bar._clock = clock
     # 1000 epochs of 3 batches of 1 ms: 3 seconds.
     FakeTrainer(bar, clock, seconds_per_batch=0.001, batches=3, max_epochs=1000).fit()
     assert 25 < len(reads) <= 62  # validation takes another 3 seconds, and reads nothing
@@ -363,8 +372,7 @@ def test_unknown_total_has_no_eta(clock):
 
 
 def test_narrow_terminal(clock):
-    bar = on_terminal(clock)
-    bar._console.width = 30
+    bar = on_terminal(clock, width=30)
     FakeTrainer(bar, clock).fit()
     assert all(len(line) <= 30 for frame in frames(bar) for line in frame.splitlines())
 
@@ -373,11 +381,9 @@ def test_no_color(clock):
     bar = on_terminal(clock, color_system="truecolor")
     FakeTrainer(bar, clock).fit()
     assert re.search(COLOR, written(bar))
-    bar = on_terminal(clock)
-    file = Terminal(clock)
-    bar._console = Console(file=file, force_terminal=True, color_system="truecolor", _environ={"NO_COLOR": "1"})
+    bar = on_terminal(clock, color_system="truecolor", environ={"NO_COLOR": "1"})
     FakeTrainer(bar, clock).fit()
-    assert not re.search(COLOR, file.getvalue())
+    assert not re.search(COLOR, written(bar))
 
 
 def test_leave_keeps_a_line_for_each_epoch(clock):
@@ -393,9 +399,8 @@ def test_leave_keeps_a_line_for_each_epoch(clock):
 def assert_given_back(bar, stdout):
     assert sys.stdout is stdout
     assert written(bar).rstrip().endswith("\x1b[?25h")  # the cursor
-    assert bar._live is None
     before = written(bar)
-    bar._console.print("next")
+    CONSOLES[bar].print("next")
     assert written(bar)[len(before) :] == "next\n"
 
 
@@ -464,11 +469,11 @@ def test_stderr_that_goes_elsewhere_stays_there(clock, monkeypatch):
 
 
 def test_switched_off(clock):
-    for bar in (on_lines(clock, refresh_rate=0), on_terminal(clock, refresh_rate=0)):
+    for bar in (on_lines(refresh_rate=0), on_terminal(clock, refresh_rate=0)):
         assert bar.is_disabled
         FakeTrainer(bar, clock).fit()
         assert written(bar) == ""
-    bar = on_lines(clock)
+    bar = on_lines()
     bar.disable()
     FakeTrainer(bar, clock).fit()
     assert written(bar) == ""
@@ -491,22 +496,23 @@ def test_get_metrics_may_be_overridden(clock):
         def get_metrics(self, trainer, pl_module):
             return {"loss": torch.tensor(1.5), "note": "[b]good[/b]", "count": 3}
 
-    bar = Custom(console=Console(file=io.StringIO()))
-    bar._clock = clock
+    bar = on_lines(Custom)
     FakeTrainer(bar, clock, max_epochs=1, scaler=False).fit()
     assert written(bar) == "epoch 1/1  batch 4/4  loss 1.500  note [b]good[/b]  count 3  50.0 it/s\n"
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda bar: pickle.loads(pickle.dumps(bar))])
 def test_can_be_duplicated_while_live(clock, duplicate):
+    stdout = sys.stdout
     bar = on_terminal(clock, refresh_rate=0.5)
     trainer = FakeTrainer(bar, clock)
     bar.on_train_start(trainer, None)
     twin = duplicate(bar)
     assert twin.refresh_rate == 0.5
-    assert twin._live is None
-    assert bar._live is not None
+    twin.teardown(trainer, None, "fit")
+    assert sys.stdout is not stdout  # the twin has no display that it could end
     bar.teardown(trainer, None, "fit")
+    assert_given_back(bar, stdout)
 
 
 def test_wrong_arguments():
@@ -531,6 +537,7 @@ class Module(BoringModel):
         return {"loss": self.step(batch) * 0 + 2.0}
 
     def validation_step(self, batch, batch_idx):
+        self.step(batch)
         self.log("val_acc", 0.25, prog_bar=True)
 
 
@@ -556,7 +563,7 @@ def without_rate(text):
 
 @BOTH_TRAINERS
 def test_real_runs_on_lines(tmp_path, trainer_class, capsys):
-    bar = ProgressBar(console=Console(file=io.StringIO()))
+    bar = on_lines()
     trainer = real_trainer(trainer_class, bar, default_root_dir=tmp_path)
     assert trainer.progress_bar_callback is bar
     module = Module()
@@ -575,12 +582,15 @@ def test_real_runs_on_lines(tmp_path, trainer_class, capsys):
 
 
 @BOTH_TRAINERS
-def test_real_runs_on_a_terminal(tmp_path, trainer_class, monkeypatch):
-    monkeypatch.setattr("trainer.callbacks.progress_bar._MAX_SHARE", float("inf"))  # every batch is drawn
-    bar = on_terminal(Clock(), refresh_rate=1e-9)
-    bar._clock = itertools.count().__next__  # a second passes at each look at the clock
+def test_real_runs_on_a_terminal(tmp_path, trainer_class, clock):
+    class Slow(Module):
+        def step(self, batch):
+            clock.now += 1.0
+            return super().step(batch)
+
+    bar = on_terminal(clock, refresh_rate=1e-9)  # every batch is drawn
     trainer = real_trainer(trainer_class, bar, default_root_dir=tmp_path)
-    module = Module()
+    module = Slow()
     trainer.fit(module)
     last = frames(bar)[-1]
     assert last.startswith("epoch 2/2 ")
@@ -594,7 +604,7 @@ def test_real_runs_on_a_terminal(tmp_path, trainer_class, monkeypatch):
 
 
 def test_a_real_run_shows_the_scale(tmp_path):
-    bar = ProgressBar(console=Console(file=io.StringIO()))
+    bar = on_lines()
 
     class Overflow(Module):
         def training_step(self, batch, batch_idx):
@@ -609,13 +619,13 @@ def test_a_real_run_shows_the_scale(tmp_path):
 
 
 @BOTH_TRAINERS
-def test_a_real_run_that_is_interrupted(tmp_path, trainer_class):
+def test_a_real_run_that_is_interrupted(tmp_path, trainer_class, clock):
     class Interrupted(Module):
         def training_step(self, batch, batch_idx):
             raise KeyboardInterrupt
 
     stdout = sys.stdout
-    bar = on_terminal(Clock())
+    bar = on_terminal(clock)
     with pytest.raises((KeyboardInterrupt, SystemExit)):  # the latter is Lightning's
         real_trainer(trainer_class, bar, default_root_dir=tmp_path).fit(Interrupted())
     assert_given_back(bar, stdout)

@@ -230,6 +230,18 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
         run(tmp_path, {"trainer": lambda: {"exact_resume": False}}, tmp_path / "two.ckpt")
 
 
+def test_what_another_version_has_written_is_refused(tmp_path: Path) -> None:
+    saving = SavesAlways(tmp_path)
+    run(tmp_path, {}, saving=[saving])
+    checkpoint = torch.load(next(iter(saving.rows)), weights_only=True)
+    checkpoint["loops"]["amp_trainer"]["format"] = 1
+    torch.save(checkpoint, tmp_path / "older.ckpt")
+    with pytest.raises(ResumeError, match=r"another version of this package \(format 1, .*exact_resume=False"):
+        run(tmp_path, {}, tmp_path / "older.ckpt")
+    with pytest.warns(UserWarning, match="by another version .* goes on, but not exactly"):
+        run(tmp_path, {"trainer": lambda: {"exact_resume": False}}, tmp_path / "older.ckpt")
+
+
 @pytest.mark.parametrize(("resume", "epochs"), [("auto", 1), (None, 3)])
 def test_a_run_that_had_decided_to_stop(tmp_path: Path, resume: Any, epochs: int) -> None:
     """The same command goes on stopping. Who names a checkpoint means to go on training."""

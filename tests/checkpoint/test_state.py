@@ -185,7 +185,7 @@ def test_saving_before_a_run_says_what_is_missing(tmp_path: Path) -> None:
 
 def state_of(trainer: Any) -> dict[str, Any]:
     """All state of a run, except the time."""
-    checkpoint = copy.deepcopy(trainer._dump(False))
+    checkpoint = copy.deepcopy(trainer._checkpoint_connector.dump_checkpoint())
     checkpoint.pop("loops")
     return checkpoint
 

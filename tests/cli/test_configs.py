@@ -9,12 +9,12 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests.cli.conftest import write
+from trainer.arguments import ACCELERATORS, ARGUMENTS, STRATEGIES
 from trainer.cli import main
 from trainer.cli.arguments import COMMANDS, GROUPS_TO_ADD, Arguments, read
 from trainer.cli.compose import Composer
 from trainer.cli.folders import packaged_conf
-from trainer.cli.recipes import options
-from trainer.cli.schema import ACCELERATORS, STRATEGIES, TYPES, TrainerSettings
+from trainer.cli.keys import options
 from trainer.cli.targets import Allowlist
 from trainer.cli.validate import validate
 from trainer.precision.names import NAMES
@@ -181,7 +181,7 @@ def test_the_first_screen_names_every_command_and_every_recipe(project, capsys):
 def test_help_of_a_command_names_every_option(project, capsys):
     assert main(["fit", "--help"]) == 0
     out = capsys.readouterr().out
-    for word in ("early_stopping", "-m", "--debug", "other", "ckpt=RUN", "imagefolder"):
+    for word in ("early_stopping", "-m", "--debug", "other", "ckpt=null", "imagefolder", *ARGUMENTS):
         assert word in out
     assert max(map(len, out.splitlines())) <= 120
     for command in COMMANDS:
@@ -192,17 +192,6 @@ def test_help_of_a_command_names_every_option(project, capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("trainer 0.")
-
-
-def test_the_settings_are_the_trainers_arguments():
-    from trainer import Trainer
-
-    arguments = inspect.signature(Trainer).parameters
-    own_groups = {"precision", "callbacks", "logger"}
-    assert set(TYPES) - {"_target_"} == set(arguments) - own_groups
-    settings = TrainerSettings()
-    differing = {name for name in TYPES if name != "_target_" and getattr(settings, name) != arguments[name].default}
-    assert differing == set()
 
 
 def test_lightnings_accelerators_and_strategies_are_known():

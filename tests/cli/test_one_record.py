@@ -46,7 +46,7 @@ def in_a_table() -> dict[str, object]:
 
 
 def test_a_run_that_overflows_until_it_stops(project, capsys):
-    """As the quick start's: the scale falls to its floor, every step is skipped, and what has been changed is undone."""
+    """As the quick start's: the scale falls to its floor, every step is skipped, and changed settings are undone."""
     assert main(["fit", *LINE, "model.start=100000"]) == 1
     shown = summary_in(capsys.readouterr().out)
     run = read_run(RUN)

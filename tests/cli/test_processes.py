@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -101,10 +99,9 @@ def test_any_folder_name_survives_hydra(project, name):
 
 
 @pytest.mark.slow
-def test_of_a_failure_of_all_processes_one_tells(project):
+def test_of_a_failure_of_all_processes_one_tells(project, python):
     settings = ["model.fail_at=1", "trainer.devices=2", "trainer.strategy=ddp", "hydra.run.dir=run", "logger=none"]
-    command = [sys.executable, "-m", "trainer", "fit", "+recipe=line", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = python.trainer("fit", "+recipe=line", *settings)
     assert done.returncode == 1
     assert done.stderr.count("trainer: RuntimeError: asked to fail\n") == 1
     assert "Traceback" not in done.stderr

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -326,14 +325,16 @@ def test_warnings_are_in_the_log():
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="there are no such pipes")
-def test_a_run_whose_reader_has_gone_says_so():
+def test_a_run_whose_reader_has_gone_says_so(python):
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "trainer", "fit", *LINE, *QUIET]
-    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writes)
-    assert done.returncode == 1
+    with python.start(
+        "-m", "trainer", "fit", *LINE, *QUIET, stdout=writes, stderr=subprocess.PIPE, text=True
+    ) as process:
+        os.close(writes)
+        _, err = process.communicate(timeout=200)
+    assert process.returncode == 1
     said = "Nobody reads what the run prints any more"
-    assert said in done.stderr
+    assert said in err
     assert said in Path("run/fit.log").read_text()
     assert result(Path("run"))["status"] == "interrupted"

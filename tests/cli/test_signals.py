@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import write
+from tests.cli.sweep.test_jobs import sweep
 from tests.warm_python import WarmPython
 from trainer.cli import main
 
@@ -17,18 +18,19 @@ STOPPED = {
     "stopped.py": """
         import os
         import time
+        from pathlib import Path
 
         import line_fit
 
 
         class Stopped(line_fit.Line):
-            def __init__(self, optimizer, number, to_parent):
+            def __init__(self, optimizer, number, to_sweep):
                 super().__init__(optimizer)
-                self.number, self.whom = number, os.getppid() if to_parent else os.getpid()
+                self.number, self.to_sweep = number, to_sweep
 
             def training_step(self, batch, batch_idx):
                 if self.global_step == 2:
-                    os.kill(self.whom, self.number)
+                    os.kill(int(Path("sweep").read_text()) if self.to_sweep else os.getpid(), self.number)
                     time.sleep(1.0)  # to be passed on
                 return super().training_step(batch, batch_idx)
     """,
@@ -36,7 +38,7 @@ STOPPED = {
         _target_: stopped.Stopped
         optimizer: ${optimizer}
         number: 15
-        to_parent: false
+        to_sweep: false
     """,
 }
 LINE = ["+recipe=line", "model=stopped", "callbacks=none", "logger=none", "allowed_packages=[stopped]"]
@@ -58,7 +60,7 @@ def test_the_exit_status_tells_the_signal(stopped: Path, number: int, status: in
 
 @pytest.mark.slow
 def test_a_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python: WarmPython) -> None:
-    done = python.trainer("fit", "-m", *LINE, "model.to_parent=true", "seed=1,2", "hydra.sweep.dir=jobs", children=True)
+    done = sweep(python, "fit", "-m", *LINE, "model.to_sweep=true", "seed=1,2", "hydra.sweep.dir=jobs")
     assert done.returncode == 143, done.stderr
     (job,) = json.loads(Path("jobs/summary.json").read_text())
     assert (job["job"], job["status"], job["exit_status"], job["steps"]) == (0, "interrupted", 143, 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import write
-from trainer.cli import main, trust
+from trainer.cli import main, trusted
 from trainer.cli.arguments import UsageError
 from trainer.cli.targets import Allowlist
 
@@ -19,7 +19,7 @@ from trainer.cli.targets import Allowlist
 def of_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's list, which is not there yet."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
-    monkeypatch.delenv(trust.VARIABLE, raising=False)
+    monkeypatch.delenv(trusted.VARIABLE, raising=False)
     return tmp_path / "settings/amp-trainer/trusted"
 
 
@@ -92,8 +92,8 @@ def test_the_environment_stands_in_the_place_of_the_file(
     site: Path, of_user: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["trust", "numpy"])
-    monkeypatch.setenv(trust.VARIABLE, "nets, yaml")
-    assert trust.trusted() == ("nets", "yaml")
+    monkeypatch.setenv(trusted.VARIABLE, "nets, yaml")
+    assert trusted.packages() == ("nets", "yaml")
     Allowlist().check(NET, "model")
     assert main(["trust", "scipy"]) == 2
     assert "TRAINER_TRUST is set in the environment" in capsys.readouterr().err
@@ -105,10 +105,10 @@ def test_other_processes_of_a_command_trust_what_the_first_one_does(
 ) -> None:
     main(["trust", "nets"])
     seen = []
-    monkeypatch.setattr("trainer.cli._dispatch", lambda arguments: seen.append(os.environ[trust.VARIABLE]) or 0)
+    monkeypatch.setattr("trainer.cli._dispatch", lambda arguments: seen.append(os.environ[trusted.VARIABLE]) or 0)
     assert main(["fit", "+recipe=line"]) == 0
     assert seen == ["nets"]
-    assert trust.VARIABLE not in os.environ
+    assert trusted.VARIABLE not in os.environ
 
 
 def test_a_list_that_cannot_be_read_is_named(of_user: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_a_list_that_cannot_be_read_is_named(of_user: Path, capsys: pytest.Captu
 )
 def test_a_package_that_was_installed_from_a_folder_is_the_users(site: Path, noted: object, allowed: bool) -> None:
     install(site, noted)
-    assert trust.is_installed_from_folder("nets") is allowed
+    assert trusted.is_installed_from_folder("nets") is allowed
     if allowed:
         Allowlist().check(NET, "model")
         with pytest.raises(UsageError, match="runs or unpickles"):
@@ -140,20 +140,20 @@ def test_a_package_that_was_installed_from_a_folder_is_the_users(site: Path, not
 
 def test_a_package_of_another_distribution_is_not(site: Path) -> None:
     install(site, {"url": "file:///home/me/others", "dir_info": {}}, files="others/__init__.py,,\nnets/more.py,,\n")
-    assert not trust.is_installed_from_folder("nets")
+    assert not trusted.is_installed_from_folder("nets")
 
 
 def test_an_editable_package_is_found_where_it_lies(site: Path, tmp_path: Path) -> None:
     source = (tmp_path / "elsewhere").as_uri()
     install(site, {"url": source, "dir_info": {"editable": True}}, files="__editable__.my_nets.pth,,\n")
-    assert trust.is_installed_from_folder("nets")
+    assert trusted.is_installed_from_folder("nets")
     install(site, {"url": source + "/other", "dir_info": {"editable": True}}, files="__editable__.my_nets.pth,,\n")
-    assert not trust.is_installed_from_folder("nets")
+    assert not trusted.is_installed_from_folder("nets")
 
 
 def test_our_own_package_is_no_package_of_the_users() -> None:
-    assert not trust.is_installed_from_folder("trainer")
-    assert not trust.is_installed_from_folder("tests")
+    assert not trusted.is_installed_from_folder("trainer")
+    assert not trusted.is_installed_from_folder("tests")
 
 
 def test_each_name_is_judged_once(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,7 +370,7 @@ def test_what_lightning_writes_and_removes_itself_is_removed(tmp_path: Path) -> 
     fitted = make_trainer(tmp_path)
     fitted.fit(Regression(), loader_of(BATCHES))
     fitted.save_checkpoint(tmp_path / "on_exception.ckpt")  # as an earlier process did
-    with pytest.warns(UserWarning, match="was called with an `OnExceptionCheckpoint`"):
+    with pytest.warns(UserWarning, match="The last model of the previous `fit` call will be used"):
         fit(tmp_path, OnExceptionCheckpoint(tmp_path))
     assert names(tmp_path) == ["sub"]
 

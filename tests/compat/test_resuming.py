@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_in_its_folder(tmp_path: Path, logger: str, kills: 
     fitted = script(killed, logger=LOGGERS[logger](killed))
     assert fitted.ckpt_path.endswith("last.ckpt")
     assert checkpoints(killed) == checkpoints(whole) == {"epoch=2-step=12.ckpt": 12, "last.ckpt": 12}
-    assert all(map(torch.equal, fitted.module.parameters(), reference.module.parameters()))
+    assert all(map(torch.equal, fitted.lightning_module.parameters(), reference.lightning_module.parameters()))
     assert rows(killed) == rows(whole)
 
 
@@ -266,7 +266,7 @@ def test_a_folder_of_ones_own_without_a_logger(tmp_path: Path) -> None:
 def test_a_sequence_of_fits_goes_on_too(tmp_path: Path) -> None:
     fitted = script(tmp_path, max_epochs=2)
     fitted.fit_loop.max_epochs = 3
-    fitted.fit(fitted.module, loader_of(BATCHES), loader_of(BATCHES[:2]))
+    fitted.fit(fitted.lightning_module, loader_of(BATCHES), loader_of(BATCHES[:2]))
     script(tmp_path / "whole")
     assert rows(tmp_path / "lightning_logs") == rows(tmp_path / "whole")
 

@@ -6,21 +6,21 @@ from itertools import islice
 import pytest
 import torch
 
-from trainer.data.batches import TrainingBatches, Transfer
+from trainer.data.batches import LookAhead, TrainingBatches, Transfer
 from trainer.errors import ResumeError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Counted:
-    """Loaders whose source counts how many batches were drawn; they can skip ``skips`` of them without drawing."""
+    """Loaders whose source counts how many batches were drawn; those without a length look one ahead."""
 
     is_sequential = False
 
-    def __init__(self, length, *, limit=None, known=True, skips=0):
-        self.length, self.limit, self.has_length, self.skips = length, limit, known, skips
-        self.drawn, self.begins_at, self.epochs = 0, 0, []
-        self.reasons, self.calls, self.is_still_used, self.opened = [], [], True, 0
+    def __init__(self, length, *, limit=None, known=True, made_in=0):
+        self.length, self.limit, self.has_length, self.made_in = length, limit, known, made_in
+        self.drawn, self.begins_at, self.epochs, self.opened = 0, 0, [], 0
+        self.reasons, self.loaded = [], []
 
     def num_batches(self):
         known = self.length if self.has_length else float("inf")
@@ -31,30 +31,30 @@ class Counted:
 
     def open(self):
         self.opened += 1
+        self.begins_at = 0
 
-    def training_pass(self):
+    def source(self):
         for i in range(self.begins_at, self.length):
             self.drawn += 1
             yield f"batch {i}"
 
-    def skip(self, count):
-        self.begins_at = min(count, self.skips)
-        return count - self.begins_at
+    def __iter__(self):
+        left = self.num_batches() - self.begins_at
+        source = islice(self.source(), None if left == float("inf") else left)
+        self.look_ahead = source if self.has_length else LookAhead(source, now=False)
+        return self.look_ahead
 
-    def position(self):
-        return {"drawn": self.drawn}
+    @property
+    def is_exhausted(self):
+        return self.look_ahead.is_exhausted
 
-    def recall(self, position, epoch):
-        self.calls.append(("recall", position, epoch))
-        return self.is_still_used
+    def state_dict(self):
+        return {"loaders": [self.drawn]}
 
-    def begin_after(self, position):
-        self.calls.append(("begin_after", position))
-
-    def take_up(self, position, consumed):
+    def load_state_dict(self, state):
         torch.rand(3)
-        self.calls.append(("take_up", position, consumed))
-        self.begins_at = position["drawn"] if consumed is None else consumed
+        self.loaded.append(state)
+        self.begins_at = 0 if state["is_over"] else state["batches"]
         return self.reasons
 
 
@@ -74,14 +74,13 @@ def test_each_pass_is_opened_when_it_is_iterated_but_one_that_was_before():
 
 
 def test_the_state_before_the_first_batch_is_that_of_the_pass_that_was_opened():
-    loaders = Counted(3)
-    assert TrainingBatches(loaders).state_dict() == {}
-    state = TrainingBatches(loaders, opened_for=0).state_dict()
-    assert state == {"epoch": 0, "batches": 0, "is_over": False, "position": {"drawn": 0}}
+    assert TrainingBatches(Counted(3)).state_dict() == {}
+    state = TrainingBatches(Counted(3), opened_for=0).state_dict()
+    assert state == {"epoch": 0, "batches": 0, "is_over": False, "made_in": 0, "loaders": [0]}
     resumed = TrainingBatches(Counted(3), opened_for=0)
     resumed.load_state_dict(state)
     resumed.start_epoch(0, skip=0)
-    assert resumed.loaders.calls == [("recall", {"drawn": 0}, 0), ("take_up", {"drawn": 0}, None)]
+    assert resumed.loaders.loaded == [{**state, "inside": False}]
 
 
 def test_a_pass_over_batches_of_known_number():
@@ -94,22 +93,21 @@ def test_a_pass_over_batches_of_known_number():
     assert loaders.epochs == [7]
 
 
-def test_a_limit_draws_no_batch_too_many():
-    loaders = Counted(5, limit=2)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_limit_draws_no_batch_too_many(known):
+    loaders = Counted(5, limit=2, known=known)
     batches = TrainingBatches(loaders)
     batches.start_epoch(0, skip=0)
     assert list(batches) == numbered(0, 1, last=1)
     assert loaders.drawn == 2
 
 
-@pytest.mark.parametrize("skips", [0, 1, 2])
 @pytest.mark.parametrize("known", [True, False])
-def test_batches_that_the_loaders_cannot_skip_are_drawn_and_dropped(known, skips):
-    loaders = Counted(4, known=known, skips=skips)
-    batches = TrainingBatches(loaders)
+def test_batches_that_were_trained_are_skipped(known):
+    batches = TrainingBatches(Counted(4, known=known))
     batches.start_epoch(0, skip=2)
+    assert batches.state_dict()["batches"] == 2
     assert list(batches) == numbered(2, 3, last=3)
-    assert loaders.drawn == 4 - skips
 
 
 def test_batches_are_drawn_one_by_one_where_their_number_is_known():
@@ -135,6 +133,18 @@ def test_the_last_of_an_unknown_number_is_known_by_looking_one_ahead(length):
         assert loaders.drawn == min(i + 2, length)
     with pytest.raises(StopIteration):
         next(iterator)
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_looking_ahead_tells_when_it_fetches(now):
+    fetched = []
+    ahead = LookAhead(iter("ab"), lambda: fetched.append(len(fetched)), now=now)
+    assert len(fetched) == now
+    assert next(ahead) == "a"
+    assert (len(fetched), ahead.is_exhausted) == (2, False)
+    assert next(ahead) == "b"
+    assert ahead.is_exhausted
+    assert list(ahead) == []
 
 
 @pytest.mark.parametrize(("limit", "last"), [(2, 1), (3, 2), (10, 2)])
@@ -169,46 +179,47 @@ def test_the_state_says_how_many_batches_of_which_epoch_were_handed_out():
     assert batches.state_dict() == {}
     batches.start_epoch(0, 0)
     assert batches.state_dict() == {}
-    assert after(2).state_dict() == {"epoch": 3, "batches": 2, "is_over": False, "position": {"drawn": 2}}
+    assert after(2).state_dict() == {"epoch": 3, "batches": 2, "is_over": False, "made_in": 0, "loaders": [2]}
     assert after(5).state_dict()["is_over"]
     assert TrainingBatches(None).state_dict() == {}
 
 
-def test_a_pass_is_taken_up_where_it_was_and_draws_nothing():
+def test_a_pass_is_resumed_where_it_was_and_draws_nothing():
     state, loaders = after(2).state_dict(), Counted(5)
     batches = TrainingBatches(loaders)
     batches.load_state_dict(state)
-    assert batches.state_dict() == state  # until the pass begins, it is where it was
+    assert batches.state_dict() == state  # until the epoch begins, it is where it was
     random_state = torch.get_rng_state()
     batches.start_epoch(3, skip=2)
-    assert batches.state_dict() == state
+    assert {**batches.state_dict(), "loaders": [2]} == state
     assert torch.equal(torch.get_rng_state(), random_state)
     assert list(batches) == numbered(2, 3, 4, last=4)
-    assert loaders.calls == [("recall", {"drawn": 2}, 3), ("take_up", {"drawn": 2}, None)]
+    assert loaders.loaded == [{**state, "inside": False}]
     assert batches.state_dict()["batches"] == 5
     batches.start_epoch(4, 0)
-    assert len(loaders.calls) == 2  # a state is for once
+    assert len(loaders.loaded) == 1  # a state is for once
+    assert len(list(batches)) == 5
 
 
-def test_a_pass_that_was_over_is_begun_after():
+def test_the_epoch_after_one_that_was_over():
     batches = TrainingBatches(loaders := Counted(2))
-    batches.load_state_dict(after(5).state_dict())
+    batches.load_state_dict(after(3).state_dict())  # however many it had
     batches.start_epoch(4, skip=0)
-    assert loaders.calls == [("recall", {"drawn": 5}, 4), ("begin_after", {"drawn": 5})]
+    assert [(state["batches"], state["is_over"]) for state in loaders.loaded] == [(3, True)]
+    assert batches.state_dict()["epoch"] == 3
     assert list(batches) == numbered(0, 1, last=1)
 
 
 def test_what_dataloaders_were_is_nothing_to_those_that_come_after_them():
-    batches = TrainingBatches(loaders := Counted(2))
-    loaders.is_still_used = False
+    batches = TrainingBatches(loaders := Counted(2, made_in=4))
     batches.load_state_dict(after(5).state_dict())
     batches.start_epoch(4, skip=0)
-    assert loaders.calls == [("recall", {"drawn": 5}, 4)]
-    renewed = Counted(2)
+    assert loaders.loaded == []
+    renewed = Counted(2, made_in=4)
     batches = TrainingBatches(Counted(2), lambda: renewed)
     batches.load_state_dict(after(5).state_dict())
     batches.start_epoch(4, skip=0)
-    assert renewed.calls == []
+    assert renewed.loaded == []
 
 
 def test_a_pass_that_has_had_its_last_batch_is_over():
@@ -217,10 +228,21 @@ def test_a_pass_that_has_had_its_last_batch_is_over():
     batches.load_state_dict(state)
     batches.start_epoch(3, skip=5)
     assert list(batches) == []
-    assert batches.state_dict() == {**state, "position": {"drawn": 0}}  # as the loaders have it now
-    assert loaders.calls[1:] == [("begin_after", {"drawn": 5})]
+    assert {**batches.state_dict(), "loaders": [5]} == state
+    assert [one["is_over"] for one in loaders.loaded] == [True]
     batches.start_epoch(4, skip=0)
-    assert loaders.calls[2:] == [("recall", {"drawn": 5}, 4)]
+    assert len(loaders.loaded) == 1
+    assert len(list(batches)) == 5
+
+
+def test_what_is_left_of_a_pass_can_be_given_up():
+    batches = TrainingBatches(loaders := Counted(5))
+    batches.load_state_dict(after(2).state_dict())
+    batches.start_epoch(3, skip=2)
+    batches.end()
+    assert list(batches) == []
+    assert [one["is_over"] for one in loaders.loaded] == [False, True]
+    batches.start_epoch(4, skip=0)
     assert len(list(batches)) == 5
 
 
@@ -230,7 +252,7 @@ def resumed_for_reasons(skip, **exact):
     batches = TrainingBatches(loaders)
     batches.load_state_dict(after(2).state_dict(), **exact)
     batches.start_epoch(3, skip)
-    assert loaders.calls[-1] == ("take_up", {"drawn": 2}, None if skip == 2 else skip)
+    assert [(one["batches"], one["inside"]) for one in loaders.loaded] == [(skip, skip != 2)]
     return [i for _, i, _ in batches]
 
 

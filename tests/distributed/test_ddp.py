@@ -1,7 +1,6 @@
 """Two processes on the CPU: started as users start them, compared with each other and with one process.
 
-The processes are started once for all tests (importing torch and Lightning takes longer than the runs); what each rank
-saw comes back in a file.
+The processes are started once for all tests; what each rank saw comes back in a file.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,22 +16,31 @@ import pytest
 import torch
 
 from tests.distributed import worker
+from tests.warm_python import WarmPython
 
 TIMEOUT = 150  # seconds; a hang is a failure, not a wait
 TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
 
-def run(folder: Path, launcher: str, *, fails: bool = False, script: Path = Path(worker.__file__)) -> tuple[str, Path]:
+def run(
+    python: WarmPython,
+    folder: Path,
+    launcher: str,
+    *,
+    fails: bool = False,
+    script: Path = Path(worker.__file__),
+    children: bool = False,
+) -> tuple[str, Path]:
     """Run a worker; returns what it printed and where its files are."""
     arguments = [str(script), str(folder), launcher]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), *arguments]
+    command = [*(torchrun if launcher == "torchrun" else []), *arguments]
     inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
     environment = {**inherited, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, env=environment, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
+    with python.start(
+        *command, children=children, env=environment, cwd=folder, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
     ) as process:  # fmt: skip
         try:
             output, _ = process.communicate(timeout=TIMEOUT)
@@ -49,8 +56,8 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def launched(alone: tuple[Path, dict[str, Any]]) -> tuple[str, Path]:
-    return run(alone[0], "own")
+def launched(python: WarmPython, alone: tuple[Path, dict[str, Any]]) -> tuple[str, Path]:
+    return run(python, alone[0], "own")
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +266,10 @@ def test_nothing_of_ours_warns(launched: tuple[str, Path]) -> None:
             assert any(text in line for text in meant), line
 
 
-def test_torchrun_does_what_the_built_in_launcher_does(tmp_path: Path, ranks: list[dict[str, Any]]) -> None:
-    _, folder = run(tmp_path, "torchrun")
+def test_torchrun_does_what_the_built_in_launcher_does(
+    python: WarmPython, tmp_path: Path, ranks: list[dict[str, Any]]
+) -> None:
+    _, folder = run(python, tmp_path, "torchrun")
     for own, found in zip(ranks, load(folder), strict=True):
         mine = found["automatic 32-true"]
         assert (mine["rank"], mine["world_size"]) == (own["plain"]["rank"], 2)
@@ -268,7 +277,7 @@ def test_torchrun_does_what_the_built_in_launcher_does(tmp_path: Path, ranks: li
             assert torch.equal(value, own["automatic 32-true"]["weights"][name])
 
 
-def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
-    output, folder = run(tmp_path, "fails", fails=True)
+def test_a_rank_that_fails_ends_the_other(python: WarmPython, tmp_path: Path) -> None:
+    output, folder = run(python, tmp_path, "fails", fails=True)
     assert "rank 1 has had enough" in output
     assert not list(folder.glob("rank_*.pt"))

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from tests.distributed import test_ddp
+from tests.warm_python import WarmPython
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("guard")
-    return test_ddp.load(test_ddp.run(folder, "own", script=Path(__file__).with_name("guard_worker.py"))[1])
+    return test_ddp.load(test_ddp.run(python, folder, "own", script=Path(__file__).with_name("guard_worker.py"))[1])
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

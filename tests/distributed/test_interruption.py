@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_ddp import load, run
+from tests.warm_python import WarmPython
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("interrupted")
-    run(folder, "own", script=Path(__file__).with_name("interruption_worker.py"))
+    run(python, folder, "own", script=Path(__file__).with_name("interruption_worker.py"), children=True)
     return load(folder)
 
 

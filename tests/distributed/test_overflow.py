@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from tests.distributed import test_ddp
+from tests.warm_python import WarmPython
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def launched(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("overflow")
-    return test_ddp.run(folder, "own", script=Path(__file__).with_name("overflow_worker.py"))
+    return test_ddp.run(python, folder, "own", script=Path(__file__).with_name("overflow_worker.py"))
 
 
 @pytest.fixture(scope="module")

@@ -9,28 +9,31 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.engine.gradients import Gradients
 from trainer.errors import ConfigurationError
-from trainer.loops.accumulation import AccumulationWindow, zero_loss
+from trainer.loops.accumulation import AccumulationWindow
 from trainer.loops.step_output import weight_in
+from trainer.precision.scaler import LossScaler
 
 FIRST, MIDDLE, LAST = (True, False), (False, False), (False, True)
 
 
 class Processes:
-    """An engine whose other processes have added up ``others``."""
+    """An engine of this process, and of others whose windows have the weights ``others`` (None for no loss)."""
 
-    def __init__(self, model, others=0.0, world_size=1):
-        self.model = model
-        self.world_size = world_size
-        self._others = others
+    def __init__(self, *others):
+        self.replicas = 1 + len(others)
+        self.gradients = Gradients(LossScaler("cpu", enabled=False))
+        self.others = others
+        self.unit = 1.0
         self.sums = 0
 
-    def expect_backward(self, loss):
-        assert loss.item() == 0.0
-
-    def sum(self, value):
+    def sum(self, total, count):
+        there = [weight for weights in self.others for weight in weights if weight is not None]
+        total, count = total + sum(there) / self.unit, count + len(there)
+        self.unit *= total / count if count else 1.0
         self.sums += 1
-        return value + self._others
+        return [total, count]
 
 
 def windows(batches, *, size, known=True, window=None):
@@ -104,20 +107,19 @@ def test_a_window_goes_on_in_the_next_epoch_if_asked_to():
 def accumulate(batches, *, size, known=True, weigh=float, engine=None, stop=None):
     """The gradient and the shares of one window over the losses ``(p * x).mean()``; None is a batch without a loss."""
     p = nn.Parameter(torch.ones(3))
-    engine = engine or Processes(p)
-    engine.model = nn.ParameterList([p])
+    engine = engine or Processes()
     optimizer = torch.optim.SGD([p], lr=1.0)
     window, shares = AccumulationWindow(size), []
+    window.start_run(is_shared=engine.replicas > 1)
     for i, x in enumerate(batches):
         window.advance(len(batches) - i if known else math.inf, i + 1 == len(batches) and stop is None)
-        loss = None if x is None else window.share((p * x).sum(1).mean(), weigh(len(x)))
-        if window.is_last:
-            loss = window.close(loss, [optimizer], engine)
-        if loss is not None:
+        weight = None if x is None else weigh(len(x))
+        if x is not None:
+            loss = window.share((p * x).sum(1).mean(), weight)
             loss.backward()
-        shares.append(loss if loss is None else loss.item())
-    if stop is not None:
-        window.close(None, [optimizer], engine)
+        shares.append(None if x is None else loss.item())
+    has_update = window.close([optimizer], engine)
+    assert has_update is (p.grad is not None or any(w is not None for ws in engine.others for w in ws))
     return p.grad, shares, window
 
 
@@ -143,7 +145,8 @@ def test_a_window_of_one_leaves_the_loss_alone():
     window, loss = AccumulationWindow(1), torch.tensor(0.7)
     window.advance(2, False)
     assert window.share(loss) is loss
-    assert window.close(loss, [], Processes(None)) is loss
+    assert window.close([], Processes())
+    assert window.corrected(loss) is loss
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -184,12 +187,9 @@ def on_device(n):
     return torch.tensor(float(n))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_weights_on_a_device_are_not_read(monkeypatch, processes):
-    sizes = (4, 8, 2)
-    batches = [torch.randn(n, 3) for n in sizes]
-    engines = [Processes(None, others=other, world_size=processes) for other in (6.0, torch.tensor(6.0))]
-    expected, *_ = accumulate(batches, size=3, weigh=float, engine=engines[0])
+def test_weights_on_a_device_are_not_read(monkeypatch):
+    batches = [torch.randn(n, 3) for n in (4, 8, 2)]
+    expected, *_ = accumulate(batches, size=3, weigh=float)
     p = nn.Parameter(torch.ones(3))
     window, optimizer = AccumulationWindow(3), torch.optim.SGD([p], lr=1.0)
     with monkeypatch.context() as patched:
@@ -197,10 +197,8 @@ def test_weights_on_a_device_are_not_read(monkeypatch, processes):
             patched.setattr(torch.Tensor, name, None)
         for i, x in enumerate(batches):
             window.advance(3 - i, i == 2)
-            loss = window.share((p * x).sum(1).mean(), on_device(len(x)))
-            if window.is_last:
-                loss = window.close(loss, [optimizer], engines[1])
-            loss.backward()
+            window.share((p * x).sum(1).mean(), on_device(len(x))).backward()
+        assert window.close([optimizer], Processes())
     assert torch.allclose(p.grad, expected, rtol=1e-6)
 
 
@@ -228,7 +226,8 @@ def test_a_loss_that_is_evaluated_again_counts_once():
     for _ in range(3):
         share = window.share(loss, 8.0)
     assert window.backwards == 2
-    assert window.close(share, [], Processes(None)).item() == pytest.approx(8 / 12)
+    window.close([], Processes())
+    assert window.corrected(share).item() == pytest.approx(8 / 12)
 
 
 @pytest.mark.parametrize("weights", [(None, 3.0), (3.0, None)])
@@ -249,30 +248,50 @@ def test_weights_for_all_batches_or_for_none(weights):
 def test_the_mean_goes_over_the_processes_too():
     """Two of them, whose gradients DDP averages: so this one's part is twice its share of the whole."""
     mine, theirs = [torch.randn(n, 3) for n in (3, 5)], [torch.randn(n, 3) for n in (1, 8)]
-    gradients = []
+    gradients, corrections = [], []
     for own, other in ((mine, theirs), (theirs, mine)):
-        engine = Processes(None, others=float(sum(len(x) for x in other)), world_size=2)
-        gradients.append(accumulate(own, size=2, engine=engine)[0])
+        engine = Processes([float(len(x)) for x in other])
+        gradient, _, window = accumulate(own, size=2, engine=engine)
+        gradients.append(gradient)
+        corrections.append(window.correction)
         assert engine.sums == 1
+    assert corrections[0] == pytest.approx(corrections[1])  # one factor, which also an average of gradients can take
     assert torch.allclose(sum(gradients) / 2, torch.cat(mine + theirs).mean(0), rtol=1e-6, atol=1e-6)
+
+
+def test_weights_are_measured_by_the_mean_of_the_last_window():
+    engine = Processes([2.0, 6.0])
+    window, loss = AccumulationWindow(2), torch.tensor(1.0)
+    window.start_run(is_shared=True)
+    for weight in (4.0, 8.0):
+        window.advance(9, False)
+        window.share(loss, weight)
+        assert window.factor == pytest.approx(weight / 2)  # there was no window yet
+    window.close([], engine)
+    window.advance(7, False)
+    window.share(loss, 10.0)
+    assert window.factor == pytest.approx(10 / 5 / 2)  # the mean of 4, 8, 2 and 6 is 5
+    restored = AccumulationWindow(2)
+    restored.start_run(is_shared=True)
+    restored.load_state_dict(window.state_dict(is_open=False), torch.device("cpu"))
+    restored.advance(7, False)
+    restored.share(loss, 10.0)
+    assert restored.factor == window.factor
 
 
 def test_complete_windows_are_not_corrected_on_several_processes_either():
     batches = [torch.randn(4, 3) for _ in range(3)]
     alone, shares, _ = accumulate(batches, size=3, weigh=unweighted)
-    engine = Processes(None, others=3.0, world_size=2)
-    together, same, _ = accumulate(batches, size=3, weigh=unweighted, engine=engine)
+    together, same, window = accumulate(batches, size=3, weigh=unweighted, engine=Processes([1.0, 1.0, 1.0]))
     assert torch.equal(alone, together)
     assert shares == same
+    assert window.correction == 1.0
 
 
 @pytest.mark.parametrize("last", [None, torch.ones(4, 3)])
-def test_a_process_without_a_loss_takes_part_in_the_synchronisation(last):
-    """Its last backward pass is over zeros, and what it has counts against what the others have."""
-    engine = Processes(None, others=2.0, world_size=2)
-    gradient, shares, _ = accumulate([torch.ones(4, 3), last], size=2, weigh=unweighted, engine=engine)
+def test_what_a_process_has_counts_against_what_the_others_have(last):
+    gradient, *_ = accumulate([torch.ones(4, 3), last], size=2, weigh=unweighted, engine=Processes([1.0, 1.0]))
     if last is None:
-        assert shares[-1] == 0.0
         assert torch.allclose(gradient, torch.full((3,), 2 / 3))  # one of three batches, times two processes
     else:
         assert torch.equal(gradient, torch.ones(3))
@@ -280,24 +299,6 @@ def test_a_process_without_a_loss_takes_part_in_the_synchronisation(last):
 
 def test_a_window_that_is_empty_everywhere_has_no_update():
     nothing = [None, None]
-    assert accumulate(nothing, size=2, engine=Processes(None, others=0.0, world_size=2))[:2] == (None, [None, None])
-    gradient, shares, _ = accumulate(nothing, size=2, engine=Processes(None, others=1.0, world_size=2))
-    assert shares == [None, 0.0]
-    assert torch.equal(gradient, torch.zeros(3))
-
-
-def parameters_with(*gradients):
-    return [nn.Parameter(torch.zeros(2)) for _ in gradients]
-
-
-def test_zero_loss_has_exact_zeros_for_every_trainable_parameter():
-    one, frozen, other = parameters_with(None, None, None)
-    frozen.requires_grad_(False)
-    with torch.no_grad():
-        other.fill_(float("inf"))
-    loss = zero_loss([one, frozen, other])
-    assert loss == 0
-    loss.backward()
-    assert torch.equal(one.grad, torch.zeros(2))
-    assert torch.equal(other.grad, torch.zeros(2))
-    assert frozen.grad is None
+    assert accumulate(nothing, size=2, engine=Processes([None, None]))[0] is None
+    window = accumulate(nothing, size=2, engine=Processes([None, 1.0]))[2]  # asserts that there is one
+    assert window.correction == pytest.approx(4.0)  # one loss of the four that its share had expected

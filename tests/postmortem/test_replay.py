@@ -236,13 +236,13 @@ def test_an_error_leaves_no_trace_either(tmp_path):
     def look(trainer: Any, recorded: Any) -> None:
         type(module).replaying = True
         rng = torch.get_rng_state()
-        loggers, door = trainer.loggers, trainer.precision_plugin.side_door
+        loggers, calls = trainer.loggers, trainer.engine.module_calls
         assert examine(trainer, [recorded], 1.0).error == "RuntimeError: in the replay"
         assert torch.equal(torch.get_rng_state(), rng)
         assert module.net.training
         assert module.steps == 1
         assert trainer.loggers == loggers
-        assert trainer.precision_plugin.side_door is door
+        assert trainer.engine.module_calls is calls
         assert not any(part._forward_hooks for part in module.modules())
 
     recorded_fit(tmp_path, module, look)

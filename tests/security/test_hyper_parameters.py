@@ -295,7 +295,9 @@ def test_a_trainer_passes_them_over(tmp_path: Path):
             return boom, ("x",), {"a": 1}
 
     file = tmp_path / "evil.ckpt"
-    torch.save(trainer._dump(False) | {"hyper_parameters": {"it": Called(), "lr": 0.5}}, file)
+    torch.save(
+        trainer._checkpoint_connector.dump_checkpoint() | {"hyper_parameters": {"it": Called(), "lr": 0.5}}, file
+    )
     module = Reads()
     make_trainer(tmp_path, max_epochs=2).fit(module, data(2), ckpt_path=file)
     assert isinstance(module.read["it"], StandIn)

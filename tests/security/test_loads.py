@@ -16,13 +16,14 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.tuner import Tuner
 
 from tests.parity import Classifier, data
 from tests.support import make_trainer
 from trainer import Trainer
 from trainer.cli import main
-from trainer.compat import registry
+from trainer.compat import checkpoints
 from trainer.errors import CheckpointError, UnsafeCheckpointError
 
 
@@ -55,7 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A good one."""
     trainer = make_trainer(tmp_path_factory.mktemp("good"))
     trainer.fit(Classifier(), data(2), data(2))
-    return trainer._dump(False)
+    return trainer._checkpoint_connector.dump_checkpoint()
 
 
 def with_payload(checkpoint: dict[str, Any], place: str, payload: Any) -> Any:
@@ -141,10 +142,11 @@ def served(tmp_path: Path) -> Iterator[str]:
 
 def test_however_it_is_named(tmp_path, served, evil, proof, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))  # where torch keeps what it downloads
-    monkeypatch.setattr(registry, "_is_registry", lambda path: str(path).startswith("registry"))
-    monkeypatch.setattr(registry, "module_available", lambda name: True)
-    monkeypatch.setattr(registry, "download_model_from_registry", lambda path, trainer: None)
-    monkeypatch.setattr(registry, "find_model_local_ckpt_path", lambda *given: str(evil))
+    for module in (checkpoints, checkpoint_connector):
+        monkeypatch.setattr(module, "_is_registry", lambda path: str(path).startswith("registry"))
+        monkeypatch.setattr(module, "module_available", lambda name: True)
+    monkeypatch.setattr(checkpoints, "download_model_from_registry", lambda path, trainer: None)
+    monkeypatch.setattr(checkpoint_connector, "find_model_local_ckpt_path", lambda *given, **named: str(evil))
     for name in (f"file://{evil}", f"{served}/{evil.name}", "hpc", "registry:model"):
         with pytest.raises(UnsafeCheckpointError):
             make_trainer(tmp_path).validate(Classifier(), data(2), ckpt_path=name)

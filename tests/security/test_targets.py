@@ -284,8 +284,16 @@ def test_hydras_own_node_runs_nothing(tmp_path_factory, project, capsys, name):
 def test_nor_when_something_is_only_shown(project, proof, capsys, words):
     recipe(project, HYDRA["a logging factory"].replace("job_logging", "hydra_logging").format(proof=proof))
     assert main(["fit", "+recipe=evil", *words]) == 2
-    assert "names code to run" in capsys.readouterr().err
+    assert "handlers.x.() is os.system in a config file" in capsys.readouterr().err
     assert not proof.exists()
+
+
+def test_what_runs_nothing_may_be_in_a_file(project):
+    from trainer.cli.arguments import read
+    from trainer.cli.validate import validate
+
+    recipe(project, JOB_LOGGING + "    formatters: {file: {format: '%(message)s'}}\n    root: {level: DEBUG}\n")
+    assert validate(read(["fit", "+recipe=evil"])).hydra.job_logging.root.level == "DEBUG"
 
 
 def test_what_is_refused_in_a_file_may_be_said_on_the_command_line(project, tmp_path_factory):

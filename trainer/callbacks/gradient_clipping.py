@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.gradients import clip_gradients
+from trainer.engine.gradients import Gradients
 from trainer.errors import ConfigurationError
 from trainer.state.outcome import StepOutcome
 
@@ -51,6 +51,15 @@ class GradientClipping(Callback):
         self.clip_value = clip_value
         self.norm_type = norm_type
         self.log_norm = log_norm
+        self._gradients: Gradients | None = None  # of the Trainer that runs
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy is of no run
+        return {**vars(self), "_gradients": None}
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Take note of what clips the Trainer's gradients."""
+        self._gradients = trainer.engine.gradients
 
     @property
     def limit(self) -> float:
@@ -68,7 +77,8 @@ class GradientClipping(Callback):
         Returns:
             The total norm before clipping, a 0-dim tensor; None when clipping by value without ``log_norm``.
         """
-        return clip_gradients(optimizer, self.limit, self.algorithm, self.norm_type, measure=self.log_norm)
+        assert self._gradients is not None, "clip() is used while a Trainer runs"
+        return self._gradients.clip_(optimizer, self.limit, self.algorithm, self.norm_type, measure=self.log_norm)
 
     def on_after_optimizer_step(
         self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome

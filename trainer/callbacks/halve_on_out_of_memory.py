@@ -59,15 +59,15 @@ class HalveOnOutOfMemory(Callback):
         self.split = part_of if split is None else split
         self._is_default = split is None
 
-    def check(self, side_door: object, draws_batches: bool) -> None:
+    def check(self, path: object, draws_batches: bool) -> None:
         """Refuse fits whose batches cannot be run in parts.
 
         Raises:
             ConfigurationError: the module takes its optimizer into its own hands, or draws its own batches.
         """
-        if side_door is not None or draws_batches:
+        if path is not None or draws_batches:
             what = "draws its own batches (dataloader_iter)"
-            if side_door is not None:
+            if path is not None:
                 what = "optimizes by hand, overrides `optimizer_step`, or whose optimizer evaluates the loss itself"
             raise ConfigurationError(
                 f"Got HalveOnOutOfMemory and a module that {what}, expected automatic optimization with optimizers that"

@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer.engine.optimizers import needs_closure
+from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError, NonFiniteError
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.postmortem.examine import examine
@@ -94,8 +95,8 @@ class NonFiniteGuard(Callback):
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Replace a scaler that neither scales nor skips by one that skips steps."""
         if stage == "fit" and self.every_step and not trainer.scaler.skips_steps:
-            self._scaler = trainer.scaler
-            trainer.scaler = trainer.loop.scaler = StepGuard(trainer.engine.device.type)
+            engine: Engine = trainer.engine
+            self._scaler = engine.gradients.use_scaler(StepGuard(engine.device.type))
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Reset the counts."""
@@ -177,7 +178,7 @@ class NonFiniteGuard(Callback):
             self._watch.stop()
             self._watch = None
         if self._scaler is not None:
-            trainer.scaler = trainer.loop.scaler = self._scaler
+            trainer.engine.gradients.use_scaler(self._scaler)
             self._scaler = None
 
 

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.callbacks.progress.progress_bar import get_standard_metrics
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from rich import get_console
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -26,6 +26,14 @@ from trainer.record.measures import training_loss
 _MAX_SHARE = 0.02
 # Span of the moving average behind the rate, in seconds.
 _RATE_MEMORY = 5.0
+
+# What Lightning's base class calls an evaluation, and the number of its batches.
+_OF_STAGE = {
+    RunningStage.SANITY_CHECKING: ("sanity_check_description", "total_val_batches_current_dataloader"),
+    RunningStage.VALIDATING: ("validation_description", "total_val_batches_current_dataloader"),
+    RunningStage.TESTING: ("test_description", "total_test_batches_current_dataloader"),
+    RunningStage.PREDICTING: ("predict_description", "total_predict_batches_current_dataloader"),
+}
 
 
 class ProgressBar(LightningProgressBar):
@@ -70,7 +78,6 @@ class ProgressBar(LightningProgressBar):
         self._seconds_between_lines = seconds_between_lines
         self._leave = leave
         self._console = console
-        self._clock = time.monotonic
         self._enabled = True
         self._running = False
         self._live: Live | None = None  # None while running: plain lines
@@ -119,10 +126,6 @@ class ProgressBar(LightningProgressBar):
 
     # Training
 
-    def on_sanity_check_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Starts the display."""
-        self._start()
-
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the display, also in the middle of an epoch, where no epoch start will follow."""
         self._start()
@@ -140,7 +143,7 @@ class ProgressBar(LightningProgressBar):
         row = self._train
         row.completed = batch_idx + 1
         row.seen += 1
-        due = self._clock() >= self._due
+        due = time.monotonic() >= self._due
         if due or row.completed == row.total:  # the last loss goes into the epoch's line
             self._loss = training_loss(trainer, outputs)
         if due:
@@ -153,7 +156,7 @@ class ProgressBar(LightningProgressBar):
         if self._live is None or self._leave:
             self._read(trainer, pl_module)
             self._print_line(self._train, self._display.items)
-        elif self._clock() >= self._due:
+        elif time.monotonic() >= self._due:
             self._refresh(trainer, pl_module)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -166,16 +169,15 @@ class ProgressBar(LightningProgressBar):
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the display, or pauses the training rate."""
-        self._train.mark(self._clock())
+        self._train.mark(time.monotonic())
         self._start()
 
-    def on_test_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_sanity_check_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the display."""
         self._start()
 
-    def on_predict_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Starts the display."""
-        self._start()
+    on_test_start = on_sanity_check_start
+    on_predict_start = on_sanity_check_start
 
     def on_validation_batch_end(
         self,
@@ -188,38 +190,11 @@ class ProgressBar(LightningProgressBar):
     ) -> None:
         """Counts the batch, and refreshes when that is due."""
         if self.has_dataloader_changed(dataloader_idx):
-            label = self.sanity_check_description if trainer.sanity_checking else self.validation_description
-            self._begin_evaluation(label, dataloader_idx, self.total_val_batches_current_dataloader)
+            self._begin_evaluation(trainer, dataloader_idx)
         self._advance_evaluation(batch_idx)
 
-    def on_test_batch_end(
-        self,
-        trainer: "pl.Trainer",
-        pl_module: "pl.LightningModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Counts the batch, and refreshes when that is due."""
-        if self.has_dataloader_changed(dataloader_idx):
-            self._begin_evaluation(self.test_description, dataloader_idx, self.total_test_batches_current_dataloader)
-        self._advance_evaluation(batch_idx)
-
-    def on_predict_batch_end(
-        self,
-        trainer: "pl.Trainer",
-        pl_module: "pl.LightningModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Counts the batch, and refreshes when that is due."""
-        if self.has_dataloader_changed(dataloader_idx):
-            total = self.total_predict_batches_current_dataloader
-            self._begin_evaluation(self.predict_description, dataloader_idx, total)
-        self._advance_evaluation(batch_idx)
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Goes back to training, or draws the final state and stops."""
@@ -229,15 +204,10 @@ class ProgressBar(LightningProgressBar):
         self.reset_dataloader_idx_tracker()
         self._evaluation = None
         self._display.rows = [self._train] if self._train.label else []
-        self._train.resume(self._clock())
+        self._train.resume(time.monotonic())
 
-    def on_test_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Draws the final state and stops."""
-        self._end_evaluation(trainer, pl_module)
-
-    def on_predict_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Draws the final state and stops."""
-        self._end_evaluation(trainer, pl_module)
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
 
     # Whatever happens, the terminal is given back
 
@@ -267,7 +237,7 @@ class ProgressBar(LightningProgressBar):
         if self._running or not self.is_enabled:
             return
         self._running = True
-        self._train = _Row("", math.inf, self._clock())
+        self._train = _Row("", math.inf, time.monotonic())
         self._evaluation = None
         self._loss = None
         self._display = _Display()
@@ -276,14 +246,14 @@ class ProgressBar(LightningProgressBar):
         # Under FORCE_COLOR rich takes a log file for a terminal, and a bar would fill it.
         terminal = console.is_terminal and (self._console is not None or console.file.isatty())
         if not terminal or console.is_dumb_terminal:
-            self._due = self._clock() + self._seconds_between_lines
+            self._due = time.monotonic() + self._seconds_between_lines
             return
         # Somebody who sends stderr elsewhere (`2> errors.txt`) wants it there and not above the bar.
         redirect_stderr = sys.stderr is not None and sys.stderr.isatty()
         self._live = Live(self._display, console=console, auto_refresh=False, redirect_stderr=redirect_stderr)
         self._live.start()
         self._redirected = _redirect_logging()
-        self._due = self._clock()
+        self._due = time.monotonic()
 
     def _stop(self) -> None:
         self._running = False
@@ -297,7 +267,7 @@ class ProgressBar(LightningProgressBar):
             live.stop()  # draws once more
 
     def _refresh(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._train.mark(self._clock())
+        self._train.mark(time.monotonic())
         if self._live is not None:
             self._read(trainer, pl_module)
             self._draw()
@@ -307,13 +277,13 @@ class ProgressBar(LightningProgressBar):
 
     def _draw(self) -> None:
         if self._live is not None:
-            began = self._clock()
+            began = time.monotonic()
             self._live.refresh()
-            ended = self._clock()
+            ended = time.monotonic()
             self._due = ended + max(self._refresh_rate, (ended - began) / _MAX_SHARE)
 
     def _print_line(self, row: "_Row", items: list[tuple[str, str]]) -> None:
-        now = self._clock()
+        now = time.monotonic()
         row.mark(now)
         words = [row.label, f"batch {row.count}", *(f"{name} {value}" for name, value in items), row.speed]
         line = "  ".join(filter(None, words))
@@ -344,12 +314,15 @@ class ProgressBar(LightningProgressBar):
         if max_epochs is not None and max_epochs > 0:
             label = f"epoch {epoch:>{len(str(max_epochs))}}/{max_epochs}"
         rate = self._train.rate  # to be shown until there is a new one
-        self._train = _Row(label, self.total_train_batches, self._clock(), rate)
+        self._train = _Row(label, self.total_train_batches, time.monotonic(), rate)
         self._display.rows = [self._train]
 
-    def _begin_evaluation(self, label: str, dataloader_idx: int, total: float) -> None:
-        label = label.lower() + (f" {dataloader_idx}" if dataloader_idx else "")
-        self._evaluation = _Row(label, total, self._clock())
+    def _begin_evaluation(self, trainer: "pl.Trainer", dataloader_idx: int) -> None:
+        stage = trainer.state.stage
+        assert stage is not None
+        description, total = (getattr(self, name) for name in _OF_STAGE[stage])
+        label = description.lower() + (f" {dataloader_idx}" if dataloader_idx else "")
+        self._evaluation = _Row(label, total, time.monotonic())
         self._display.rows = [row for row in (self._train, self._evaluation) if row.label]
 
     def _advance_evaluation(self, batch_idx: int) -> None:
@@ -358,7 +331,7 @@ class ProgressBar(LightningProgressBar):
             return
         row.completed = batch_idx + 1
         row.seen += 1
-        now = self._clock()
+        now = time.monotonic()
         if row.seen == 1:
             row.resume(now)  # the first batch waited for the dataloader's workers
         if now >= self._due:
@@ -371,7 +344,7 @@ class ProgressBar(LightningProgressBar):
     def _end_evaluation(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         row, self._evaluation = self._evaluation, None
         if self._running and row is not None:
-            row.mark(self._clock())
+            row.mark(time.monotonic())
             self._read(trainer, pl_module)
             if self._live is None:
                 self._print_line(row, self._display.items)

@@ -7,13 +7,12 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.gradients import total_norm
+from trainer.engine.gradients import Gradients, total_norm
 from trainer.errors import ConfigurationError
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.state.outcome import StepOutcome
@@ -153,20 +152,20 @@ class ScaleMonitor(Callback):
         self._goes_on = True
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Let go of them."""
+        """Look at no more gradients."""
         trainer.scaler.before_unscale = None
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of them."""
+        """Look at no more gradients."""
         trainer.scaler.before_unscale = None
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the norm of the true gradients, where nobody else does."""
         if self._logs_norm and self._is_due(trainer):
-            found = [parameter.grad for _, parameter in _with_gradient(optimizer)]
-            gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
-            if gradients:
-                self._norms[optimizer] = torch.nn.utils.get_total_norm(gradients)
+            gradients: Gradients = trainer.engine.gradients
+            norm = gradients.norm(optimizer)
+            if norm is not None:
+                self._norms[optimizer] = norm
 
     def on_after_optimizer_step(
         self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
@@ -199,7 +198,8 @@ class ScaleMonitor(Callback):
     def _look(self, trainer: Any, optimizer: Optimizer) -> None:
         if self._probe is not None and self._is_due(trainer):
             self._probed_at = trainer.progress.updates
-            self._probe.start((self._names.get(i, "?"), p.grad) for i, p in _with_gradient(optimizer))
+            gradients: Gradients = trainer.engine.gradients
+            self._probe.start((self._names.get(id(p), "?"), gradient) for p, gradient in gradients.local(optimizer))
 
     def _report(self, trainer: Any, pl_module: LightningModule, found: list[Underflow], outcome: StepOutcome) -> None:
         if outcome.skipped:  # infinities and what they became say nothing about small gradients
@@ -258,11 +258,6 @@ class ScaleMonitor(Callback):
         if kind not in self._warned:
             self._warned.add(kind)
             _say(message)
-
-
-def _with_gradient(optimizer: Optimizer) -> list[tuple[int, Any]]:
-    """The identity and the parameter, of each that has a gradient."""
-    return [(id(p), p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 @rank_zero_only

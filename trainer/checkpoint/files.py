@@ -16,7 +16,6 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import struct
 import time
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.errors import CheckpointError, CheckpointWriteError
+from trainer.files import replacing, sync_folder
 
 FORMAT = 1
 """Version of the manifest."""
@@ -163,27 +163,17 @@ def write(
         CheckpointWriteError: the file system did not take it. What was there is there still.
     """
     path = Path(path)
-    part = (
-        path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{_PART}"
-    )  # as long as the name it stands for, or shorter
     stream: Sealing | None = None
     try:
         make_folder(path.parent)
-        with part.open("xb") as file:
+        with replacing(path, part=_PART, durable=True) as file:
             stream = Sealing(file, facts)
             save(stream)  # type: ignore[arg-type]  # as much of a BinaryIO as writers need
-            manifest = stream.seal()
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        _sync_folder(path.parent)
-    except BaseException as error:
-        with suppress(OSError):
-            part.unlink()
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise _cannot_write(path, error, 0 if stream is None else stream.size) from error
+            return stream.seal()
+    except CheckpointError:
         raise
-    return manifest
+    except OSError as error:
+        raise _cannot_write(path, error, 0 if stream is None else stream.size) from error
 
 
 def make_folder(folder: Path) -> list[Path]:
@@ -199,7 +189,7 @@ def make_folder(folder: Path) -> list[Path]:
         above = above.parent
     folder.mkdir(parents=True, exist_ok=True)  # says what is wrong where it is a file
     for made in missing:
-        _sync_folder(made.parent)
+        sync_folder(made.parent)
     return missing
 
 
@@ -359,18 +349,6 @@ def _saved_at(path: Path) -> float:
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a rename in ``folder`` to the disk, where the file system can be told to."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _cannot_write(path: Path, error: OSError, needed: int) -> CheckpointWriteError:

@@ -7,35 +7,19 @@ accumulation window, what has been logged in an epoch that is not over, metric o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.checkpoint import modes
-from trainer.loops.accumulation import gradients_of
+from trainer.checkpoint.snapshot import on_host
+from trainer.engine.gradients import Gradients
 from trainer.state import random_states
+from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore
 from trainer.state.outcome import StepOutcome
-
-
-class MetricObjects(Protocol):
-    """The metric objects among a module's parts, by their names there."""
-
-    by_name: dict[str, Any]
-
-    def name_of(self, metric: Any) -> str | None:
-        """The metric's name; None where it is no part of the module."""
-
-    def counts(self) -> dict[str, int]:
-        """How often each has been updated since its last reset."""
-
-    def state_dict(self, without: Container[str] = ()) -> dict[str, Any]:
-        """What they have gathered since their last reset."""
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from what :meth:`state_dict` returned."""
 
 
 class KeptBatches(Protocol):
@@ -53,15 +37,13 @@ class ProcessState:
 
     Args:
         run: the Trainer: ``loop``, ``eval_loops``, ``engine``, ``published``, ``lightning_module``.
-        metric_objects: finds those of a module.
 
     Attributes:
         kept_batches: keeps the batches of an open window, where an optimizer evaluates them again; else None.
     """
 
-    def __init__(self, run: Any, metric_objects: Callable[[nn.Module], MetricObjects]) -> None:
+    def __init__(self, run: Any) -> None:
         self._run = run
-        self._metric_objects = metric_objects
         self.kept_batches: KeptBatches | None = None
         self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]]] | None = None
         self._first_modes: modes.Modes = {}
@@ -75,14 +57,14 @@ class ProcessState:
         """A validation inside a fit begins: a checkpoint that breaks it off has it begin again from here."""
         run = self._run
         self._training_modes = modes.modes_of(run.lightning_module)
-        counts = self._metric_objects(run.lightning_module).counts()
+        counts = MetricObjects(run.lightning_module).counts()
         self._before_validation = random_states.capture(run.engine.device), counts, self._seen_batches()
 
     def dump(self) -> dict[str, Any]:
         """The state of this process, as it is between two batches."""
         run, loop = self._run, self._run.loop
         engine, progress, window = run.engine, loop.progress, loop.window
-        metrics = self._metric_objects(run.lightning_module)
+        metrics = MetricObjects(run.lightning_module)
         is_over = progress.epochs_trained > progress.epoch  # what was logged is about to be forgotten
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
         unfinished = {name for one in loops for name in _names_in(one.metrics, metrics)}
@@ -104,22 +86,18 @@ class ProcessState:
             "has_updated": loop.has_updated,
             "outcome": None if outcome is None else list(outcome),
             "should_stop": loop.limits.should_stop and not run.is_out_of_time,  # a run that goes on may have more time
-            "window": {"batches": window.batches},
+            "window": window.state_dict(is_open=progress.is_trained and window.is_open),
             "modes": self._modes(),
         }
-        if progress.is_trained and window.is_open:
-            state["window"] = window.state_dict()
         state["gradients"] = self._gradients()
         if progress.is_trained and window.is_open and self.kept_batches is not None:
             state["kept_batches"] = self.kept_batches.state_dict()
         if engine.world_size == 1:
             return state
-        if (
-            engine.global_rank
-        ):  # whose buffers are not those in the checkpoint: DDP sends the first's along only to train
+        if engine.global_rank:  # the buffers in the checkpoint are the first process's
             state["buffers"] = dict(run.lightning_module.named_buffers())
-        on_host: dict[str, Any] = _on_host(state)
-        return on_host
+        copied: dict[str, Any] = on_host(state)  # where another process can read it
+        return copied
 
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
         """Put back what :meth:`dump` returned. Everything is set up, and everybody's ``on_train_start`` is over.
@@ -129,8 +107,7 @@ class ProcessState:
             stops: whether a run that had decided to stop stays stopped.
         """
         run, loop = self._run, self._run.loop
-        device, metrics = run.engine.device, self._metric_objects(run.lightning_module)
-        loop.batches.load_state_dict(state["data"], exact=run.exact_resume)
+        device, metrics = run.engine.device, MetricObjects(run.lightning_module)
         metrics.load_state_dict(state["metric_objects"], device)
         loop.metrics.load_state_dict(state["metrics"], metrics.by_name.get, run.engine.reduce, device)
         for name, values in state["published"].items():
@@ -143,18 +120,14 @@ class ProcessState:
             loop.outcome = outcome = StepOutcome(*state["outcome"])
             loop.skipped = [loop.optimizers[i] for i in outcome.skipped_optimizers if i < len(loop.optimizers)]
         loop.limits.should_stop = loop.limits.should_stop or (stops and state["should_stop"])
-        if "size" in state["window"]:
-            loop.window.load_state_dict(state["window"], device)
-        elif loop.progress.batches_this_epoch:
-            loop.window.batches = state["window"]["batches"]  # the epoch that is under way set it
+        window = state["window"]
+        if not loop.progress.batches_this_epoch and "size" not in window:
+            window = {**window, "batches": loop.window.batches}  # only an epoch that is under way has set it
+        loop.window.load_state_dict(window, device)
         buffers = dict(run.lightning_module.named_buffers())
         for name in state.get("buffers", {}).keys() & buffers.keys():
             buffers[name].copy_(state["buffers"][name])
-        parameters = dict(run.lightning_module.named_parameters())
-        for name in state["gradients"].keys() & parameters.keys():
-            parameters[name].grad = state["gradients"][name].to(parameters[name].device)
-        if state["gradients"]:
-            loop.scaler.expect_scaled(device)
+        loop.gradients.load_state_dict(run.lightning_module.named_parameters(), state["gradients"])
         if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
             self.kept_batches.load_state_dict(kept, device, exact=run.exact_resume)
         modes.restore(run.lightning_module, state.get("modes", {}))
@@ -185,9 +158,8 @@ class ProcessState:
         else:
             stepped = loop.outcome.optimizers if loop.has_updated and loop.outcome is not None else ()
             waiting = [optimizer for i, optimizer in enumerate(loop.optimizers) if i not in stepped]
-        wanted = {id(gradient) for gradient in gradients_of(waiting)}
-        named = run.lightning_module.named_parameters()
-        return {name: p.grad.detach() for name, p in named if p.grad is not None and id(p.grad) in wanted}
+        gradients: Gradients = loop.gradients
+        return gradients.state_dict(run.lightning_module.named_parameters(), waiting)
 
     def _seen_batches(self) -> dict[str, dict[int, int]]:
         return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
@@ -202,14 +174,3 @@ def _names_in(store: MetricStore, metrics: MetricObjects) -> Iterator[str]:
         name = metrics.name_of(entry.metric)
         if name is not None:
             yield name
-
-
-def _on_host(value: Any) -> Any:
-    """``value`` with its tensors in host memory, where another process can read them."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _on_host(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_on_host(one) for one in value)
-    return value

@@ -39,7 +39,7 @@ from trainer.errors import (
 from trainer.state.progress import FitProgress
 
 OUR_KEY = "amp_trainer"
-FORMAT = 1
+FORMAT = 2
 """Version of what stands under ``amp_trainer``."""
 
 
@@ -243,26 +243,34 @@ def process_state_in(checkpoint: dict[str, Any], engine: Engine, *, exact: bool)
     Args:
         checkpoint: from :func:`read`.
         engine: knows which process this is.
-        exact: whether to refuse what another number of processes has written; otherwise it is left alone.
+        exact: whether to refuse what another number of processes, or another version of this package, has written;
+            otherwise it is left alone.
 
     Raises:
-        ResumeError: it was written by another number of processes, and ``exact`` is set.
+        ResumeError: it was, and ``exact`` is set.
     """
-    processes = checkpoint.get("loops", {}).get(OUR_KEY, {}).get("processes", [])
-    if len(processes) == engine.world_size:
-        state: dict[str, Any] = processes[engine.global_rank]
-        return state
+    ours = checkpoint.get("loops", {}).get(OUR_KEY, {})
+    processes = ours.get("processes", [])
     if not processes:
         return None
-    number = (
-        f"The checkpoint was written by a run of {len(processes)} processes, this one has {engine.world_size}: each"
-        " gets other samples and random numbers than in the run that wrote it."
-    )
-    if exact:
-        raise ResumeError(
-            f"{number} Resume with the same number, or go on all the same with Trainer(exact_resume=False)."
+    if ours["format"] != FORMAT:
+        problem = (
+            f"The checkpoint was written by another version of this package (format {ours['format']}, expected"
+            f" {FORMAT}): its random states and its place in the data cannot be read."
         )
-    warnings.warn(f"{number} The run goes on, but not exactly.", stacklevel=2)
+        advice = "Resume with that version"
+    elif len(processes) != engine.world_size:
+        problem = (
+            f"The checkpoint was written by a run of {len(processes)} processes, this one has {engine.world_size}: each"
+            " gets other samples and random numbers than in the run that wrote it."
+        )
+        advice = "Resume with the same number"
+    else:
+        state: dict[str, Any] = processes[engine.global_rank]
+        return state
+    if exact:
+        raise ResumeError(f"{problem} {advice}, or go on all the same with Trainer(exact_resume=False).")
+    warnings.warn(f"{problem} The run goes on, but not exactly.", stacklevel=2)
     return None
 
 

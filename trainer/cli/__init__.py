@@ -13,12 +13,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
-from trainer.cli import trust
+from trainer.cli import trusted
 from trainer.cli.arguments import COMMANDS, RUNS, TOOLS, Arguments, UsageError, read
 from trainer.cli.folders import search_here
 from trainer.cli.processes import DEBUG, QUIET
@@ -26,6 +26,8 @@ from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from trainer.cli.compose import Composer
 
 __all__ = ["main"]
 
@@ -48,32 +50,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         from trainer.cli.completion import answer
 
         return answer(words[1:])
-    try:
-        arguments = read(words)
-        with _said_to_all(arguments):
-            return _run(arguments, owns_process=argv is None)
-    except ConfigurationError as error:
-        return _refuse(error)
+    with ExitStack() as command:
+        try:
+            arguments = read(words)
+            command.enter_context(_said_to_all(arguments))
+            only_prints = arguments.shows or "--help" in arguments.flags or arguments.command not in RUNS
+            if argv is None and only_prints and hasattr(signal, "SIGPIPE"):
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
+            return _dispatch(arguments)
+        except ConfigurationError as error:
+            from trainer.cli import failure
 
-
-def _run(arguments: Arguments, *, owns_process: bool) -> int:
-    try:
-        only_prints = arguments.shows or "--help" in arguments.flags or arguments.command not in RUNS
-        if owns_process and only_prints and hasattr(signal, "SIGPIPE"):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
-        return _dispatch(arguments)
-    except ConfigurationError as error:
-        return _refuse(error)
-    except KeyboardInterrupt:
-        print("trainer: interrupted.", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _refuse(error: ConfigurationError) -> int:
-    from trainer.cli import failure
-
-    failure.tell_mistake(error)
-    return USAGE
+            failure.tell(error)
+            return USAGE
+        except KeyboardInterrupt:
+            print("trainer: interrupted.", file=sys.stderr)
+            return INTERRUPTED
 
 
 @contextmanager
@@ -85,8 +77,8 @@ def _said_to_all(arguments: Arguments) -> Iterator[None]:
     names = {"--debug": DEBUG, "--quiet": QUIET}
     said = {name: "1" for flag, name in names.items() if flag in arguments.flags}
     if arguments.command != "trust":
-        said[trust.VARIABLE] = ",".join(trust.trusted())
-    before = {name: os.environ.get(name) for name in (*names.values(), trust.VARIABLE)}
+        said[trusted.VARIABLE] = ",".join(trusted.packages())
+    before = {name: os.environ.get(name) for name in (*names.values(), trusted.VARIABLE)}
     os.environ.update(said)
     try:
         yield
@@ -123,8 +115,9 @@ def _dispatch(arguments: Arguments) -> int:
 
 
 def _hydra(arguments: Arguments) -> int:
-    """Check the command line, claim a folder, and let Hydra compose the config again and run it."""
+    """Check the command line, claim a folder, and let Hydra run the config or sweep over it."""
     from trainer.cli import restore
+    from trainer.cli.compose import Composer
     from trainer.cli.validate import validate
     from trainer.cli.workdir import claim, sweeps
 
@@ -137,7 +130,8 @@ def _hydra(arguments: Arguments) -> int:
             " .hydra/overrides.yaml: give them again."
         )
     restore.apply(arguments)
-    config = validate(arguments)
+    composer = Composer(arguments)
+    config = validate(arguments, composer)
     if not arguments.shows:
         given = list(arguments.overrides)
         folder = claim(arguments, config)
@@ -145,6 +139,7 @@ def _hydra(arguments: Arguments) -> int:
             from trainer.cli import compare
 
             report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
+            compare.as_sweep(arguments)
         elif sweeps(arguments, config):
             from trainer.cli import sweep
 
@@ -153,14 +148,18 @@ def _hydra(arguments: Arguments) -> int:
             from trainer.cli.sweep import jobs
 
             waiting = jobs.waiting(config.hydra, folder)
+        else:
+            config = composer.placed(config, arguments, folder)
     try:
-        status = _call_hydra(arguments, waiting)
+        status = _call_hydra(arguments, composer, config, waiting)
     finally:
         failed = report()
     return status or (FAILED if failed else OK)
 
 
-def _call_hydra(arguments: Arguments, waiting: AbstractContextManager[None] | None) -> int:
+def _call_hydra(
+    arguments: Arguments, composer: Composer, config: DictConfig, waiting: AbstractContextManager[None] | None
+) -> int:
     import hydra
     from hydra.errors import HydraException
 
@@ -169,22 +168,15 @@ def _call_hydra(arguments: Arguments, waiting: AbstractContextManager[None] | No
     from trainer.cli.folders import packaged_conf
     from trainer.cli.run import task
 
-    start = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
     try:
-        with _as_command_line(arguments), ExitStack() as after:
-
-            def run_task(config: DictConfig) -> Any:
-                try:
-                    return task(config)
-                except Exception:
-                    after.enter_context(_hydra_silent())
-                    raise
-
-            if waiting is None:
-                start(run_task)()
+        with _as_command_line(arguments), waiting or nullcontext():
+            if arguments.shows:
+                main = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, version_base=VERSION_BASE)
+                main(task)()
+            elif waiting is not None:
+                composer.sweep(arguments, task)
             else:
-                after.enter_context(waiting)
-                start(task)()  # which launchers may send elsewhere
+                composer.run(config, task)
     except ConfigurationError:
         raise
     except SystemExit as end:  # how Hydra ends after --hydra-help
@@ -211,24 +203,3 @@ def _as_command_line(arguments: Arguments) -> Iterator[None]:
         sys.argv = argv
         if full_error is None:
             del os.environ["HYDRA_FULL_ERROR"]
-
-
-@contextmanager
-def _hydra_silent() -> Iterator[None]:
-    """Leave out the line in which Hydra repeats the overrides before it passes an error on."""
-    stream, sys.stderr = sys.stderr, _WithoutHydrasLine(sys.stderr)
-    try:
-        yield
-    finally:
-        sys.stderr = stream
-
-
-class _WithoutHydrasLine:
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return len(text) if text.startswith("Error executing job with overrides") else self._stream.write(text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.precision.names import ALIASES
@@ -30,33 +31,45 @@ GROUPS_TO_ADD = ("recipe", "debug", "sweep")
 COMPARED = ("32-true", "16-mixed", "bf16-mixed")
 """The precisions that ``compare`` compares where none are given."""
 
-# Hydra's flags, and ours: every spelling, the long one, and how many values follow ("?": one, if it is one of those
-# listed).
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+class Flag(NamedTuple):
+    """A flag of Hydra's, or of ours.
+
+    Attributes:
+        spellings: the long one first.
+        value: what follows it, in a word; "" for nothing, in brackets where it may be left out.
+        about: what it does; "" for those that `--hydra-help` tells of.
+    """
+
+    spellings: tuple[str, ...]
+    value: str = ""
+    about: str = ""
+
+
 FLAGS = (
-    (("--help", "-h"), 0),
-    (("--version",), 0),
-    (("--hydra-help",), 0),
-    (("--cfg", "-c"), 1),
-    (("--resolve",), 0),
-    (("--package", "-p"), 1),
-    (("--run", "-r"), 0),
-    (("--multirun", "-m"), 0),
-    (("--shell-completion", "-sc"), 0),
-    (("--config-path", "-cp"), 1),
-    (("--config-name", "-cn"), 1),
-    (("--config-dir", "-cd"), 1),
-    (("--experimental-rerun",), 1),
-    (("--info", "-i"), "?"),
-    (("--debug",), 0),
-    (("--quiet", "-q"), 0),
+    Flag(("--help", "-h"), about="this text; after a command, what that command does"),
+    Flag(("--version",), about="the versions of this package and of those it stands on"),
+    Flag(("--multirun", "-m"), about="a sweep: one run for every combination of the comma-separated values"),
+    Flag(("--cfg", "-c"), "job", "print the config instead of running; with --package trainer a part of it"),
+    Flag(("--info", "-i"), "[WHAT]", f"how the config is composed; WHAT is {', '.join(_INFO)}"),
+    Flag(("--config-dir", "-cd"), "FOLDER", "look for configs there too (./conf is always looked into, and first)"),
+    Flag(("--quiet", "-q"), about="no progress bar and no tables: warnings, and one line at the end"),
+    Flag(("--debug",), about="errors with the whole traceback; it is in the run's log anyway"),
+    Flag(("--hydra-help",), about="the rest of Hydra's flags"),
+    Flag(("--resolve",)),
+    Flag(("--package", "-p"), "KEY"),
+    Flag(("--run", "-r")),
+    Flag(("--shell-completion", "-sc")),
+    Flag(("--config-path", "-cp"), "FOLDER"),
+    Flag(("--config-name", "-cn"), "NAME"),
+    Flag(("--experimental-rerun",), "FILE"),
 )
-_LONG = {spelling: spellings[0] for spellings, _ in FLAGS for spelling in spellings}
-_VALUES = {spellings[0]: count for spellings, count in FLAGS}
+_BY_SPELLING = {spelling: flag for flag in FLAGS for spelling in flag.spellings}
 _SHOW = {"--cfg", "--info", "--hydra-help", "--shell-completion"}
 OURS = ("--debug", "--quiet")
 """Flags that Hydra does not know. They change what is shown, not what is computed."""
-
-_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 class UsageError(ConfigurationError):
@@ -89,10 +102,14 @@ class Arguments:
         """Whether Hydra is to print something instead of running."""
         return not _SHOW.isdisjoint(self.flags)
 
+    def words_of_config(self) -> list[str]:
+        """What the config is composed with: the overrides, then ``command=...``."""
+        return [*self.overrides, f"command={self.command}"]
+
     def for_hydra(self) -> list[str]:
-        """Overrides, then ``command=...``, then Hydra's flags: what ``sys.argv[1:]`` is to be."""
+        """What ``sys.argv[1:]`` is to be: `words_of_config`, then Hydra's flags."""
         flags = [word for flag, value in self.flags.items() if flag not in OURS for word in (flag, value) if word]
-        return [*self.overrides, f"command={self.command}", *flags]
+        return [*self.words_of_config(), *flags]
 
 
 def read(argv: Sequence[str]) -> Arguments:
@@ -135,23 +152,22 @@ def _complete_comparison(arguments: Arguments) -> None:
 
 def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
     spelling, equals, value = word.partition("=")
-    flag = _LONG.get(spelling)
+    flag = _BY_SPELLING.get(spelling)
     if flag is None:
-        known = [flag[2:] for flag in _LONG if flag.startswith("--")]
+        known = [flag.spellings[0][2:] for flag in FLAGS]
         near = did_you_mean(spelling.lstrip("-"), known).replace(" '", " '--")
         raise UsageError(
             f"There is no flag {spelling!r}.{near} `python -m trainer --help` lists the flags. Settings have no dashes:"
             " key=value."
         )
-    count = _VALUES[flag]
-    if not equals:
-        if count == 1:
-            if not words:
-                raise UsageError(f"{spelling} needs a value, such as `{flag} job`.")
-            value = words.pop(0)
-        elif count == "?":
-            value = words.pop(0) if words and words[0] in _INFO else "all"
-    arguments.flags[flag] = value
+    name = flag.spellings[0]
+    if flag.value.startswith("[") and not equals:
+        value = words.pop(0) if words and words[0] in _INFO else "all"
+    elif flag.value and not equals:
+        if not words:
+            raise UsageError(f"{spelling} needs a value, such as `{name} {flag.value}`.")
+        value = words.pop(0)
+    arguments.flags[name] = value
 
 
 def _read_override(word: str, arguments: Arguments) -> None:

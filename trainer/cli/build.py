@@ -1,4 +1,4 @@
-"""The one door through which a config becomes objects: what `trainer.cli.targets` lets pass, checked before called.
+"""From the nodes of a config to objects: all of them are checked (`check`), then made (`make`).
 
 Hydra's own ``instantiate`` would resolve interpolations once more, in what was checked and resolved already; here a
 node is plain data, and what was checked is what is called.
@@ -38,26 +38,22 @@ _KINDS: dict[Any, str] = {
 
 
 def build(node: Any, key: str = "", allowlist: Allowlist | None = None) -> Any:
-    """The object that ``node`` describes, with plain containers inside; ``_partial_: true`` gives a partial.
+    """The object that ``node`` describes: `check`, then `make`."""
+    allowlist = allowlist or Allowlist()
+    check(node, key, allowlist)
+    return make(node, key, allowlist)
+
+
+def check(node: Any, key: str, allowlist: Allowlist) -> None:
+    """Judge every target in ``node``, then find it, and hold its arguments against its signature. Makes nothing.
 
     Args:
         node: a plain, resolved dict, list or scalar of a config.
-        key: where in the config it stands, for messages.
+        key: where in the config it stands, for messages; "" for a config.
         allowlist: what the config may name.
 
     Raises:
         UsageError: a target that does not exist or is not allowed, or arguments that it does not take.
-    """
-    allowlist = allowlist or Allowlist()
-    check(node, key, allowlist)
-    return _make(node, key, allowlist)
-
-
-def check(node: Any, key: str, allowlist: Allowlist) -> None:
-    """Find every target in ``node`` and hold its arguments against its signature; builds nothing.
-
-    Raises:
-        UsageError: as `build`.
     """
     allowlist.check(node, key)
     _check_nodes(node, key, allowlist)
@@ -169,26 +165,34 @@ def _check_kind(value: Any, hint: Any, default: Any, key: str, target: str) -> N
         raise UsageError(f"{key} is {describe(value)}, but {target} expects {either(shown)}.")
 
 
-def _make(node: Any, key: str, allowlist: Allowlist) -> Any:
+def make(node: Any, key: str, allowlist: Allowlist) -> Any:
+    """The object that ``node`` describes, with plain containers inside; ``_partial_: true`` gives a partial.
+
+    Args:
+        node: as in `check`, which it has passed.
+        key: where in the config it stands, for messages.
+        allowlist: that `check` was given; it has found the targets already.
+
+    Raises:
+        UsageError: something of a known package refuses its arguments.
+    """
     if isinstance(node, list):
-        return [_make(child, f"{key}[{index}]", allowlist) for index, child in enumerate(node)]
+        return [make(child, f"{key}[{index}]", allowlist) for index, child in enumerate(node)]
     if not isinstance(node, dict):
         return node
-    children = {name: child for name, child in node.items() if "_target_" not in node or name not in _SPECIAL}
-    positional = node.get("_args_", []) if "_target_" in node else []
-    if node.get("_recursive_", True):
-        children = {name: _make(child, f"{key}.{name}", allowlist) for name, child in children.items()}
-        positional = _make(positional, f"{key}._args_", allowlist)
-    else:
-        children, positional = copy.deepcopy(children), copy.deepcopy(positional)
     if "_target_" not in node:
-        return children
-    found = allowlist.locate(node["_target_"], key)
+        return {name: make(child, f"{key}.{name}", allowlist) for name, child in node.items()}
+    positional, named = node.get("_args_", []), {k: child for k, child in node.items() if k not in _SPECIAL}
+    if node.get("_recursive_", True):
+        positional, named = make(positional, f"{key}._args_", allowlist), make(named, key, allowlist)
+    else:
+        positional, named = copy.deepcopy(positional), copy.deepcopy(named)
+    target = node["_target_"]
+    made = partial(allowlist.locate(target, key), *positional, **named)
     if node.get("_partial_", False):
-        made = partial(found, *positional, **children)
-        _try_optimizer(made, key, node["_target_"])
+        _try_optimizer(made, key, target)
         return made
-    return _call(partial(found, *positional, **children), key, node["_target_"])
+    return _call(made, key, target)
 
 
 def _call(make: Callable[[], Any], key: str, target: str) -> Any:

@@ -1,23 +1,19 @@
 """``trainer completion SHELL``: a script that has the shell ask us what may come next. Needs neither Hydra nor torch.
 
-The scripts call ``trainer _complete SHELL WORDS...`` at every press of the tab key, so everything here reads files and
-no more: the keys of the config come from the YAML files that Hydra would compose, without composing them.
+The scripts call ``trainer _complete SHELL WORDS...`` at every press of the tab key.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trainer.cli.arguments import COMMANDS, FLAGS, GROUPS_TO_ADD, RUNS, Arguments, UsageError
-from trainer.cli.folders import conf_folders
-from trainer.cli.recipes import description, options
-from trainer.cli.schema import ACCELERATORS, MEANINGS, STRATEGIES
+from trainer.cli.keys import Key, description, groups, keys, options
 from trainer.errors import did_you_mean
 
 _BASH = """\
@@ -59,12 +55,6 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 _FOLDERS = ("--config-dir", "--config-path", "-cd", "-cp")
 _FILES = ("ckpt", "ckpt_path")
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "trainer.accelerator": ACCELERATORS,
-    "trainer.strategy": STRATEGIES,
-    "trainer.profiler": ("simple", "advanced", "pytorch"),
-    "resume": ("auto",),
-}
 
 
 class Candidate(NamedTuple):
@@ -135,7 +125,7 @@ def candidates(words: list[str]) -> list[Candidate]:
     elif before and before[-1] in ("--cfg", "-c"):
         found = [Candidate("job "), Candidate("hydra "), Candidate("all ")]
     elif word.startswith("-"):
-        found = (Candidate(f"{flag} ") for spellings, _ in FLAGS for flag in spellings)
+        found = (Candidate(f"{spelling} ", flag.about) for flag in FLAGS for spelling in flag.spellings)
     elif not commands:
         from trainer.cli.help import SUMMARY
 
@@ -157,127 +147,51 @@ def candidates(words: list[str]) -> list[Candidate]:
 
 
 def _settings(before: list[str], word: str, config_dir: str | None) -> Iterator[Candidate]:
-    groups = _groups(config_dir)
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")
-    if equals and bare in groups:
-        start = word[: len(word) - len(value.rpartition(",")[2])]
+    sign = key[: len(key) - len(bare)]
+    if not equals:
+        yield from _names(sign, bare, before, config_dir)
+    elif bare in groups(config_dir):
+        start = word.removesuffix(value.rpartition(",")[2])
         for name, file in options(bare, config_dir).items():
             yield Candidate(f"{start}{name} ", description(file))
-        return
-    if equals and bare in _FILES:
+    elif bare in _FILES:
         yield from _paths(f"{key}=", value, (".ckpt",))
-        return
-    known = _keys(before, config_dir)
-    if equals:
-        default = known.get(bare)
-        if bare.endswith((".root", ".dir", "_dir", "dirpath")):
-            yield from _paths(f"{key}=", value, (), folders_only=True)
-        elif isinstance(default, bool) or bare in _CHOICES:
-            for choice in _CHOICES.get(bare, ("true", "false")):
-                yield Candidate(f"{key}={choice} ")
-        return
-    sign = word[: len(word) - len(bare)]
-    for group in groups:
-        if group in GROUPS_TO_ADD:
-            yield Candidate(f"+{group}=")
-        elif sign != "+":
-            yield Candidate(f"{sign}{group}{'=' if sign != '~' else ' '}")
-    if sign != "+":  # which is for keys that are not there
-        for text, about in _next_parts(known, bare):
-            yield Candidate(f"{sign}{text}" if sign != "~" else f"~{text.replace('=', ' ')}", about)
+    elif bare.endswith((".root", ".dir", "_dir", "dirpath")):
+        yield from _paths(f"{key}=", value, (), folders_only=True)
+    elif found := keys(before, config_dir).get(bare):
+        for choice in found.choices:
+            yield Candidate(f"{key}={choice} ")
 
 
-def _next_parts(known: dict[str, Any], start: str) -> Iterator[Candidate]:
+def _names(sign: str, start: str, before: list[str], config_dir: str | None) -> Iterator[Candidate]:
+    """Groups and keys, behind the sign for what is added or left out."""
+    listed = groups(config_dir)
+    yield from (Candidate(f"+{group}=") for group in listed if group in GROUPS_TO_ADD)
+    if sign != "+":  # which is for what is not there
+        yield from (Candidate(_signed(sign, f"{group}=")) for group in listed if group not in GROUPS_TO_ADD)
+        known = [key for key in keys(before, config_dir).values() if key.name not in listed]
+        for text, about in _next_parts(known, start):
+            yield Candidate(_signed(sign, text), about)
+
+
+def _signed(sign: str, text: str) -> str:
+    """``~`` takes no value."""
+    return f"~{text.replace('=', ' ')}" if sign == "~" else f"{sign}{text}"
+
+
+def _next_parts(known: Iterable[Key], start: str) -> Iterator[Candidate]:
     """Keys up to their next dot behind ``start``, as a shell completes a path folder by folder."""
     depth = start.count(".")
-    for key, value in known.items():
-        if not key.startswith(start):
+    for key in known:
+        if not key.name.startswith(start):
             continue
-        parts = key.split(".")
+        parts = key.name.split(".")
         if len(parts) > depth + 1:
             yield Candidate(".".join(parts[: depth + 1]) + ".")
-        elif not isinstance(value, dict):
-            yield Candidate(f"{key}=", MEANINGS.get(key.removeprefix("trainer."), "") if "trainer." in key else "")
-
-
-def _groups(config_dir: str | None) -> list[str]:
-    folders = (one for folder in conf_folders(config_dir) for one in folder.iterdir() if one.is_dir())
-    return sorted({folder.name for folder in folders if not folder.name.startswith((".", "_", "hydra"))})
-
-
-def _keys(before: list[str], config_dir: str | None) -> dict[str, Any]:
-    """The keys of the config that the words before compose, with their values; nodes have a dict."""
-    root: dict[str, Any] = {}
-    _load("amp_trainer", root, {}, config_dir)
-    chosen = {
-        word.lstrip("+").partition("=")[0]: word.partition("=")[2].split(",")[0] for word in before if "=" in word
-    }
-    recipe: dict[str, Any] = {}
-    selected: dict[str, Any] = {}
-    if "recipe" in chosen:
-        _load(f"recipe/{chosen['recipe']}", recipe, selected, config_dir)
-    defaults = {**_defaults_of_root(config_dir), **selected, **{g: o for g, o in chosen.items() if "." not in g}}
-    for group, option in defaults.items():
-        if option and group != "recipe":
-            _load(f"{group}/{option}", root, {}, config_dir)
-    _merge(root, recipe)
-    keys: dict[str, Any] = {f"trainer.{name}": None for name in MEANINGS}
-    _flatten(root, "", keys)
-    return {key: value for key, value in keys.items() if not key.startswith("hydra") or key in ("hydra.run.dir",)}
-
-
-def _defaults_of_root(config_dir: str | None) -> dict[str, Any]:
-    listed = _yaml("amp_trainer", config_dir).get("defaults") or []
-    pairs = [pair for entry in listed if isinstance(entry, dict) for pair in entry.items()]
-    return {group: option for group, option in pairs if isinstance(group, str) and not group.startswith("override")}
-
-
-def _load(name: str, root: dict[str, Any], selected: dict[str, Any], config_dir: str | None, depth: int = 0) -> None:
-    """Merge the config ``name``, and those that it is built upon, into ``root``; note the options that it overrides."""
-    node = _yaml(name, config_dir)
-    group = name.rpartition("/")[0]
-    for entry in node.pop("defaults", None) or ():
-        if isinstance(entry, str) and entry != "_self_" and group and depth < 9:
-            _load(f"{group}/{entry.partition('@')[0]}", root, selected, config_dir, depth + 1)
-        elif isinstance(entry, dict):
-            for key, option in entry.items():
-                if str(key).startswith("override /"):
-                    selected[str(key).removeprefix("override /")] = option
-    is_global = node.pop("@global", False) or not group
-    _merge(root, node if is_global else {group.replace("/", "."): node})
-
-
-def _yaml(name: str, config_dir: str | None) -> dict[str, Any]:
-    import yaml  # type: ignore[import-untyped]
-
-    for folder in conf_folders(config_dir):
-        if (file := folder / f"{name}.yaml").is_file():
-            text = file.read_text(encoding="utf-8")
-            try:
-                node = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-            except yaml.YAMLError:
-                return {}
-            is_global = bool(re.search(r"^#\s*@package\s+_global_", text, re.MULTILINE))
-            return {**node, "@global": is_global} if isinstance(node, dict) else {}
-    return {}
-
-
-def _merge(root: dict[str, Any], node: dict[str, Any]) -> None:
-    for name, value in node.items():
-        if isinstance(value, dict) and isinstance(root.get(name), dict):
-            _merge(root[name], value)
-        else:
-            root[name] = value
-
-
-def _flatten(node: dict[str, Any], prefix: str, keys: dict[str, Any]) -> None:
-    for name, value in node.items():
-        if str(name).startswith(("_", "@")) and str(name) != "_target_":
-            continue
-        keys[f"{prefix}{name}"] = value
-        if isinstance(value, dict):
-            _flatten(value, f"{prefix}{name}.", keys)
+        elif not isinstance(key.value, dict) and (not parts[-1].startswith("_") or parts[-1] == "_target_"):
+            yield Candidate(f"{key.name}=", key.meaning)
 
 
 def _paths(start: str, value: str, endings: tuple[str, ...], *, folders_only: bool = False) -> Iterator[Candidate]:

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from hydra import version
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import setup_globals
+from hydra.core.utils import JobStatus, configure_log, run_job, setup_globals
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -26,16 +30,17 @@ from hydra.errors import (
 )
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer import redaction
+from trainer.cli import plugins
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
-from trainer.cli.schema import TYPES, TrainerSettings, expected
-from trainer.cli.sweep import plugins
+from trainer.cli.processes import is_first
+from trainer.cli.schema import SETTINGS, TrainerSettings
 from trainer.errors import did_you_mean
 
 CONFIG_NAME = "amp_trainer"
@@ -142,6 +147,14 @@ class Composer:
             return {}
         return {str(name): value for name, value in node.items()} if isinstance(node, dict) else {}
 
+    def packaged(self, config: str) -> Any:
+        """What our file called ``config`` says, or Hydra's, whatever else is called so; None where there is none."""
+        search_path = ConfigSearchPathImpl()
+        search_path.append("hydra", "pkg://hydra.conf")
+        search_path.append("main", f"file://{packaged_conf()}")
+        found = ConfigRepository(search_path).load_config(config)
+        return None if found is None else OmegaConf.to_container(found.config, resolve=False)
+
     def groups(self) -> list[str]:
         """The config groups, Hydra's own and the schema's left out."""
         return [group for group in self.loader.list_groups("") if group not in ("hydra", "_schema")]
@@ -162,6 +175,34 @@ class Composer:
             raise UsageError("A config is nested too deeply, expected a few levels.") from error
         except HydraException as error:
             raise UsageError(f"{_one_paragraph(str(error))}.") from error
+
+    def placed(self, config: DictConfig, arguments: Arguments, folder: Path) -> DictConfig:
+        """``config`` with the run's folder, which is the last override of ``arguments`` and was not there before."""
+        if not is_first():
+            return self.compose(arguments.words_of_config())  # ranks but the first have more overrides
+        OmegaConf.set_readonly(config.hydra, None)
+        config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
+        config.hydra.overrides.hydra.append(arguments.overrides[-1])
+        return config
+
+    def run(self, config: DictConfig, task: TaskFunction) -> None:
+        """What `Hydra.run` does, with a config that is composed already. Raises what ``task`` does."""
+        configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+        callbacks = Callbacks(config)
+        callbacks.on_run_start(config=config, config_name=self.config_name)
+        returned = run_job(task, config, "hydra.run.dir", None, HydraContext(self.loader, callbacks))
+        callbacks.on_run_end(config=config, config_name=self.config_name, job_return=returned)
+        if returned.status == JobStatus.FAILED:
+            raise returned._return_value  # return_value prints all overrides first
+
+    def sweep(self, arguments: Arguments, task: TaskFunction) -> None:
+        """Have Hydra make the jobs of a sweep; its launcher calls ``task`` for each."""
+        hydra = Hydra("trainer", self.loader)
+        GlobalHydra.instance().initialize(hydra)
+        try:
+            hydra.multirun(self.config_name, task, [*arguments.words_of_config(), "hydra.mode=MULTIRUN"])
+        finally:
+            GlobalHydra.instance().clear()
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:
@@ -203,10 +244,10 @@ def explain(error: Exception) -> str:
         if where and where[1] == RESTORED:
             file = "The config of that run: "
         name = key.removeprefix("trainer.")
-        if key.startswith("trainer.") and name in TYPES:
-            return f"{file}{key} is {_value_in(cause)}, expected {expected(TYPES[name])}."
+        if key.startswith("trainer.") and name in SETTINGS:
+            return f"{file}{key} is {_value_in(cause)}, expected {SETTINGS[name].expected}."
         if key.startswith("trainer."):
-            return f"{file}There is no setting {key!r}.{did_you_mean(name, TYPES)}"
+            return f"{file}There is no setting {key!r}.{did_you_mean(name, SETTINGS)}"
         said = _one_paragraph(str(cause.msg or cause).partition("full_key:")[0])
         if "is not in struct" in said:
             return f"{file}There is no setting {key!r}. To add a new one, write a + in front of it: +{key}=VALUE."

@@ -14,13 +14,13 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from trainer import redaction
 from trainer.cli.folders import PACKAGE
+from trainer.cli.leaves import leaves
 from trainer.cli.processes import is_debug, is_first, rank
 from trainer.errors import (
     ConfigurationError,
@@ -162,8 +162,12 @@ def explain_path(error: Exception, settings: dict[str, Any]) -> None:
     if not isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
         return
     said = " ".join(map(str, (error, error.filename)))
-    for key, value in _texts(settings):
-        if len(value) > 1 and ("/" in value or "\\" in value or key.rpartition(".")[2] in ("root", "path", "folder")):
+    for key, name, value, _ in leaves(settings):
+        if (
+            isinstance(value, str)
+            and len(value) > 1
+            and ("/" in value or "\\" in value or name in ("root", "path", "folder"))
+        ):
             absolute = str(Path(value).expanduser().absolute())
             inside = str(error.filename).startswith(value.rstrip("/\\") + os.sep)
             if value in said.split() or absolute in said or inside or (os.sep in value and value in said):
@@ -172,21 +176,16 @@ def explain_path(error: Exception, settings: dict[str, Any]) -> None:
 
 
 def tell(error: Exception) -> None:
-    """Print what ended a run to stderr: of the processes of a run, the first that gets here does."""
+    """Print what ended a run to stderr; of the processes of a run, the first that gets here does.
+
+    A mistake in the command line or in a config says by itself all that there is to say.
+    """
     if not _is_first_to_tell(error):
         return
     if is_debug():
         print(printable("".join(traceback.format_exception(_from_run(error)))), file=sys.stderr)
-    print(printable(paragraph(error)), file=sys.stderr)
-
-
-def tell_mistake(error: ConfigurationError) -> None:
-    """Print a message that says all there is to say to stderr; of the processes of a run, the first does."""
-    if not _is_first_to_tell(error):
-        return
-    if is_debug():
-        print(printable("".join(traceback.format_exception(error))), file=sys.stderr)
-    print(f"trainer: {printable(str(error))}", file=sys.stderr)
+    said = f"trainer: {error}" if isinstance(error, ConfigurationError) else paragraph(error)
+    print(printable(said), file=sys.stderr)
 
 
 def printable(said: str) -> str:
@@ -230,7 +229,7 @@ def paragraph(error: BaseException) -> str:
     file = error.__dict__.get("log_file")
     if file is not None:
         rest = "The rest of it, and the full traceback, are" if "[...]" in lines[0] else "The full traceback is"
-        lines.append(f"{rest} in {_shown(str(file))}{'' if is_debug() else '; --debug shows it here'}.")
+        lines.append(f"{rest} in {shown(str(file))}{'' if is_debug() else '; --debug shows it here'}.")
     elif not isinstance(error, FolderInUseError) and not is_debug():
         lines.append("--debug shows the full traceback.")
     return "\n  ".join(lines)
@@ -254,7 +253,7 @@ def where(error: BaseException) -> str:
 def _place(file: str, line: int, function: str) -> str:
     source = linecache.getline(file, line).strip()
     inside = f", in {function}" if function and function != "<module>" else ""
-    return f"{_shown(file)}:{line}{inside}" + (f": {source}" if source else "")
+    return f"{shown(file)}:{line}{inside}" + (f": {source}" if source else "")
 
 
 def _is_own(file: str) -> bool:
@@ -267,7 +266,7 @@ def _is_own(file: str) -> bool:
     return not any(path.resolve().is_relative_to(folder.resolve()) for folder in theirs)
 
 
-def _shown(file: str) -> str:
+def shown(file: str) -> str:
     """``file`` from the working directory on, where it is in there."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
@@ -373,14 +372,3 @@ def _is_first_to_tell(error: Exception) -> bool:
     except OSError:
         return is_first()
     return True
-
-
-def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Full key and value of every text in ``node``."""
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for name, child in children:
-        place = f"{key}.{name}" if key else str(name)
-        if isinstance(child, str):
-            yield place, child
-        else:
-            yield from _texts(child, place)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import trainer
-from trainer.cli.arguments import COMMANDS, TOOLS
-from trainer.cli.recipes import options
+from trainer.arguments import describe
+from trainer.cli.arguments import COMMANDS, FLAGS, GROUPS_TO_ADD, TOOLS
+from trainer.cli.keys import groups, keys, options
 
 SUMMARY = {
     "fit": "train a model, validating as it goes",
@@ -55,7 +57,7 @@ Both write tune.json into outputs/RECIPE/DATE_TIME, and leave no checkpoints and
   python -m trainer tune lr +recipe=resnet50 precision=16-mixed
   python -m trainer tune lr +recipe=resnet50 tune.min_lr=1e-5 tune.max_lr=1 tune.steps=200
 
-Settings are those of fit, and tune.* (conf/tune/default.yaml has them with their meaning).""",
+Settings are those of fit, and tune.*.""",
     "checks": """\
 Tells the versions of what is installed, the devices, what each precision does on them (native, emulated or
 unsupported), the measured speed of float32, float16 and bfloat16 (two seconds), how many dataloader workers to
@@ -134,16 +136,6 @@ _COMPARE = """\
   Not precisions but something else, in one precision:
     python -m trainer compare +recipe=resnet50 precision=16-mixed +optimizer.fused=false,true"""
 
-_COMPARE_SETTINGS = """\
-Settings of the comparison (conf/compare/default.yaml has them with their defaults):
-  compare.metric=val_acc          the metric to compare; by default the one that checkpoints are chosen by,
-                                  else an accuracy, else a loss
-  compare.mode=max                which way it is better, max or min, if its name does not tell
-  compare.accuracy_tolerance=1.0  how much worse it may be: points of a metric in [0, 1], percent of any other
-  compare.min_speedup=1.5         samples per second over the first's; auto asks for 1.5 on a GPU only
-  compare.min_memory_saving=0.3   share of the first's peak memory; auto asks for 0.3 on a GPU only
-  compare.strict=true             exit status 1 also when a run does not keep to these"""
-
 _USE = """\
   With the config, and the best weights, of a run:
     python -m trainer {command} ckpt=outputs/resnet50/DATE_TIME
@@ -169,7 +161,8 @@ _READ_ON = """\
 `trainer COMMAND --help` says all about a command; `trainer fit --help` lists the settings and flags.
 `python -m trainer` is the same program. Errors are short: --debug shows tracebacks, -q leaves one line of output."""
 
-_WIDTH = 110
+_WIDTH = 118
+_NAMES = 36  # the width of the column of names, if they are not longer
 
 _GROUPS = {
     "recipe": "what to train: a model, data and settings that fit together",
@@ -187,29 +180,11 @@ _GROUPS = {
     "sweep": "ready-made sweeps",
 }
 
-_SETTINGS = """\
-Settings with a value (--cfg job prints all of them):
-  trainer.max_epochs=3  trainer.devices=2  data.batch_size=64  optimizer.lr=0.1  seed=7
-  ckpt=RUN              the folder of a run, or a checkpoint in it: restores the config as well (no recipe needed)
-  ckpt_path=FILE        the checkpoint to resume from, or whose weights to use
-  resume=auto           go on where the same command stopped; it has a folder of its own, outputs/NAME/auto-HASH
-  exact_resume=false    go on also where the result may differ: with other data, or another number of processes
-  +model.dropout=0.1    a + adds a setting that the config does not have yet
-  +name=my-run          everything goes to outputs/my-run/DATE_TIME
-  hydra.run.dir=FOLDER  everything goes there"""
-
-_FLAGS = """\
-Flags, anywhere among the settings:
-  -h, --help             this text; after a command, what that command does
-  --version              the versions of this package and of those it stands on
-  -m, --multirun         a sweep: one run for every combination of the comma-separated values
-  --cfg job [--resolve]  print the config instead of running; with --package trainer a part of it
-  --info [WHAT]          how the config is composed; WHAT is all, config, defaults, defaults-tree,
-                         plugins or searchpath
-  --config-dir FOLDER    look for configs there too (./conf is always looked into, and first)
-  -q, --quiet            no progress bar and no tables: warnings, and one line at the end
-  --debug                errors with the whole traceback; it is in the run's log anyway
-  --hydra-help           the rest of Hydra's flags"""
+_ADDED = (
+    ("+model.dropout=0.1", "a + adds a setting that the config does not have yet"),
+    ("+name=my-run", "everything goes to outputs/my-run/DATE_TIME"),
+    ("hydra.run.dir=FOLDER", "everything goes there"),
+)
 
 
 def help_text(command: str | None, config_dir: str | None = None) -> str:
@@ -220,24 +195,53 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
         config_dir: what ``--config-dir`` was given, if anything.
     """
     if command in TOOLS:
-        return f"usage: python -m trainer {command} {_WORDS[command]}".rstrip() + f"\n\n{_ABOUT[command]}"
+        usage = f"usage: python -m trainer {command} {_WORDS[command]}".rstrip()
+        return "\n\n".join([usage, _ABOUT[command], *([_settings("tune", config_dir)] if command == "tune" else [])])
     if command is None:
         return _first_screen(config_dir)
-    top = [f"usage: python -m trainer {command} [SETTING=VALUE ...] [FLAGS]", _ABOUT[command]]
     example = {"fit": _TRAIN, "compare": _COMPARE}.get(command) or _USE.format(command=command)
-    own = [_COMPARE_SETTINGS] if command == "compare" else []
-    return "\n\n".join([*top, f"Examples:\n{example}", *own, _groups(config_dir), _SETTINGS, _FLAGS])
+    flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
+    sections = [
+        f"usage: python -m trainer {command} [SETTING=VALUE ...] [FLAGS]",
+        _ABOUT[command],
+        f"Examples:\n{example}",
+        *([_settings("compare", config_dir)] if command == "compare" else []),
+        _groups(config_dir),
+        _settings("", config_dir),
+        _settings("trainer", config_dir),
+        _listed("Flags, anywhere among the settings:", flags),
+    ]
+    return "\n\n".join(sections)
+
+
+def _settings(node: str, config_dir: str | None) -> str:
+    """The settings in a node of the config, or with "" in none, with their defaults."""
+    rows = [
+        (f"{key.name}={describe(key.value)}", key.meaning)
+        for key in keys((), config_dir).values()
+        if key.name.rpartition(".")[0] == node and key.name not in (*groups(config_dir), "command", "objective")
+    ]
+    if not node:
+        return _listed("Settings, with their defaults (--cfg job prints all):", [*rows, *_ADDED])
+    return _listed(f"Settings {node}.NAME, with their defaults:", rows)
+
+
+def _listed(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Names, and what they are, in two columns under a title."""
+    width = min(max(len(name) for name, _ in rows), _NAMES)
+    lines = [_wrapped(f"  {name:<{width}}  ", about) for name, about in rows]
+    return "\n".join([title, *lines])
 
 
 def _first_screen(config_dir: str | None) -> str:
     """What fits on one: the commands in groups, how to begin, and where to read on."""
     grouped = {name for names in _COMMAND_GROUPS.values() for name in names}
     others = {"Others": tuple(name for name in COMMANDS if name not in grouped)}
-    width = max(map(len, COMMANDS)) + 1
+    width = max(map(len, COMMANDS))
     lines = [(trainer.__doc__ or "").partition("\n")[0], "", "usage: trainer COMMAND [SETTING=VALUE ...] [FLAGS]"]
     for title, names in (_COMMAND_GROUPS | others).items():
-        known = [name for name in names if name in COMMANDS]
-        lines += [f"\n{title}:", *(f"  {name:<{width}} {SUMMARY[name]}" for name in known)] if known else []
+        if rows := [(f"{name:<{width}}", SUMMARY[name]) for name in names if name in COMMANDS]:
+            lines += ["", _listed(f"{title}:", rows)]
     recipes = ", ".join(options("recipe", config_dir)) or "none yet: put one into conf/recipe/"
     return "\n".join([*lines, "", _BEGIN, "", _wrapped("Recipes: ", recipes), "", _READ_ON])
 
@@ -258,9 +262,9 @@ def versions() -> str:
 
 
 def _groups(config_dir: str | None) -> str:
-    lines = ["Settings that choose a file, conf/GROUP/OPTION.yaml, of ours or of your own:"]
+    rows = []
     for group, about in _GROUPS.items():
-        name = f"+{group}=" if group in ("recipe", "debug", "sweep") else f"{group}="
         found = ", ".join(options(group, config_dir)) or "none yet"
-        lines.append(_wrapped(f"  {name:<11} ", f"{found}{f'  ({about})' if about else ''}"))
-    return "\n".join(lines)
+        name = f"+{group}=" if group in GROUPS_TO_ADD else f"{group}="
+        rows.append((name, f"{found}{f'  ({about})' if about else ''}"))
+    return _listed("Settings that choose a file, conf/GROUP/OPTION.yaml, of ours or of your own:", rows)

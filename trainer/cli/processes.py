@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 PARENT = "TRAINER_PARENT"
 """The variable with the process id of the sweep that has started this process, and that it ends with."""
+
+DEBUG, QUIET = "TRAINER_DEBUG", "TRAINER_QUIET"
+"""Variables of the environment that say ``--debug`` and ``--quiet`` to every process of a command."""
 
 # What a launcher leaves behind for the processes of one run, and no other run may see.
 _LEAKS = (
@@ -30,12 +37,16 @@ _LEAKS = (
 )
 
 
+def rank() -> int:
+    """The global rank, as far as the launcher (torchrun, Lightning's own, SLURM) has said; else that on this node."""
+    names = ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "LOCAL_RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+
+
 def is_first() -> bool:
-    """Whether this is global rank 0, as far as the launcher (torchrun, Lightning's own, SLURM) has said."""
-    for name in ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
-        if name in os.environ:
-            return int(os.environ[name]) == 0
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0 and int(os.environ.get("NODE_RANK", 0)) == 0
+    """Whether this is global rank 0, as far as the launcher has said."""
+    is_global = any(name in os.environ for name in ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"))
+    return rank() == 0 and (is_global or int(os.environ.get("NODE_RANK", 0)) == 0)
 
 
 def under_torchrun() -> bool:
@@ -66,6 +77,25 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
 
 
+@contextmanager
+def imports_only() -> Iterator[None]:
+    """For the first import of torch and Lightning: meanwhile no garbage is collected.
+
+    The collector would go through ever more modules and classes, all of which stay: a quarter of the time
+    (``scripts/benchmark_start``). Nor does it later, before the end.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or what extensions leave is not collected, and they complain
+        gc.enable()
+
+
 def agree(folder: str) -> str:
     """Rank 0's ``folder``, on every rank that torchrun started; elsewhere ``folder`` itself.
 
@@ -84,10 +114,6 @@ def agree(folder: str) -> str:
     return str(store.get(key).decode())
 
 
-DEBUG, QUIET = "TRAINER_DEBUG", "TRAINER_QUIET"
-"""Variables of the environment that say ``--debug`` and ``--quiet`` to every process of a command."""
-
-
 def is_debug() -> bool:
     """Whether errors are to be shown with their tracebacks."""
     return os.environ.get(DEBUG, "") not in ("", "0")
@@ -96,11 +122,3 @@ def is_debug() -> bool:
 def is_quiet() -> bool:
     """Whether the terminal gets warnings and the last line alone: no progress bar, no tables."""
     return os.environ.get(QUIET, "") not in ("", "0")
-
-
-def rank() -> int:
-    """The global rank, as far as the launcher has said; 0 where nobody has."""
-    for name in ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "LOCAL_RANK"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return 0

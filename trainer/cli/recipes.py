@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.failure import printable
-from trainer.cli.folders import conf_folders, packaged_conf
+from trainer.cli.folders import packaged_conf
+from trainer.cli.keys import SETTINGS, Key, description, heading, keys, options
 from trainer.errors import did_you_mean
+
+_SPECIAL = {
+    "_target_": "what is made of this node",
+    "_partial_": "true: the rest of its arguments are given later",
+    "_args_": "arguments without a name",
+    "_recursive_": "whether the nodes inside are made first",
+    "_convert_": "how containers are passed on",
+}
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_COLUMN = 44
+"""Where comments begin, if the line is not longer."""
 
 
 def command(arguments: Arguments) -> int:
@@ -30,32 +44,6 @@ def command(arguments: Arguments) -> int:
     return 0
 
 
-def options(group: str, config_dir: str | None = None) -> dict[str, Path]:
-    """The options of a config group and the files they are in, in alphabetical order.
-
-    Args:
-        group: such as ``recipe``.
-        config_dir: what ``--config-dir`` was given, if anything.
-    """
-    files: dict[str, Path] = {}
-    for folder in conf_folders(config_dir):
-        for file in (folder / group).rglob("*.yaml"):
-            files.setdefault(file.relative_to(folder / group).with_suffix("").as_posix(), file)
-    return dict(sorted(files.items()))
-
-
-def description(file: Path) -> str:
-    """The first line of the comment a config starts with, Hydra's ``@package`` line aside."""
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            if not line.startswith("#"):
-                break
-            text = line.lstrip("#").strip()
-            if text and not text.startswith("@package"):
-                return printable(text)
-    return ""
-
-
 def table(config_dir: str | None = None) -> str:
     """The recipes, ours and those in ``./conf``, one a line."""
     found = options("recipe", config_dir)
@@ -68,17 +56,59 @@ def table(config_dir: str | None = None) -> str:
 def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> str:
     """A recipe, composed, with the meaning of every key.
 
+    Left out are Hydra's own node, and settings of the Trainer that nobody sets.
+
     Raises:
         UsageError: there is no such recipe, or an override that does not fit.
     """
-    from trainer.cli import meanings
+    from omegaconf import OmegaConf
+
     from trainer.cli.compose import Composer
 
     file = _find(name, config_dir)
     flags = {} if config_dir is None else {"--config-dir": config_dir}
     words = [f"+recipe={name}", *overrides]
-    config = meanings.shown(Composer(Arguments(flags=flags)), words, config_dir)
-    return "\n".join([*_comment(file), f"# From {_place(file)}, and what it builds upon:", "", config])
+    config = OmegaConf.to_container(Composer(Arguments(flags=flags)).compose(words), resolve=False)
+    assert isinstance(config, dict)
+    known = keys(words, config_dir)
+    config["trainer"] = {
+        name: value
+        for name, value in config["trainer"].items()
+        if name not in SETTINGS or value != SETTINGS[name].default or known[f"trainer.{name}"].file
+    }
+    del config["hydra"]
+    return "\n".join([*heading(file), f"# From {_place(file)}, and what it builds upon:", "", annotated(config, known)])
+
+
+def annotated(config: dict[Any, Any], known: Mapping[str, Key]) -> str:
+    """``config`` as YAML with the meaning behind every key that has one.
+
+    Args:
+        config: as plain containers.
+        known: its keys.
+    """
+    return "\n".join(_lines(config, known, ""))
+
+
+def _lines(node: dict[Any, Any], known: Mapping[str, Key], prefix: str) -> Iterator[str]:
+    for name, value in node.items():
+        line = "  " * prefix.count(".") + f"{name}:"
+        if isinstance(value, dict) and value:
+            inner = list(_lines(value, known, f"{prefix}{name}."))
+        else:
+            inner = []
+            plain = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+            line += f" {plain.removesuffix('...' + chr(10)).strip()}"
+        meaning = _meaning(f"{prefix}{name}", value, known)
+        yield f"{line:<{_COLUMN}} # {meaning}" if meaning else line
+        yield from inner
+
+
+def _meaning(key: str, value: Any, known: Mapping[str, Key]) -> str:
+    if key in known and known[key].meaning:
+        return known[key].meaning
+    reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    return _SPECIAL.get(key.rpartition(".")[2]) or (f"what {reference[1]} is" if reference else "")
 
 
 def copy(name: str, new: str, config_dir: str | None = None) -> str:
@@ -116,17 +146,6 @@ def _find(name: str, config_dir: str | None) -> Path:
             f"There is no recipe {name!r}.{did_you_mean(name, found)} `python -m trainer recipes` lists them."
         )
     return found[name]
-
-
-def _comment(file: Path) -> list[str]:
-    """The comment that a config starts with, Hydra's ``@package`` line aside."""
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if "@package" not in line:
-            lines.append(line.rstrip())
-    return lines
 
 
 def _place(file: Path) -> str:

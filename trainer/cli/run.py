@@ -18,11 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from trainer import redaction
 from trainer.cli import failure
 from trainer.cli.arguments import UsageError
-from trainer.cli.build import build, check
+from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, value_of
-from trainer.cli.processes import end_with_parent, is_first, is_quiet
+from trainer.cli.processes import end_with_parent, imports_only, is_first, is_quiet
 from trainer.cli.restore import recipe_of
 from trainer.cli.sweep import worth_showing
 from trainer.cli.targets import Allowlist
@@ -34,6 +34,9 @@ from trainer.record.run_file import RunFile
 
 ADVICE = "lightning.pytorch.advice"
 """The logger of advice, which conf/hydra/job_logging/trainer.yaml lets through to the terminal."""
+
+_MADE = ("precision", "callbacks", "logger", "data", "model")
+"""Nodes of the config that become objects, beside the Trainer's."""
 
 _MOST_METRICS = 4
 """In the last line of a quiet run."""
@@ -48,10 +51,9 @@ def task(config: DictConfig) -> float | None:
         The value of the objective, for the sweeper.
     """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        from trainer.cli.compare import as_fit
         from trainer.cli.sweep.jobs import run_job
 
-        return run_job(config, as_fit) if config.command == "compare" else run_job(config)
+        return run_job(config)
     with noted():
         return run(config)
 
@@ -130,11 +132,21 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         folder: of the run; the Trainer's ``default_root_dir``.
         record: of the run, which the Trainer is to keep; None for none.
     """
-    import lightning as L
-    from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
+    arguments = dict(settings["trainer"])
+    target = arguments.pop("_target_")
+    allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
+    with imports_only():  # everything is found and checked before anything is made
+        import lightning as L
+        from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
 
-    from trainer.callbacks import OverflowReport, ScaleMonitor
-    from trainer.record.recorder import RunRecorder
+        from trainer.callbacks import OverflowReport, ScaleMonitor
+        from trainer.record.recorder import RunRecorder
+
+        merge_recipes()
+        if settings["seed"] is not None:
+            L.seed_everything(settings["seed"], workers=True, verbose=False)
+        check({name: settings[name] for name in _MADE} | {"trainer": arguments}, "", allowlist)
+        trainer_class = allowlist.locate(target, "trainer")
 
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).handlers.clear()  # the terminal and the file that Hydra has set up are enough
@@ -144,22 +156,13 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     warnings.filterwarnings("ignore", ".*does not have many workers", UserWarning)
     # A run that goes on from a checkpoint in a folder of its own keeps its own best checkpoints: meant to be so.
     warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)
-    merge_recipes()
-    allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
-    if settings["seed"] is not None:
-        L.seed_everything(settings["seed"], workers=True, verbose=False)
-
-    for name in ("precision", "callbacks", "logger", "data", "model"):  # all of it, before anything is built
-        check(settings[name], name, allowlist)
-    arguments = dict(settings["trainer"])
-    trainer_class = allowlist.locate(arguments.pop("_target_"), "trainer")
-    arguments = build(arguments, "trainer", allowlist)
+    arguments = make(arguments, "trainer", allowlist)
     if arguments.get("resume") is None and arguments.get("exact_resume") is True:
         del arguments["resume"], arguments["exact_resume"]  # a Trainer of somebody else's need not know them
     arguments["default_root_dir"] = arguments["default_root_dir"] or str(folder)
-    arguments["precision"] = build(settings["precision"], "precision", allowlist)
-    arguments["callbacks"] = _build_all(settings["callbacks"], "callbacks", allowlist)
-    arguments["logger"] = _build_all(settings["logger"], "logger", allowlist) or False
+    arguments["precision"] = make(settings["precision"], "precision", allowlist)
+    arguments["callbacks"] = _make_all(settings["callbacks"], "callbacks", allowlist)
+    arguments["logger"] = _make_all(settings["logger"], "logger", allowlist) or False
     unwanted: tuple[type, ...] = ()  # what the default config, or a recipe, has put there
     if arguments["barebones"]:
         unwanted = (Checkpoint, LearningRateMonitor, ScaleMonitor)
@@ -174,8 +177,8 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     if record is not None and not arguments["barebones"]:
         arguments["callbacks"].append(RunRecorder(record))
 
-    data = build(settings["data"], "data", allowlist)
-    module = build(settings["model"], "model", allowlist)
+    data = make(settings["data"], "data", allowlist)
+    module = make(settings["model"], "model", allowlist)
     _check_kinds(module, data, settings)
     try:
         trainer = trainer_class(**arguments)
@@ -217,10 +220,10 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
             file.write_text(redacted, encoding="utf-8")
 
 
-def _build_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> list[Any]:
+def _make_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> list[Any]:
     """The objects of a group of named nodes; without a target are those a recipe sets but nobody chose."""
     return [
-        build(node, f"{key}.{name}", allowlist) for name, node in (nodes or {}).items() if node and "_target_" in node
+        make(node, f"{key}.{name}", allowlist) for name, node in (nodes or {}).items() if node and "_target_" in node
     ]
 
 

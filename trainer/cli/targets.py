@@ -4,7 +4,7 @@ A config is data and may come from somebody else; a ``_target_`` in it names cod
 
 1. the parts of known packages that experiments are put together from (`_PARTS`, `_NAMES`);
 2. modules in the working directory, but not in the folder of a run that ``ckpt`` names;
-3. packages that the user has installed from a folder of their own (`trainer.cli.trust.is_installed_from_folder`);
+3. packages that the user has installed from a folder of their own (`trainer.cli.trusted.is_installed_from_folder`);
 4. packages that the user trusts: by ``trainer trust NAME``, by an environment variable, or on the command line.
 
 In all but the user's own folder, what runs, unpickles or writes what it is given is refused by name. A name is judged
@@ -24,8 +24,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.cli import trust
+from trainer.cli import trusted
 from trainer.cli.arguments import UsageError
+from trainer.cli.leaves import leaves
 from trainer.errors import did_you_mean
 
 PACKAGES = ("lightning", "recipes", "torch", "torchmetrics", "torchvision", "trainer")
@@ -173,14 +174,9 @@ _REFUSED_NAMES = frozenset(
 
 def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """The key and the ``_target_`` of every node with one, such as ``("model.net", "torch.nn.Linear")``."""
-    if isinstance(node, dict):
-        if "_target_" in node:
-            yield key, str(node["_target_"])
-        for name, child in node.items():
-            yield from targets(child, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, list):
-        for index, child in enumerate(node):
-            yield from targets(child, f"{key}[{index}]")
+    for leaf in leaves(node, key):
+        if leaf.name == "_target_":
+            yield leaf.key.removesuffix("_target_").removesuffix("."), str(leaf.value)
 
 
 class Allowlist:
@@ -193,7 +189,7 @@ class Allowlist:
     """
 
     def __init__(self, packages: Iterable[str] = (), checkpoint: str | None = None) -> None:
-        self.packages = (*packages, *trust.trusted())
+        self.packages = (*packages, *trusted.packages())
         self._of_runs = _folders_here(checkpoint)
         self._refusals: dict[tuple[str, str], str | None] = {}  # by name and target
         self._located: dict[str, Any] = {}
@@ -209,7 +205,19 @@ class Allowlist:
             UsageError: a target that a config may not name.
         """
         for place, target in targets(node, key):
-            self._judge(target, target, place)
+            self.judge(target, place)
+
+    def judge(self, target: str, key: str) -> None:
+        """Judge one target by its name. Imports nothing.
+
+        Args:
+            target: such as ``torch.nn.Linear``.
+            key: of the node that names it, for messages.
+
+        Raises:
+            UsageError: a config may not name it.
+        """
+        self._judge(target, target, key)
 
     def locate(self, target: str, key: str = "") -> Any:
         """The class or function called ``target``; imports the modules it is in.
@@ -222,7 +230,7 @@ class Allowlist:
         return self._located[target]
 
     def _look_up(self, target: str, key: str) -> Any:
-        self._judge(target, target, key)
+        self.judge(target, key)
         first, *names = target.split(".")
         found: Any = _import(first)
         if found is None:
@@ -273,7 +281,7 @@ class Allowlist:
                 f"{asks}, which runs or unpickles what it reads, or is none of a config's business. A config may not."
                 " Write a function or a class of your own that does what you need, and name that."
             )
-        if is_own or is_trusted or (not is_known and trust.is_installed_from_folder(root)):
+        if is_own or is_trusted or (not is_known and trusted.is_installed_from_folder(root)):
             return None
         if not is_known:
             return self._unknown(root, target, is_written)

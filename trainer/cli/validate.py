@@ -6,7 +6,7 @@ import copy
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli import compare, hydra_node, objective, places
+from trainer.cli import compare, objective, permissions, plugins
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
 from trainer.cli.folders import packaged_conf
-from trainer.cli.recipes import options
-from trainer.cli.schema import TYPES, TrainerSettings, describe, expected, mistake
-from trainer.cli.sweep import plugins
+from trainer.cli.keys import SETTINGS, flatten, keys, options
+from trainer.cli.leaves import Leaf, leaves
+from trainer.cli.schema import as_typed, describe, either, mistake
 from trainer.cli.targets import targets
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
@@ -38,39 +37,40 @@ _NEEDED = ("precision", "trainer")
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
 
 
-def validate(arguments: Arguments) -> DictConfig:
+def validate(arguments: Arguments, composer: Composer | None = None) -> DictConfig:
     """The composed config, Hydra's node included, after all checks. Of a sweep: that of its first job.
 
     Every value of a sweep is checked once, in the company of the first values of the others.
 
+    Args:
+        arguments: the command line.
+        composer: that of ``arguments``; None to make one.
+
     Raises:
         UsageError: with what was given, what was expected, and the nearest known word.
     """
-    composer = Composer(arguments)
-    overrides = composer.parse([*arguments.overrides, f"command={arguments.command}"])
+    composer = composer or Composer(arguments)
+    overrides = composer.parse(arguments.words_of_config())
     for override in overrides:
         _check_option(composer, override)
 
-    choices = tuple(_choices(composer, [values[0] for values in _values(overrides)]))
-    config = composer.compose(choices)
-    checked = {choices: config}  # composing is what takes the time
+    known = _KnownKeys(composer, arguments)
+    first = next(_jobs(overrides))
+    _check_settings(composer, known, first)
+    config = composer.compose(first)
     if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
         overrides = [*_sweeper_params(arguments, composer, config), *overrides]
     else:
         _refuse_several_values(overrides)
 
     for job in _jobs(overrides):
-        choices = tuple(_choices(composer, job))
-        if choices not in checked:
-            checked[choices] = composer.compose(choices)
-        _check_settings(composer, checked[choices], composer.parse(job))
-
-    first = [values[0] for values in _values(overrides)]
-    config = composer.compose(first)
+        _check_settings(composer, known, job)
+    if (job := next(_jobs(overrides))) != first:  # what the config sweeps over is in it now
+        config = composer.compose(job)
     if arguments.command == "compare":
         compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     HydraConfig.instance().set_config(config)  # for ${hydra:...}
-    hydra_node.check(composer, config, overrides)
+    permissions.check_hydra(composer, config, overrides)
     if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
         plugins.prepare(config.hydra)
         _check_intervals(config, overrides)
@@ -115,11 +115,11 @@ def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
 
 
 def _choices(composer: Composer, overrides: Sequence[str]) -> list[str]:
-    """Those of ``overrides`` that choose an option of a config group, or tell Hydra where to search."""
+    """Those of ``overrides`` that choose a command, an option of a config group, or where Hydra is to search."""
     return [
         str(override.input_line)
         for override in composer.parse(overrides)
-        if override.key_or_group == "hydra.searchpath"
+        if override.key_or_group in ("command", "hydra.searchpath")
         or (composer.is_group(override.key_or_group) and not isinstance(override.value(), dict))
     ]
 
@@ -176,7 +176,7 @@ def _check_option(composer: Composer, override: Override) -> None:
                 f"{group} is null, expected the name of an option{without}. Choose one of: {', '.join(known)}."
             )
         name = str(option).strip("'\"")
-        places.check_option(group, name)
+        permissions.check_option(group, name)
         if not composer.has_option(group, name):
             known = composer.options(group)
             aliases = list(ALIASES) if group == "precision" else []
@@ -186,21 +186,51 @@ def _check_option(composer: Composer, override: Override) -> None:
             )
 
 
-def _check_settings(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
-    """Hold the settings among ``overrides`` against the config they change."""
-    known = _unresolved(config)
-    for override in overrides:
+class _KnownKeys:
+    """The keys of the config, and the values that they have before the command line changes them.
+
+    They are read from the files, which takes no time, and composed by Hydra only where that leaves a doubt.
+    """
+
+    def __init__(self, composer: Composer, arguments: Arguments) -> None:
+        self._composer = composer
+        self._config_dir = arguments.flags.get("--config-dir")
+        self._is_ours = composer.config_name == CONFIG_NAME and "--config-path" not in arguments.flags
+        self._composed: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def of(self, job: Sequence[str], wanted: set[str]) -> dict[str, Any]:
+        """Values by key of the config that ``job`` chooses: of all keys, if the files lack any ``wanted``."""
+        choices = tuple(_choices(self._composer, job))
+        if self._is_ours and choices not in self._composed:
+            read = {name: key.value for name, key in keys(choices, self._config_dir).items()}
+            if wanted <= read.keys():
+                return read
+        if choices not in self._composed:
+            self._composed[choices] = dict(flatten(_unresolved(self._composer.compose(choices))))
+        return self._composed[choices]
+
+
+def _check_settings(composer: Composer, keys_of: _KnownKeys, job: Sequence[str]) -> None:
+    """Hold the settings in ``job`` against the config that they change."""
+    settings = [
+        override
+        for override in composer.parse(job)
+        if override.package is None
+        and "[" not in override.key_or_group  # Hydra judges the others
+        and override.key_or_group != "hydra.searchpath"
+        and (not composer.is_group(override.key_or_group) or isinstance(override.value(), dict))
+    ]
+    known = keys_of.of(job, {one.key_or_group for one in settings if not (one.is_add() or one.is_force_add())})
+    for override in settings:
         key = override.key_or_group
-        if override.package is not None or "[" in key or key == "hydra.searchpath":
-            continue  # Hydra judges these
-        if composer.is_group(key) and not isinstance(override.value(), dict):
-            continue
         if override.is_delete() and key.startswith("trainer."):
             raise UsageError(f"{key} can be changed, but not left out. Write {key}=null, or give it another value.")
         if override.is_add() or override.is_force_add():
             _check_new_key(composer, override)
-        elif _exists(known, override, composer) and not override.is_delete():
-            _check_value(known, override)
+        elif key not in known:
+            _check_unknown_key(known, override, composer)
+        elif not override.is_delete():
+            _check_value(key, override.value(), known[key])
 
 
 def _unresolved(config: DictConfig) -> dict[Any, Any]:
@@ -209,39 +239,35 @@ def _unresolved(config: DictConfig) -> dict[Any, Any]:
     return plain
 
 
+def _setting(key: str) -> str | None:
+    """``NAME`` of ``trainer.NAME``; None for other keys."""
+    node, _, name = key.partition(".")
+    return name if node == "trainer" and name and "." not in name else None
+
+
 def _check_new_key(composer: Composer, override: Override) -> None:
     key = override.key_or_group
-    if key.startswith("trainer.") and key.count(".") == 1 and key.removeprefix("trainer.") not in TYPES:
-        hint = did_you_mean(key.removeprefix("trainer."), TYPES).replace("'", "'trainer.", 1)
+    name = _setting(key)
+    if name is not None and name not in SETTINGS:
+        hint = did_you_mean(name, SETTINGS).replace("'", "'trainer.", 1)
         raise UsageError(f"The Trainer has no argument {key!r}.{hint}")
     near = did_you_mean(key, [group for group in composer.groups() if group != key])
     if "." not in key and near and not override.is_force_add():
         raise UsageError(f"There is no config group {key!r}.{near} To add a setting of that name, write ++{key}.")
 
 
-def _exists(known: dict[Any, Any], override: Override, composer: Composer) -> bool:
-    """Whether the key is there; False where that cannot be told, because a node on the way is null.
-
-    Raises:
-        UsageError: it is not there.
-    """
-    node: Any = known
-    parts = override.key_or_group.split(".")
-    for position, part in enumerate(parts):
-        if node is None or node == "???" or isinstance(node, list):
-            return False
-        here = ".".join(parts[:position])
-        if isinstance(node, str) and node.startswith("${"):
-            rest = ".".join(parts[position:])
-            raise UsageError(f"{here} is {node}: set {node.strip('${}')}.{rest} instead of {here}.{rest}.")
-        if not isinstance(node, dict) or part not in node:
-            _refuse_unknown(known, override, composer)
-        node = node[part]
-    return True
-
-
-def _refuse_unknown(known: dict[Any, Any], override: Override, composer: Composer) -> None:
+def _check_unknown_key(known: dict[str, Any], override: Override, composer: Composer) -> None:
+    """Refuse a key that is not there. What it is in may be null, or a list: then nobody can tell."""
     key = override.key_or_group
+    above, rest = key, ""
+    while above and above not in known:
+        above, _, name = above.rpartition(".")
+        rest = f".{name}{rest}"
+    node = known.get(above)
+    if isinstance(node, str) and node.startswith("${"):
+        raise UsageError(f"{above} is {node}: set {node.strip('${}')}{rest} instead of {key}.")
+    if above and (node is None or node == "???" or isinstance(node, list)):
+        return
     groups = [group for group in composer.groups() if not key.startswith(f"{group}.")]
     near = _of_other_option(known, key, composer) or _nearest(key, known) or did_you_mean(key, groups)
     is_new = not near and not override.is_delete() and not key.startswith("trainer.")
@@ -249,68 +275,40 @@ def _refuse_unknown(known: dict[Any, Any], override: Override, composer: Compose
     raise UsageError(f"There is no setting {key!r}.{near}{new}")
 
 
-def _of_other_option(known: dict[Any, Any], key: str, composer: Composer) -> str:
+def _of_other_option(known: dict[str, Any], key: str, composer: Composer) -> str:
     """Of ``precision.fp32_modules`` with ``precision=32-true``: which options of the group have such a setting."""
     group, _, name = key.rpartition(".")
-    chosen = OmegaConf.select(OmegaConf.create(known), f"hydra.runtime.choices.{group}")
+    chosen = known.get(f"hydra.runtime.choices.{group}")
     if group in ("", "callbacks", "logger", "trainer") or not composer.is_group(group) or chosen is None:
         return ""
-    having = [option for option in composer.options(group) if name in composer.option(group, option)]
-    if not having:
-        return ""
-    words = [f"{group}={option}" for option in having]
-    listed = " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
-    return f" It belongs to {listed}, and this is {group}={chosen}."
+    having = [f"{group}={option}" for option in composer.options(group) if name in composer.option(group, option)]
+    return f" It belongs to {either(having)}, and this is {group}={chosen}." if having else ""
 
 
-def _nearest(key: str, known: dict[Any, Any]) -> str:
+def _nearest(key: str, known: Iterable[str]) -> str:
     """A did-you-mean over full keys, or over their last parts for a key that was shortened."""
-    keys = [name for name in _keys(known) if name.partition(".")[0] != "hydra" or key.startswith("hydra")]
-    keys = [name for name in keys if not key.startswith(f"{name}.")]  # the node that it was to be in
-    same_end = [name for name in keys if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    names = [name for name in known if name.partition(".")[0] != "hydra" or key.startswith("hydra")]
+    names = [name for name in names if not key.startswith(f"{name}.")]  # the node that it was to be in
+    same_end = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
     if same_end and len(same_end) <= 3:
         return f" Did you mean {' or '.join(map(repr, same_end))}?"
-    last = {name.rpartition(".")[2]: name for name in keys}
-    near = difflib.get_close_matches(key, keys, n=1) or [
+    last = {name.rpartition(".")[2]: name for name in names}
+    near = difflib.get_close_matches(key, names, n=1) or [
         last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)
     ]
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _keys(node: dict[Any, Any], prefix: str = "") -> Iterator[str]:
-    for name, child in node.items():
-        yield f"{prefix}{name}"
-        if isinstance(child, dict):
-            yield from _keys(child, f"{prefix}{name}.")
-
-
-def _check_value(known: dict[Any, Any], override: Override) -> None:
+def _check_value(key: str, value: Any, default: Any) -> None:
     """A setting keeps the kind of value it has: a number stays a number."""
-    key, value = override.key_or_group, override.value()
-    default: Any = known
-    for part in key.split("."):
-        default = default[part]
     if isinstance(value, str) and value.startswith("${"):
         return  # known only once the whole config is there
-    if key.startswith("trainer.") and key.count(".") == 1:
-        name = key.removeprefix("trainer.")
-        try:
-            OmegaConf.update(OmegaConf.structured(TrainerSettings), name, value)
-        except OmegaConfBaseException as error:
-            kinds = expected(TYPES[name])
-            words = ["true", "false"] if "true" in kinds else []
-            hint = did_you_mean(describe(value), words)
-            raise UsageError(f"{key} is {describe(value)}, expected {kinds}.{hint}") from error
-        if problem := mistake({**TrainerSettings().__dict__, name: value}):
+    if name := _setting(key):
+        if problem := SETTINGS[name].mistake(as_typed(name, value), key):
             raise UsageError(problem)
         return
-    if (
-        value is None
-        or default is None
-        or default == "???"
-        or str(default).startswith("${")
-        or key.startswith("hydra.")
-    ):
+    is_open = default is None or default == "???" or str(default).startswith("${")
+    if value is None or is_open or key.startswith("hydra."):
         return
     kind = _kind(default)
     if kind != "text" and _kind(value) != kind:
@@ -326,9 +324,7 @@ def _kind(value: Any) -> str:
         return "a number"
     if isinstance(value, dict):
         return "a node with settings of its own"
-    if isinstance(value, list):
-        return "a list"
-    return "text"
+    return "a list" if isinstance(value, list) else "text"
 
 
 def _check_whole(
@@ -341,25 +337,21 @@ def _check_whole(
     _check_complete(job)
     if composer.config_name != RESTORED:  # that has run
         _check_nothing_is_lost(composer, config, overrides)
-    resume = job.get("resume")
-    if resume not in (None, "auto"):
-        raise UsageError(f"resume is {describe(resume)}, expected auto or null.{did_you_mean(str(resume), ['auto'])}")
-    exact = job.get("exact_resume")
-    if not isinstance(exact, bool):
-        raise UsageError(f"exact_resume is {describe(exact)}, expected true or false.")
+    for name in ("resume", "exact_resume"):
+        if problem := SETTINGS[name].mistake(job.get(name), name):
+            raise UsageError(problem)
     plain = resolve(job) if runs else _unresolved(job)  # what is only shown need not be complete
     settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
-    if problem := mistake({**TrainerSettings().__dict__, **settings}):
+    if problem := mistake(settings):
         raise UsageError(problem)
-    hydra_node.check_all_targets(plain, overrides, resolved=runs)
+    said = permissions.keys_said(composer, overrides)
+    permissions.check(plain, said, resolved=runs)
     objective.check(plain["objective"])
     if runs:
-        given = _set_keys(composer, overrides)
-        places.check(plain, given)
         _check_model(plain, config_dir, config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
         _check_combinations(plain)
-        _check_checkpoint(plain["ckpt_path"], given)
+        _check_checkpoint(plain["ckpt_path"], said)
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
 
 
@@ -379,15 +371,6 @@ def _check_complete(job: DictConfig) -> None:
                 raise UsageError(f"{place} is {describe(node)}, expected a node with a _target_, or null.")
 
 
-def _set_keys(composer: Composer, overrides: Sequence[Override]) -> set[str]:
-    """The keys that ``overrides`` give a value, not those of which they choose an option."""
-    return {
-        override.key_or_group
-        for override in overrides
-        if not composer.is_group(override.key_or_group) or isinstance(override.value(), dict)
-    }
-
-
 def _check_nothing_is_lost(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
     """Refuse what a file says to no effect: all of it, for want of a package, or a key that is misspelt."""
     known = _unresolved(config)
@@ -404,7 +387,7 @@ def _check_nothing_is_lost(composer: Composer, config: DictConfig, overrides: Se
         is_read = name in ours or re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
         if not is_read and name not in meant:
             near = did_you_mean(name, groups) if isinstance(value, dict) else ""
-            near = f" Did you mean 'trainer.{name}'?" if name in TYPES else near
+            near = f" Did you mean 'trainer.{name}'?" if name in SETTINGS else near
             if near:
                 raise UsageError(f"There is no setting {name!r}.{near}")
     for group in ("callbacks", "logger"):
@@ -456,24 +439,21 @@ def _check_values(plain: dict[str, Any]) -> None:
     seed = plain["seed"]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
         raise UsageError(f"seed is {describe(seed)}, expected a whole number from 0 to {2**32 - 1}, or null for none.")
-    for key, name, value in _numbers(plain["data"], "data"):
+    for key, name, value, _ in _numbers(plain["data"], "data"):
         least = {"batch_size": 1, "num_workers": 0}.get(name)
         if least is not None and not (isinstance(value, int) and least <= value < 2**63):
             raise UsageError(f"{key} is {describe(value)}, expected a whole number of at least {least}.")
     for group in ("optimizer", "scheduler"):
-        for key, _, value in _numbers(plain.get(group), group):
+        for key, _, value, _ in _numbers(plain.get(group), group):
             if not math.isfinite(value):
                 raise UsageError(f"{key} is {describe(value)}, expected a finite number.")
 
 
-def _numbers(node: Any, key: str) -> Iterator[tuple[str, str, float]]:
-    """Full key, last name and value of every number in ``node``."""
-    if isinstance(node, list):
-        node = dict(enumerate(node))
-    for name, child in node.items() if isinstance(node, dict) else ():
-        if isinstance(child, (int, float)) and not isinstance(child, bool):
-            yield f"{key}.{name}", str(name), child
-        yield from _numbers(child, f"{key}.{name}")
+def _numbers(node: Any, key: str) -> Iterator[Leaf]:
+    """The settings in ``node`` that are numbers."""
+    for leaf in leaves(node, key):
+        if isinstance(leaf.value, int | float) and not isinstance(leaf.value, bool):
+            yield leaf
 
 
 def _check_combinations(plain: dict[str, Any]) -> None:

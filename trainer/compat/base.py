@@ -8,6 +8,7 @@ here is what its constructor would assign, and what must be quicker or says more
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -17,7 +18,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerState
 
-from trainer.compat.callbacks import overrides
+from trainer.checkpoint.process import ProcessState
+from trainer.compat.callbacks import first_of, overrides
 from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.data import DataSource
 from trainer.compat.engine import LightningEngine
@@ -25,8 +27,10 @@ from trainer.compat.errors import adopt
 from trainer.compat.logging import LoggerConnector
 from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView, LoopPlace, PredictLoopView, alias
+from trainer.engine.protocol import Engine
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
+from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import FitProgress
@@ -37,7 +41,7 @@ adopt()
 class TrainerBase(LightningTrainer):
     """Lightning's Trainer over our parts. ``Trainer`` assigns every attribute declared here in its constructor."""
 
-    engine: LightningEngine
+    engine: Engine
     data: DataSource
     progress: FitProgress
     published: PublishedMetrics
@@ -46,7 +50,10 @@ class TrainerBase(LightningTrainer):
     eval_loops: dict[RunningStage, EvalLoop]
     state: TrainerState
     callbacks: list[Any]
-    scaler: LossScaler | None = None  # a class attribute, in place of Lightning's property
+    process: ProcessState
+    fast_dev_run: int | bool
+    resume: str | None
+    exact_resume: bool
     log_metric: Callable[..., None]
     """Logs a value as the module's ``self.log`` does, with its arguments, whatever overrides that; for callbacks."""
 
@@ -60,9 +67,11 @@ class TrainerBase(LightningTrainer):
     _logger_connector: LoggerConnector
     _accelerator_connector: Any = alias("engine.connector")
     _data_connector: Any = alias("data.connector")
+    _session: ExitStack = alias("run.session")
     _loggers: list[Any] = alias("recorder.loggers", writable=True)
 
     # attributes of Lightning's Trainer that our parts keep
+    scaler: LossScaler = alias("engine.gradients.scaler")
     datamodule: LightningDataModule | None = alias("data.datamodule")
     should_stop: bool = alias("loop.limits.should_stop", writable=True)
     accumulate_grad_batches: int = alias("loop.window.batches", writable=True)
@@ -75,6 +84,10 @@ class TrainerBase(LightningTrainer):
     global_step: int = alias("progress.optimizer_steps")
     current_epoch: int = alias("progress.epoch")
     is_last_batch: bool = alias("progress.is_last_batch")
+
+    def _build_engine(self, precision: Precision, plugins: Any, **options: Any) -> Engine:
+        """The engine of this Trainer. A subclass may return another one."""
+        return LightningEngine(self, precision, plugins, **options)
 
     @property
     def _callback_connector(self) -> _CallbackConnector:  # type: ignore[override]
@@ -104,13 +117,10 @@ class TrainerBase(LightningTrainer):
             return None
         return self.eval_loops[stage].metrics
 
-    def _first_callback(self, kind: type) -> Any:
-        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
-
     @property
     def is_out_of_time(self) -> bool:
         """Whether a ``max_time`` is over: what stops a fit then is that, and not what it has come to."""
-        timer = self._first_callback(Timer)
+        timer = first_of(self.callbacks, Timer)
         left = None if timer is None else timer.time_remaining()
         return left is not None and left <= 0
 

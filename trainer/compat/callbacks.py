@@ -64,6 +64,11 @@ def attach_model_callbacks(trainer: Any) -> None:
     refuse_other_package("configure_callbacks", *trainer.callbacks)
 
 
+def first_of(callbacks: Sequence[Any], kind: type) -> Any:
+    """The first of ``callbacks`` of a kind; None without one."""
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+
+
 def external_callbacks() -> list[Any]:
     """Callbacks that installed packages register under Lightning's entry point."""
     return list(_load_external_callbacks("lightning.pytorch.callbacks_factory"))

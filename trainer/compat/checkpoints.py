@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from lightning_utilities.core.imports import module_available
 
 from trainer import redaction
 from trainer.checkpoint import state as checkpoints
-from trainer.compat import loop_state, restored_paths, resuming, savers
+from trainer.compat import hparams, loop_state, model_checkpoints, resuming
+from trainer.compat.checkpoint_io import local_path
+from trainer.compat.logging import ModuleScope
 from trainer.errors import ConfigurationError
 
 VERSION_KEY = "pytorch-lightning_version"
@@ -35,6 +38,10 @@ class CheckpointConnector(_CheckpointConnector):
     """
 
     trainer: Any
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._foreign: dict[str, str] = {}  # by `best_model_path`, the checkpoint that says so
 
     def select(self, given: str | Path | None, *, model_given: bool) -> None:
         """Choose the file to load for a run that was called with ``ckpt_path=given``: ``trainer.ckpt_path``.
@@ -59,7 +66,7 @@ class CheckpointConnector(_CheckpointConnector):
                 advice = f"Expected a file hpc_ckpt_*.ckpt in {trainer.default_root_dir}."
             raise ConfigurationError(f"{str(error).rstrip('.')}. {advice}") from error
         if path != given and not is_assigned:
-            restored_paths.refuse_foreign(trainer, path, trainer.state.fn.value)
+            self._refuse_foreign(str(path))
         self._ckpt_path = path
 
     def find_newest(self, session: ExitStack) -> None:
@@ -80,8 +87,8 @@ class CheckpointConnector(_CheckpointConnector):
         self.resume_start(self._ckpt_path, weights_only)
         checkpoints.restore_module_and_callbacks(self.trainer, self._loaded_checkpoint)
         if self.trainer.state.fn is TrainerFn.FITTING:
-            savers.restore(self.trainer, self._loaded_checkpoint)
-        restored_paths.take_note(self.trainer)
+            model_checkpoints.restore_states(self.trainer, self._loaded_checkpoint)
+        self._note_foreign()
 
     def restore_fit(self) -> dict[str, Any] | None:
         """Put back counters, optimizers and schedules. Returns what the checkpoint has of this process."""
@@ -99,9 +106,11 @@ class CheckpointConnector(_CheckpointConnector):
                 f"You restored a checkpoint with current_epoch={trainer.current_epoch}, but you have set"
                 f" Trainer(max_epochs={trainer.max_epochs}). Set max_epochs to the number of epochs in all."
             )
-        if trainer.progress.batches_this_epoch or trainer.max_steps != -1:
-            trainer.data.states = loop_state.loader_states_in(checkpoint)
-        return checkpoints.process_state_in(checkpoint, trainer.engine, exact=trainer.exact_resume)
+        state = checkpoints.process_state_in(checkpoint, trainer.engine, exact=trainer.exact_resume)
+        position = loop_state.data_position_in(checkpoint, trainer.progress, trainer.max_steps != -1)
+        if state is not None or position:
+            trainer.data.resume((state or {}).get("data") or position)
+        return state
 
     def forget(self) -> None:
         """Everything is put back: say so, and free the memory."""
@@ -109,6 +118,28 @@ class CheckpointConnector(_CheckpointConnector):
             done = "Restored all states" if self.trainer.state.fn is TrainerFn.FITTING else "Loaded model weights"
             rank_zero_info(f"{done} from the checkpoint at {redaction.text(str(self._ckpt_path))}")
         self._loaded_checkpoint = {}
+
+    def _note_foreign(self) -> None:
+        """After a restore: a best checkpoint that is in none of this run's folders is not read by itself.
+
+        These are where ModelCheckpoints write, and where the checkpoint that was read is.
+        """
+        callbacks = self.trainer.checkpoint_callbacks
+        folders = [callback.dirpath for callback in callbacks if getattr(callback, "dirpath", None)]
+        folders.append(os.path.dirname(str(self._ckpt_path)))
+        for callback in callbacks:
+            best = getattr(callback, "best_model_path", "")
+            if best and not any(_is_inside(best, folder) for folder in folders):
+                self._foreign[str(best)] = str(self._ckpt_path)
+
+    def _refuse_foreign(self, path: str) -> None:
+        if path in self._foreign:
+            raise ConfigurationError(
+                f"The best checkpoint is {redaction.text(path)}, says {redaction.text(self._foreign[path])}, from which"
+                " this run was resumed; but that is in none of this run's folders, and a checkpoint may say anything."
+                " If it is what you want, pass its path:"
+                f" `.{self.trainer.state.fn.value}(ckpt_path={redaction.text(path)!r})`."
+            )
 
     def _get_loops_state_dict(self) -> dict[str, Any]:
         return loop_state.loops_of(self.trainer)
@@ -132,7 +163,15 @@ class CheckpointConnector(_CheckpointConnector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """A checkpoint of this moment."""
-        checkpoint: dict[str, Any] = self.trainer._dump(bool(weights_only))
+        trainer, module, scope = self.trainer, self.trainer.lightning_module, ModuleScope(self.trainer.lightning_module)
+        trainer.loop.resolve_outcome()
+        loops = loop_state.loops_of(trainer)
+        loops["fit_loop"]["state_dict"].update(trainer.data.state_dict())
+        as_lightning = hparams.as_lightning(loops, module, trainer.datamodule)
+        outer = scope.enter("on_save_checkpoint")
+        checkpoint = checkpoints.dump(trainer, as_lightning, weights_only=bool(weights_only))
+        scope.enter(outer)
+        hparams.settle(checkpoint, module, trainer.datamodule)  # after the hooks, which may have changed them
         return checkpoint
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
@@ -154,3 +193,10 @@ class CheckpointConnector(_CheckpointConnector):
             checkpoint["lr_schedulers"] = []  # a finder that failed has left a schedule of its own; that error counts
             trainer.engine.schedules.clear()
         checkpoints.restore_training(trainer, checkpoint, loop_state.progress_from)
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    place, home = local_path(path), local_path(folder)
+    if place is None or home is None:
+        return str(path).startswith(f"{str(folder).rstrip('/')}/") and "/../" not in str(path)
+    return Path(os.path.realpath(place)).is_relative_to(os.path.realpath(home))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,8 +30,10 @@ from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_al
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 from trainer.data.worker_signals import outlive_signals
-from trainer.data.workers import bound, bounded
+from trainer.data.workers import bounded
 from trainer.errors import ConfigurationError
+
+_STAGES = RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.PREDICTING
 
 
 class _Connector(_DataConnector):
@@ -57,14 +58,9 @@ class _Connector(_DataConnector):
         datamodule: LightningDataModule | None = None,
     ) -> None:
         """Say before a run what it will be about: so its length can be asked for."""
-        given = {
-            RunningStage.TRAINING: train_dataloaders,
-            RunningStage.VALIDATING: val_dataloaders,
-            RunningStage.TESTING: test_dataloaders,
-            RunningStage.PREDICTING: predict_dataloaders,
-        }
+        given = train_dataloaders, val_dataloaders, test_dataloaders, predict_dataloaders
         model.trainer = self.trainer
-        self._source.attach(model, given, datamodule)
+        self._source.attach(model, dict(zip(_STAGES, given, strict=True)), datamodule)
 
     def attach_dataloaders(self, model: LightningModule, *args: Any, **kwargs: Any) -> None:
         """The same, without a datamodule."""
@@ -90,7 +86,7 @@ class DataSource:
         self._ready: dict[RunningStage, LoaderSet | None] = {}
         self._made_in: dict[RunningStage, float] = {}
         self._outdated: set[RunningStage] = set()
-        self.states: list[dict[str, Any]] = []
+        self.resumed: dict[str, Any] | None = None
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
         """Note where each stage's dataloaders will come from.
@@ -104,13 +100,8 @@ class DataSource:
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
         self._outdated.clear()
-        self.states.clear()
-        for stage in (
-            RunningStage.TRAINING,
-            RunningStage.VALIDATING,
-            RunningStage.TESTING,
-            RunningStage.PREDICTING,
-        ):
+        self.resumed = None
+        for stage in _STAGES:
             loaders = given.get(stage)
             instance = datamodule if datamodule is not None else module if loaders is None else loaders
             self._sources[stage] = _DataLoaderSource(instance, f"{stage.dataloader_prefix}_dataloader")
@@ -130,16 +121,20 @@ class DataSource:
         return self._sources.get(stage) or _DataLoaderSource(None, f"{stage.dataloader_prefix}_dataloader")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training dataloaders are, those that know; as Lightning's fit loop writes it."""
+        """What the training dataloaders that have a state say of themselves, as Lightning's fit loop writes it."""
         ready = self._ready.get(RunningStage.TRAINING)
-        states = [] if ready is None else ready.state_dicts()
+        states = [] if ready is None else ready.loader_states()
         return {"combined_loader": states} if states else {}
 
-    def go_on(self, loaders: LoaderSet) -> None:
-        """Let the training dataloaders go on where a checkpoint was written, if ``states`` says where."""
-        states, self.states = self.states, []
-        if states:
-            loaders.load_state_dicts(states)
+    def resume(self, state: dict[str, Any]) -> None:
+        """Note where the training data was when a checkpoint was written.
+
+        Args:
+            state: for ``TrainingBatches.load_state_dict``, which gets it from ``resumed``. {} if it is unknown.
+        """
+        self.resumed = state
+        if RunningStage.TRAINING in self._ready and "made_in" in state:
+            self._note_epoch(RunningStage.TRAINING, state["made_in"])
 
     def forget(self, stage: RunningStage) -> None:
         """Make the dataloaders of ``stage`` anew when they are asked for next."""
@@ -155,9 +150,17 @@ class DataSource:
         """Whether the dataloaders of ``stage`` are to be made before its next pass, for the first time or anew."""
         if stage not in self._ready or stage in self._outdated:
             return True
-        every, ready = self._trainer.reload_dataloaders_every_n_epochs, self._ready[stage]
-        made_in = self._made_in[stage] if ready is None else ready.made_in
+        return self._is_past(self._made_in[stage])
+
+    def _is_past(self, made_in: float) -> bool:
+        """Whether dataloaders made in that epoch are to be made anew by now."""
+        every = self._trainer.reload_dataloaders_every_n_epochs
         return bool(every) and self._trainer.current_epoch - made_in >= every
+
+    def _note_epoch(self, stage: RunningStage, made_in: float) -> None:
+        self._made_in[stage] = made_in
+        if (ready := self._ready[stage]) is not None:
+            ready.made_in = made_in
 
     def outdate(self, stage: RunningStage) -> None:
         """Have the dataloaders of ``stage`` made anew before its next pass, training's before its next epoch."""
@@ -180,19 +183,19 @@ class DataSource:
             if made is not None:
                 patience = self._trainer.dataloader_timeout
                 self._trainer._session.enter_context(bounded(made.combined.flattened, patience))
-                made.on_open = partial(bound, seconds=patience)
             self._outdated.discard(stage)
             # a sanity check makes those of its epoch's validation, too; but not every epoch has one
             is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()
             made_in = float("-inf") if is_extra else self._trainer.current_epoch
-            self._made_in[stage] = made_in
+            resumed = self.resumed if stage is RunningStage.TRAINING else None
+            if resumed and not self._is_past(resumed.get("made_in", made_in)):
+                made_in = resumed.get("made_in", made_in)  # they take the place of those of the checkpoint
+            self._note_epoch(stage, made_in)
             if old is not None:
                 old.close()
-            if made is not None:
-                made.made_in, made.remade_every = made_in, self._trainer.reload_dataloaders_every_n_epochs
-                if stage is RunningStage.TRAINING and not self._trainer.takes_up_data and not self.states:
-                    made.start_epoch(self._trainer.progress.epochs_trained)
-                    made.open()  # so early because Lightning does: it draws random numbers
+            if made is not None and stage is RunningStage.TRAINING and resumed is None:
+                made.start_epoch(self._trainer.progress.epochs_trained)
+                made.open()  # so early because Lightning does: it draws random numbers
         return self._ready[stage]
 
     def release(self) -> None:

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import get_formatte
 from rich import get_console
 from rich.table import Table
 
-from trainer.arguments import check_clipping, refuse_other_package, refuse_twice
+from trainer.arguments import check, refuse_other_package, refuse_twice
 from trainer.callbacks.alignment_advisor import AlignmentAdvisor
 from trainer.callbacks.anomaly_detection import AnomalyDetection
 from trainer.callbacks.curves import Curves
@@ -179,10 +179,9 @@ def build_clipping(limit: float | None, algorithm: str | None) -> list[GradientC
     """The callback that ``gradient_clip_val`` and ``gradient_clip_algorithm`` stand for; none for no limit, or 0.
 
     Raises:
-        TypeError: a limit that is no number.
-        ConfigurationError: one below 0, or an unknown algorithm.
+        ConfigurationError: a limit that is no number or below 0, or an unknown algorithm.
     """
-    check_clipping(limit, algorithm)
+    check({"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm})
     if not limit:
         return []
     by_value = algorithm is not None and algorithm.lower() == "value"
@@ -223,19 +222,10 @@ def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
 
 
 def build_profiler(given: Profiler | str | None) -> Profiler:
-    """The profiler that ``given`` names; None is one that costs nothing.
-
-    Raises:
-        ConfigurationError: an unknown name.
-    """
-    if not given:
+    """The profiler that ``given`` names; None is one that costs nothing."""
+    if given is None:
         return PassThroughProfiler()
     if not isinstance(given, str):
         refuse_other_package("profiler", given)
         return given
-    if given.lower() not in _PROFILERS:
-        raise ConfigurationError(
-            "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of"
-            f" {', '.join(map(repr, _PROFILERS))}. Got {given!r}."
-        )
     return _PROFILERS[given.lower()]()

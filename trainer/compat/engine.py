@@ -30,22 +30,25 @@ from torch.optim import Optimizer
 from trainer.arguments import refuse_other_package
 from trainer.compat.checkpoint_io import adopt, without_objects
 from trainer.compat.checkpoints import up_to_date
+from trainer.compat.launchers import WatchedLauncher, signals_passed_on
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
-from trainer.compat.processes import WatchedLauncher, leave_group_at_exit, others
-from trainer.compat.signals import signals_passed_on
 from trainer.engine.agreement import Agreement
-from trainer.engine.protocol import ScheduleConfig, Weight
+from trainer.engine.gradients import Gradients, zero_loss
+from trainer.engine.processes import children, leave_group_at_exit
+from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
+from trainer.precision.scaler import LossScaler
 
 T = TypeVar("T")
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_BACKWARD = Strategy.backward
 
 
 class LightningEngine:
     """Devices and processes by one of Lightning's strategies. Implements ``trainer.engine.protocol.Engine``.
+
+    A subclass with sharded gradients overrides :meth:`build_gradients`.
 
     Args:
         trainer: the Trainer, which strategies and launchers ask for its state.
@@ -53,6 +56,10 @@ class LightningEngine:
         plugins: Lightning plugins (cluster environment, checkpoint IO, layer sync); no precision among them.
         options: ``accelerator``, ``strategy``, ``devices``, ``num_nodes``, ``sync_batchnorm``, ``benchmark``,
             ``deterministic``, ``use_distributed_sampler``, as in Lightning's Trainer.
+
+    Attributes:
+        precision: the plugin for this device.
+        gradients: all that is done to them.
 
     Raises:
         PrecisionError: a precision plugin of Lightning's, alone or inside a strategy.
@@ -80,7 +87,10 @@ class LightningEngine:
                 " DDP. Sharded strategies are not supported yet: use strategy='ddp'."
             )
         self._ddp = self.strategy if isinstance(self.strategy, DDPStrategy) else None  # asked for at every step
-        self.adapter = PrecisionAdapter(precision, self.device.type)
+        self.precision = precision.for_device(self.device)
+        self.precision.check(self.device)
+        self.gradients = self.build_gradients(self.precision.build_scaler(self.device))
+        self.adapter = PrecisionAdapter(self.precision, self.device.type, self.gradients.scaler)
         self.strategy.precision_plugin = self.adapter
         adopt(self.strategy)
         if type(launcher := self.strategy.launcher) is _SubprocessScriptLauncher:
@@ -89,6 +99,19 @@ class LightningEngine:
             )
         self._agreement_group: Callable[[], Any] = _none  # weak: torch.distributed has it until the process leaves
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
+
+    def build_gradients(self, scaler: LossScaler) -> Gradients:
+        """What computes and changes gradients, by the strategy."""
+        return _StrategyGradients(scaler, self.strategy)
+
+    @property
+    def module_calls(self) -> ModuleCalls:
+        """Who does what a module does by itself during a fit."""
+        return self.adapter.calls
+
+    @module_calls.setter
+    def module_calls(self, calls: ModuleCalls) -> None:
+        self.adapter.calls = calls
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -119,6 +142,11 @@ class LightningEngine:
     def world_size(self) -> int:
         """The number of processes."""
         return 1 if self._ddp is None else self._ddp.world_size
+
+    @property
+    def replicas(self) -> int:
+        """How many processes have batches of their own: all of them."""
+        return self.world_size
 
     @property
     def global_rank(self) -> int:
@@ -162,7 +190,7 @@ class LightningEngine:
 
     def convert_module(self) -> None:
         """Put the module into the precision's dtype."""
-        self.strategy.model = self.adapter.plugin.convert_module(self.model)
+        self.strategy.model = self.precision.convert_module(self.model)
 
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
@@ -187,12 +215,9 @@ class LightningEngine:
         assert strategy.lightning_module is not None
         return strategy._forward_redirection(strategy.model, strategy.lightning_module, name, *args)
 
-    def backward_of(self, optimizers: list[Optimizer]) -> Callable[[Tensor], Any] | None:
-        """The strategy's ``backward``, where it has one of its own; None where it is Lightning's."""
-        if type(self.strategy).backward is _BACKWARD:
-            return None
-        optimizer = optimizers[0] if optimizers else None
-        return lambda loss: self.strategy.backward(loss, optimizer)
+    def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
+        """None: the loop does one thing after the other."""
+        return None
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """DDP's ``no_sync`` inside a window; nothing on one device."""
@@ -213,25 +238,17 @@ class LightningEngine:
         reduced: Tensor = self.strategy.reduce(tensor.to(self.device), group=group, reduce_op=op)
         return reduced
 
-    def expect_backward(self, loss: Tensor) -> None:
-        """Let DDP expect this loss: its last forward was another one, or did not exchange gradients, or there was none.
-
-        One that looks for unused parameters has found them all unused in a forward without a loss.
-        """
-        if isinstance(self.model, DistributedDataParallel):
-            prepare_for_backward(self.model, loss)
-
     def abandon_forward(self) -> None:
         """DDP sends buffers around as a forward begins: the other processes are not there for a second time."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_forward_param_sync = False
 
-    def sum(self, value: Weight) -> Weight:
-        """The sum over the processes; without the barrier of the strategy's ``reduce``, at which the host waits."""
-        total = value if isinstance(value, Tensor) else torch.full((), value, device=self.device)
-        total = total.to(self.device, torch.float32, copy=True)
-        torch.distributed.all_reduce(total)
-        return total.item() if total.is_cpu else total
+    def sum(self, *values: Weight) -> list[Weight]:
+        """The sums over the processes; without the barrier of the strategy's ``reduce``, at which the host waits."""
+        here = [value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values]
+        totals = torch.stack([value.to(self.device, torch.float32) for value in here])
+        torch.distributed.all_reduce(totals)
+        return totals.tolist() if totals.is_cpu else list(totals)
 
     def any_rank(self, decision: bool) -> bool:
         """Whether ``decision`` is true on any process."""
@@ -306,12 +323,48 @@ class LightningEngine:
         launcher = self.strategy.launcher
         if isinstance(launcher, _SubprocessScriptLauncher):
             number = _get_sigkill_signal()
-            others.expected.add(-number)
+            children.expected.add(-number)
             launcher.kill(number)
 
     def teardown(self) -> None:
         """Unwrap the module and move it back to the CPU."""
         self.strategy.teardown()
+
+
+class _StrategyGradients(Gradients):
+    """Whole gradients: on a single device, and under DDP, where a backward pass ends in their average.
+
+    Args:
+        scaler: the loss scaler.
+        strategy: Lightning's. Its ``backward`` is called where it has one of its own.
+    """
+
+    def __init__(self, scaler: LossScaler, strategy: Strategy) -> None:
+        super().__init__(scaler)
+        self._strategy = strategy
+        if type(strategy).backward is not Strategy.backward:
+            self.calls_module_backward = True
+
+    def backward(self, loss: Tensor) -> None:
+        """The loss's own, or the strategy's."""
+        if self.calls_module_backward:
+            optimizers = self._strategy.optimizers
+            self._strategy.backward(loss, optimizers[0] if optimizers else None)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def backward_without_loss(self, exchanges: bool) -> None:
+        """A backward pass of zeros, where DDP exchanges gradients. It expects one that belongs to its last forward.
+
+        That was another one, or did not exchange gradients, or there was none; and where DDP looks for unused
+        parameters, it has found all of them unused in a forward without a loss.
+        """
+        model = self._strategy.model
+        if not exchanges or not isinstance(model, DistributedDataParallel):
+            return
+        loss = self.scale(zero_loss(model.parameters()))
+        prepare_for_backward(model, loss)
+        loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _none() -> None:

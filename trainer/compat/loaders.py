@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -16,8 +18,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch.utils.data import SequentialSampler
 
-from trainer.data.batches import Batch
-from trainer.data.position import Place, SampledPlace, StatefulPlace, place_of
+from trainer.data.batches import Batch, LookAhead, as_it_is
+from trainer.data.resumable import ResumableLoader, StatefulLoader, resumable
+from trainer.state import random_states
 
 Watch = Callable[[Iterable[Any]], Iterable[Any]]
 """Puts a profiler's clock around the fetching of each item."""
@@ -36,70 +39,41 @@ class LoaderSet:
 
     Args:
         combined: the dataloaders, prepared.
-        limits: batches to run of each.
+        limits: batches to run of each; inf for one without a length.
         has_length: whether the length of each is known.
         watch: put around a source of batches, by a profiler; None for nothing.
 
     Attributes:
-        on_open: called with each iterator of the training's dataloaders that has workers. DataSource, likewise.
-        made_in: the epoch in which they were made; -inf for none that counts. DataSource, when they are made.
-        remade_every: epochs after which they are made anew; 0 for never. DataSource, likewise.
+        made_in: the epoch they were made in; -inf for none that counts. DataSource sets it.
     """
 
     def __init__(
         self, combined: CombinedLoader, limits: list[float], has_length: bool, watch: Watch | None = None
     ) -> None:
         self.combined = combined
-        self._limits = limits
-        self._has_length = has_length
-        self._watch = _unwatched if watch is None else watch
-        self._awaited: list[dict[str, Any]] = []
-        self._opened: Iterator[Any] | None = None
-        self._places: list[Place] = []
-        self._taken_up: dict[str, Any] = {}
-        self.on_open: Callable[[Any], None] | None = None
+        self.limits = limits
+        self.has_length = has_length
         self.made_in = float("-inf")
-        self.remade_every = 0
+        self._watch = watch or as_it_is
+        self._loaders: list[ResumableLoader] = []
+        self._together = combined
+        self._pass: Iterator[Any] | None = None
+        self._look_ahead: LookAhead | None = None
+        self._ahead: dict[str, Any] = {}
+        self._resumed: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a Trainer has no pass under way."""
-        return vars(self) | {"_opened": None}
-
-    @property
-    def limits(self) -> list[float]:
-        """Batches to run of each dataloader."""
-        return self._limits
+        return vars(self) | {"_pass": None, "_look_ahead": None}
 
     @property
     def is_sequential(self) -> bool:
         """Whether one dataloader follows the other."""
         return bool(self.combined._mode == "sequential")
 
-    @property
-    def has_length(self) -> bool:
-        """Whether the length of each is known."""
-        return self._has_length
-
-    def state_dicts(self) -> list[dict[str, Any]]:
-        """The places of those dataloaders that keep theirs."""
-        if self._awaited:
-            return list(self._awaited)
-        if not self._places:
-            return self.combined._state_dicts()
-        return [place.loader_state() for place in self._places if isinstance(place, StatefulPlace)]
-
-    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Go on from what ``state_dicts`` returned, unless a position says more."""
-        self._awaited, self._opened = states, None
-
-    def _load_awaited(self) -> bool:
-        states, self._awaited = self._awaited, []
-        self.combined._load_state_dicts(states)
-        return bool(states)
-
     def num_batches(self) -> float:
-        """Batches in one pass; inf where nobody knows."""
-        return self._together(self._limits)
+        """Batches in one pass; inf if unknown."""
+        return self._count(self.limits)
 
     def start_epoch(self, epoch: int) -> None:
         """Distributed samplers shuffle by the epoch's number."""
@@ -112,142 +86,154 @@ class LoaderSet:
         flattened = self.combined.flattened
         return len(flattened) == 1 and self.combined.iterables is flattened[0]
 
+    def _count(self, limits: list[float]) -> float:
+        """Batches of a pass in which each dataloader has so many."""
+        if self.is_sequential:
+            return sum(limits)
+        return min(limits) if self.combined._mode == "min_size" else max(limits)
+
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """Begin a pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
-        self.combined.limits = limits = [min(own, limit) for own in self._limits]
-        count = self._together(limits)
+        self.combined.limits = limits = [min(own, limit) for own in self.limits]
+        count = self._count(limits)
         source = iter(self.combined.flattened[0] if self._is_plain else _begun(self.combined))
-        watched = self._watch(_one_ahead(source) if count == float("inf") else source)
-        batches = islice(watched, None if count == float("inf") else int(count))
+        batches = _first(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
         return ((batch, index, 0) for index, batch in enumerate(batches)) if self._is_plain else batches
 
-    # --- training, whose passes can be taken up ---
+    # --- training, whose passes can be resumed ---
 
-    def open(self) -> None:
-        """Begin a pass of training: that draws random numbers, and fetches a batch where their number is not known."""
-        self._opened = None  # its workers end
-        self._load_awaited()
-        source = self._begin()
-        self._opened = chain(list(islice(source, 1)), source) if self.num_batches() == float("inf") else source
+    @property
+    def loaders(self) -> list[ResumableLoader]:
+        """The dataloaders, as such that can be resumed."""
+        if not self._loaders:
+            self._loaders = [resumable(one) for one in self.combined.flattened]
+            self._together = copy(self.combined)
+            self._together.limits, self._together.flattened = self.limits, list(self._loaders)
+        return self._loaders
 
-    def training_pass(self) -> Iterator[Batch]:
-        """The pass that was opened, or one that begins now: of each batch, what a step gets."""
-        if self._opened is None:
+    def open(self, done: int = 0) -> None:
+        """Begin a pass of training, or what is left of a resumed one of which ``done`` batches are over."""
+        self._pass, self._ahead = None, {}  # its workers end
+        source, count = iter(self._watch(self._begin(self.loaders))), self.num_batches()
+        self._pass = left = _first(source, max(count - done, 0))  # below 0 where a resumed run is given fewer
+        if not self.has_length:
+            self._pass = self._look_ahead = LookAhead(left, self._mark, now=count == float("inf"))
+
+    def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:
+        if self._is_plain:
+            return iter(loaders[0])
+        iter(self._together)
+        self._move_to_resumed()
+        return iter(self._together.__next__, object())
+
+    def _move_to_resumed(self) -> None:
+        resumed, self._resumed = self._resumed, {}
+        iterator = self._together._iterator
+        assert iterator is not None
+        iterator._idx = resumed.get("index", 0)
+        if isinstance(iterator, _MaxSizeCycle) and "exhausted" in resumed:
+            iterator._consumed = list(resumed["exhausted"])
+
+    def _mark(self) -> None:
+        """Before a batch is fetched ahead: where the pass is, and the random states that the batch is fetched with."""
+        self._ahead = {**self._here(), "random": random_states.capture()}
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The pass of training that was opened, or else one that begins now."""
+        if self._pass is None:
             self.open()
-        assert self._opened is not None
-        opened, self._opened = self._watch(self._opened), None
-        return iter(opened) if self._is_plain else (batch for batch, *_ in opened)
+        assert self._pass is not None
+        opened, self._pass = self._pass, None
+        return opened if self._is_plain else (batch for batch, *_ in opened)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the last batch of the pass has been handed out, of loaders without a length."""
+        return self._look_ahead is not None and self._look_ahead.is_exhausted
 
     def close(self) -> None:
         """Give up the pass, and shut down the workers."""
-        self._opened = None
+        self._pass = self._look_ahead = None
+        self._together.reset()
         self.combined.reset()
 
-    def _begin(self) -> Iterator[Any]:
-        places = self.places()
-        if self._is_plain:
-            return iter(places[0])
-        self.combined.limits = self._limits
-        return self.begin_together()
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass of training is; ``ahead``: where it was before a batch was fetched ahead."""
+        return {**self._here(), "ahead": self._ahead}
 
-    def places(self) -> list[Place]:
-        """Where each of the dataloaders is."""
-        if not self._places:
-            self._places = [place_of(loader) for loader in self.combined.flattened]
-            for place in self._places:
-                place.reads_ahead = not self._has_length
-                if isinstance(place, SampledPlace):
-                    place.on_open = self.on_open
-        return self._places
+    def _here(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"loaders": [loader.state_dict() for loader in self.loaders]}
+        if (iterator := self._together._iterator) is not None:
+            state["index"], state["exhausted"] = iterator._idx, list(getattr(iterator, "_consumed", ()))
+        return state
 
-    def begin_together(self) -> Iterator[Any]:
-        """Begin a pass over all of them, or go on with the one that was taken up."""
-        combined, taken_up = self.combined, self._taken_up
-        self._taken_up = {}
-        loaders, combined._flattened = combined._flattened, self.places()
-        try:
-            begun = _begun(combined)
-        finally:
-            combined._flattened = loaders
-        if taken_up:
-            assert combined._iterator is not None
-            combined._iterator._idx = taken_up["index"]
-            if isinstance(combined._iterator, _MaxSizeCycle):
-                combined._iterator._consumed = list(taken_up["over"])
-        return begun
+    def loader_states(self) -> list[dict[str, Any]]:
+        """What the loaders that have a ``state_dict`` say themselves, as Lightning writes it."""
+        if not self._loaders:
+            return self.combined._state_dicts()
+        if self._ahead:
+            return [state["state"] for state in self._ahead["loaders"] if "state" in state]
+        return [loader.loader.state_dict() for loader in self._loaders if isinstance(loader, StatefulLoader)]
 
-    def position(self) -> dict[str, Any]:
-        """Where the pass of training is."""
-        states = [place.state_dict() for place in self.places()]
-        position = {"loaders": states, "made_in": self.made_in}
-        if (together := self.combined._iterator) is not None:
-            position["index"], position["over"] = together._idx, list(getattr(together, "_consumed", ()))
-        return position
-
-    def recall(self, position: dict[str, Any], epoch: int) -> bool:
-        """Learn from a position when the dataloaders were made; returns whether those would still be used."""
-        made_in = position["made_in"]
-        if self.remade_every and epoch - made_in >= self.remade_every:
-            return False
-        self.made_in = made_in
-        return True
-
-    def begin_after(self, position: dict[str, Any]) -> None:
-        """Take over from a pass that was over what the next one depends on."""
-        self._awaited = []
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Have the next pass be what is left of the one in ``state``, or the one that follows it."""
         self.close()
-        if len(position["loaders"]) == len(self.places()):
-            for place, state in zip(self.places(), position["loaders"], strict=True):
-                if state:
-                    place.begin_after(state)
+        self._ahead, self._resumed, batches, loaders = {}, {}, state["batches"], self.loaders
+        if "combined_loader" in state:  # it is one of Lightning's checkpoints
+            self.combined._load_state_dicts(state["combined_loader"])
+            self._resumed = {"index": batches, "drawn": batches}
+            self.open(batches)
+            return []
+        if "loaders" not in state:
+            if batches < self.num_batches() and not all(map(_is_repeatable, loaders)):
+                _warn_of_skipping()
+            self._skip(batches)
+            return []
+        states = state["loaders"]
+        if len(states) != len(loaders):
+            if not state["is_over"]:
+                self._skip(batches)
+            return [] if state["is_over"] else [f"there were {len(states)} dataloaders and are {len(loaders)}"]
+        if not state["is_over"]:
+            return self._resume(state, state["ahead"] or state)
+        for loader, own in zip(loaders, states, strict=True):
+            loader.load_state_dict({**own, "is_over": True} if own else {})
+        return []
 
-    def take_up(self, position: dict[str, Any], consumed: int | None) -> list[str]:
-        """Have the next pass be what is left of that one."""
-        states, places, self._awaited = position["loaders"], self.places(), []
-        self.close()
-        if len(states) != len(places):
-            self._skip(consumed or max(state["consumed"] for state in states))
-            return [f"there were {len(states)} dataloaders and are {len(places)}"]
-        reasons, is_one = [], len(places) == 1
-        for place, state in zip(places, states, strict=True):
-            if place.drops and state["consumed"]:
-                _warn_of_dropping(place, state["consumed"])
-            reasons += place.take_up(state, consumed if is_one else None)
-        if consumed is not None and not is_one:
+    def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
+        reasons, batches, is_one = [], state["batches"], len(self.loaders) == 1
+        if state["inside"] and not is_one:
             reasons.append("it was written inside a batch")
-        self._taken_up = {"index": 0, "over": [], **position}
+        for loader, own in zip(self.loaders, position["loaders"], strict=True):
+            if loader.replays and own.get("batches"):
+                _warn_of_replaying(loader, own["batches"])
+            inside = {"batches": batches, "inside": True} if state["inside"] and is_one and own else {}
+            reasons += loader.load_state_dict({**own, **inside})
+        self._resumed = position
+        if "random" not in position:
+            self.open(batches)
+            return reasons
+        with random_states.isolated():
+            random_states.restore(position["random"])
+            self.open(batches)
+            if self._look_ahead is not None:
+                self._look_ahead.fetch_first()
+        for loader, own in zip(self.loaders, state["loaders"], strict=True):
+            random_states.set_states(loader.generators, own["own"])
         return reasons
 
-    def skip(self, count: int) -> int:
-        """Have the next pass begin after its first ``count`` batches. Returns how many are still to be dropped."""
-        self.close()
-        if self._load_awaited():
-            return 0
-        places = self.places()
-        if count < self.num_batches() and not all(map(_is_repeatable, places)):
-            rank_zero_warn(
-                "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not"
-                " resumable. The batches that were trained are left out; in another order they are others."
-                " Consider using an end-of-epoch checkpoint or make your dataloader"
-                " resumable by implementing the `state_dict` / `load_state_dict` interface.",
-                category=PossibleUserWarning,
-            )
-        return self._skip(count)
+    def _skip(self, batches: int) -> None:
+        if len(self.loaders) == 1:
+            self.loaders[0].load_state_dict({"kind": "", "batches": batches})
+            self._resumed = {"index": batches, "drawn": batches}
+            self.open(batches)
+        else:  # a shorter one may have begun again in between
+            self.open()
+            self._drop(batches)
 
-    def _skip(self, count: int) -> int:
-        places = self.places()
-        if len(places) > 1 and any(not isinstance(place, SampledPlace) or len(place) < count for place in places):
-            return count
-        for place in places:
-            place.skip(count)
-        self._taken_up = {"index": count, "over": [False] * len(places)}
-        return 0
-
-    def _together(self, counts: list[float]) -> float:
-        """Batches of a pass in which each dataloader has so many."""
-        if self.is_sequential:
-            return sum(counts)
-        return min(counts) if self.combined._mode == "min_size" else max(counts)
+    def _drop(self, batches: int) -> None:
+        assert self._pass is not None
+        deque(islice(self._pass, batches), maxlen=0)
 
 
 class DrawnLoaderSet(LoaderSet):
@@ -295,36 +281,29 @@ class DrawnLoaderSet(LoaderSet):
         iter(self.fetcher)
         return self._steps()
 
-    def open(self) -> None:
-        """Begin a pass of training, of which steps draw."""
-        self._opened = None
-        self._load_awaited()
-        self.combined.limits, drawn = self.limits, int(self._taken_up.get("drawn", 0))
-        self.fetcher.setup(_Beginning(self))  # type: ignore[arg-type]
-        iter(self.fetcher)
-        self.fetcher.fetched = drawn
-        self.fetcher.done = self.fetcher.length is not None and drawn >= self.fetcher.length
-        # a loop would take None for a batch that is missing
-        self._opened = (((), *where) if batch is None else (batch, *where) for batch, *where in self._steps())
-
     @property
     def _is_plain(self) -> bool:
         return False  # nobody would keep count
 
-    def position(self) -> dict[str, Any]:
-        """Where the pass of training is."""
-        return {**super().position(), "drawn": self.fetcher.fetched}
+    def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:
+        fetcher, drawn = self.fetcher, int(self._resumed.get("drawn", 0))
+        fetcher.setup(self._together)
+        iter(fetcher)
+        self._move_to_resumed()
+        fetcher.fetched = drawn
+        fetcher.done = fetcher.length is not None and drawn >= fetcher.length
+        # a loop would take None for a batch that is missing
+        return (((), *where) if batch is None else (batch, *where) for batch, *where in self._steps())
 
-    def take_up(self, position: dict[str, Any], consumed: int | None) -> list[str]:
-        """Have the next pass be what is left of that one."""
-        inside = [] if consumed is None else ["it was written inside a step, which had drawn batches already"]
-        return super().take_up(position, None) + inside
+    def _here(self) -> dict[str, Any]:
+        return {**super()._here(), "drawn": self.fetcher.fetched}
 
-    def skip(self, count: int) -> int:
-        """Have the next pass begin after its first ``count`` steps, as if each had drawn one batch."""
-        left = super().skip(count)
-        self._taken_up["drawn"] = count - left
-        return left
+    def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
+        inside = ["it was written inside a step, which had drawn batches already"] if state["inside"] else []
+        return super()._resume({**state, "inside": False}, position) + inside
+
+    def _drop(self, batches: int) -> None:
+        deque(islice(self.iterator(), batches), maxlen=0)
 
     def _steps(self) -> Iterator[tuple[Batch, int, int]]:
         while not self.is_done:
@@ -337,49 +316,29 @@ def _begun(combined: CombinedLoader) -> Iterator[tuple[Batch, int, int]]:
     return iter(combined.__next__, object())
 
 
-def _one_ahead(source: Iterator[Any]) -> Iterator[Any]:
-    """``source``; each item is fetched before the one before it is handed out, the first one now."""
-
-    def rest() -> Iterator[Any]:
-        while ahead:
-            item = ahead.pop()
-            ahead.extend(islice(source, 1))
-            yield item
-
-    ahead = list(islice(source, 1))
-    return rest()
+def _first(source: Iterator[Any], count: float) -> Iterator[Any]:
+    """At most ``count`` items of ``source``."""
+    return islice(source, None if count == float("inf") else int(count))
 
 
-class _Beginning:
-    """A CombinedLoader for who begins its passes himself.
-
-    Args:
-        loaders: whose passes of training it begins.
-    """
-
-    def __init__(self, loaders: LoaderSet) -> None:
-        self._loaders = loaders
-
-    def __iter__(self) -> Iterator[Any]:
-        self._loaders.begin_together()
-        return self._loaders.combined
-
-    def __len__(self) -> int:
-        return len(self._loaders.combined)
-
-    def reset(self) -> None:
-        """Shut down what runs."""
-        self._loaders.combined.reset()
+def _is_repeatable(loader: ResumableLoader) -> bool:
+    """Whether a pass can be resumed by the number of its batches alone: the loader has a state, or a fixed order."""
+    return isinstance(loader, StatefulLoader) or isinstance(getattr(loader.loader, "sampler", None), SequentialSampler)
 
 
-def _is_repeatable(place: Place) -> bool:
-    """Whether a pass can be gone on with, though nobody knows where it was: by who keeps its place, or has an order."""
-    return isinstance(place, StatefulPlace) or isinstance(getattr(place.loader, "sampler", None), SequentialSampler)
-
-
-def _warn_of_dropping(place: Place, count: int) -> None:
+def _warn_of_skipping() -> None:
     rank_zero_warn(
-        f"Resuming inside an epoch: a {type(place.loader).__name__} cannot skip batches, so the first {count} are"
+        "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not"
+        " resumable. The batches that were trained are left out; in another order they are others."
+        " Consider using an end-of-epoch checkpoint or make your dataloader"
+        " resumable by implementing the `state_dict` / `load_state_dict` interface.",
+        category=PossibleUserWarning,
+    )
+
+
+def _warn_of_replaying(loader: ResumableLoader, count: int) -> None:
+    rank_zero_warn(
+        f"Resuming inside an epoch: a {type(loader.loader).__name__} cannot skip batches, so the first {count} are"
         " loaded and dropped. What follows is exact if it gives the same batches in the same order again. It would cost"
         " nothing with a map-style dataset, or with a dataloader that has `state_dict` and `load_state_dict`"
         " (torchdata's StatefulDataLoader).",
@@ -390,10 +349,6 @@ def _warn_of_dropping(place: Place, count: int) -> None:
 def watch_of(profiler: Profiler, stage: RunningStage) -> Watch | None:
     """What times the fetching of a stage's batches; None where nobody asks."""
     return None if isinstance(profiler, PassThroughProfiler) else partial(_watched, profiler, _FETCHING[stage])
-
-
-def _unwatched(source: Iterable[Any]) -> Iterable[Any]:
-    return source
 
 
 def _watched(profiler: Profiler, name: str, source: Iterable[Any]) -> Iterator[Any]:

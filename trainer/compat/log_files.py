@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 from trainer.compat.checkpoint_io import local_path
 from trainer.compat.default_logger import rows_beside
+from trainer.files import write_text
 
 CHECKPOINTS = "checkpoints/*.ckpt"  # below the folder of a logger: where ModelCheckpoint writes by default
 
@@ -105,11 +107,10 @@ def _cut(path: Path, step: int | None, count: int | None) -> list[str]:
     rows = list(reader)[:count]
     if count is None and step is not None:
         rows = [row for row in rows if int(float(row["step"])) < step]
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names)
-        if names:
-            writer.writeheader()
-        writer.writerows(rows)
-    part.replace(path)
+    text = StringIO(newline="")
+    writer = csv.DictWriter(text, names)
+    if names:
+        writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
     return names

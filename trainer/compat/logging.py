@@ -1,8 +1,8 @@
-"""``LightningModule.log``: a quicker one in its place, and the name of the hook it is called from.
+"""A faster ``LightningModule.log``, and what else of Lightning's reads or writes logged metrics.
 
-Lightning's own takes about 350 microseconds a call; this one checks a name's options when it sees them first and
-afterwards only compares them. A module that overrides ``log`` keeps its override; the ``super().log()`` in it finds
-its way here through :class:`ResultsView`.
+Lightning's own takes about 350 microseconds a call; this one checks a name's options at the first call and afterwards
+only compares them. A module that overrides ``log`` keeps its override; ``super().log()`` in it reaches the same metrics
+through :class:`ResultsView`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -33,17 +33,17 @@ _KEPT = (torch.float32, torch.float64)
 """Values of other dtypes become float32: an epoch's sum would lose digits in them."""
 _LOG = LightningModule.log
 
-# a hook of ours; a module's own `log` that calls super's is asked for by Lightning's table
+# a hook of ours, which Lightning's table of hooks lacks
 _FxValidator.functions["on_after_optimizer_step"] = _FxValidator.functions["on_before_optimizer_step"]
 
 
 def _keep_out_of_graphs(function: Any) -> None:
-    """Have ``torch.compile`` call ``function`` between two graphs, and trace nothing inside of it.
+    """Have ``torch.compile`` call ``function`` between two graphs, and not trace it.
 
-    Traced, a call would be guarded by counters that change at every step, and compiled anew. ``torch.compiler.disable``
-    does the same by a wrapper, which takes 0.3 microseconds a call where nothing is compiled; these marks take none.
+    A traced call would be guarded by counters that change at every step, and recompiled. ``torch.compiler.disable``
+    does the same with a wrapper, which costs 0.3 microseconds a call where nothing is compiled; this costs nothing.
     """
-    with suppress(AttributeError):  # names of torch's own: without them only the compilation takes longer
+    with suppress(AttributeError):  # private names of torch; without them only the compilation takes longer
         frames = torch._C._dynamo.eval_frame
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         frames.set_code_exec_strategy(function.__code__, skip)
@@ -54,7 +54,7 @@ def _keep_out_of_graphs(function: Any) -> None:
 class ModuleScope:
     """Tells a LightningModule which hook it is in. Implements ``trainer.loops.hooks.HookScope``.
 
-    Writes the module's dictionary: ``nn.Module.__setattr__`` would take a microsecond, twice a hook.
+    It writes into the module's ``__dict__``: ``nn.Module.__setattr__`` takes a microsecond, twice for each hook.
 
     Args:
         module: the LightningModule.
@@ -71,26 +71,11 @@ class ModuleScope:
         return outer
 
 
-class _Call(NamedTuple):
-    """What one call asked for, as it was asked; equal calls need no second check."""
-
-    prog_bar: bool
-    logger: bool | None
-    on_step: bool | None
-    on_epoch: bool | None
-    reduce_fx: Any
-    enable_graph: bool
-    sync_dist: bool
-    sync_dist_group: Any
-    add_dataloader_idx: bool
-    rank_zero_only: bool
-
-
 class ModuleLog:
-    """Stands in the place of a module's ``log``, with its arguments, while a Trainer runs it.
+    """Replaces a module's ``log`` while a Trainer runs it.
 
     Args:
-        module: the LightningModule, or what says as it does which hook runs.
+        module: the LightningModule, or an object with its ``_current_fx_name``.
         trainer: asked for the metrics of the stage that runs (``active_metrics``) and for its loggers.
     """
 
@@ -102,8 +87,7 @@ class ModuleLog:
         self._draws = step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # SWA and WeightAveraging copy the module: the copy logs as Lightning's own modules do, and does not
-        # take the trainer along
+        # SWA and WeightAveraging copy the module: the copy has no trainer
         return _DetachedLog()
 
     def __reduce__(self) -> Any:
@@ -129,26 +113,24 @@ class ModuleLog:
         """Log a value. Arguments and errors are those of ``LightningModule.log``."""
         store: MetricStore | None = self._trainer.active_metrics
         hook = self._state["_current_fx_name"]
-        # a bare tuple, which costs a tenth of a named one
-        call = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
-                add_dataloader_idx, rank_zero_only)  # fmt: skip
+        # LogOptions as a bare tuple, which costs a tenth of a named one
+        asked: tuple[Any, ...] = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, sync_dist_group,
+                                  add_dataloader_idx, rank_zero_only, enable_graph)  # fmt: skip
         entry = None
         if store is not None:
             entry = store.entries.get((hook, name, store.dataloader_idx if add_dataloader_idx else None))
         if entry is None:
-            entry = self._register(store, hook, name, value, _Call(*call), metric_attribute)
-            entry.asked = call
-        elif entry.asked is None:  # a checkpoint has brought it
-            restored, entry = entry, self._register(store, hook, name, value, _Call(*call), metric_attribute)
+            entry = self._register(store, hook, name, value, LogOptions(*asked), metric_attribute)
+        elif entry.asked is None:  # restored from a checkpoint
+            restored, entry = entry, self._register(store, hook, name, value, LogOptions(*asked), metric_attribute)
             entry.load_state_dict(restored.state_dict(), self._trainer.engine.device)
-            entry.asked = call
-        elif entry.asked != call or (not add_dataloader_idx and entry.dataloader_idx != store.dataloader_idx):  # type: ignore[union-attr]
+        elif entry.asked != asked or (not add_dataloader_idx and entry.dataloader_idx != store.dataloader_idx):  # type: ignore[union-attr]
             raise _misuse(
                 f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments. This is not allowed"
             )
         assert store is not None
         if isinstance(value, Tensor):
-            # a copy: whoever logs it may go on writing to it
+            # a copy: the caller may change it in place later
             value = value.detach().clone() if value.dtype in _KEPT else value.detach().to(accumulation_dtype())
             if value.dim():
                 if value.numel() != 1:
@@ -181,10 +163,10 @@ class ModuleLog:
         hook: str | None,
         name: str,
         value: Any,
-        call: _Call,
+        asked: LogOptions,
         metric_attribute: str | None,
     ) -> LoggedValue:
-        """Check a name that is logged for the first time, and make its entry."""
+        """Check the options of a name that is logged for the first time, and make its entry."""
         trainer = self._trainer
         if store is None:
             raise _misuse(
@@ -197,31 +179,31 @@ class ModuleLog:
         if isinstance(value, dict):
             raise ValueError(f"`self.log({name}, {value})` was called, but `dict` values cannot be logged")
         on_step, on_epoch = _FxValidator.check_logging_and_get_default_levels(
-            hook, on_step=call.on_step, on_epoch=call.on_epoch
+            hook, on_step=asked.on_step, on_epoch=asked.on_epoch
         )
         if not on_step and not on_epoch:
             raise _misuse("`self.log(on_step=False, on_epoch=False)` is not useful.")
-        if call.add_dataloader_idx and "/dataloader_idx_" in name:
+        if asked.add_dataloader_idx and "/dataloader_idx_" in name:
             raise _misuse(
                 f"You called `self.log` with the key `{name}`"
                 " but it should not contain information about `dataloader_idx` when `add_dataloader_idx=True`"
             )
-        reduce_fx = call.reduce_fx.lower() if isinstance(call.reduce_fx, str) else call.reduce_fx
+        reduce_fx = asked.reduce_fx.lower() if isinstance(asked.reduce_fx, str) else asked.reduce_fx
         reduce_fx = _REDUCTIONS.get(reduce_fx, reduce_fx)
         if reduce_fx not in ("mean", "sum", "min", "max"):
             raise _misuse(
                 "Only `self.log(..., reduce_fx={min,max,mean,sum})` are supported."
                 " If you need a custom reduction, please log a `torchmetrics.Metric` instance instead."
-                f" Found: {call.reduce_fx}"
+                f" Found: {asked.reduce_fx}"
             )
         if isinstance(value, Metric) and metric_attribute is None:
             _find_attribute(self._module, name, value)
-        if call.logger and trainer.logger is None:
+        if asked.logger and trainer.logger is None:
             rank_zero_warn(
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
                 " by doing `Trainer(logger=ALogger(...))`"
             )
-        is_shared = call.sync_dist or call.rank_zero_only
+        is_shared = asked.sync_dist or asked.rank_zero_only
         if trainer.world_size > 1 and on_epoch and not isinstance(value, Metric) and not is_shared:
             rank_zero_warn(
                 f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)`"
@@ -235,19 +217,16 @@ class ModuleLog:
                 f" be floating to be reduced. Converting it to {accumulation_dtype()}."
                 " You can silence this warning by converting the value to floating point yourself."
             )
-        options = LogOptions(
-            prog_bar=call.prog_bar,
-            logger=call.logger is None or call.logger,
+        options = asked._replace(
+            logger=asked.logger is None or asked.logger,
             on_step=on_step,
             on_epoch=on_epoch,
             reduce_fx=reduce_fx,
-            sync_dist=call.sync_dist and trainer.world_size > 1,
-            sync_dist_group=call.sync_dist_group,
-            add_dataloader_idx=call.add_dataloader_idx,
-            rank_zero_only=call.rank_zero_only,
+            sync_dist=asked.sync_dist and trainer.world_size > 1,
         )
-        dataloader_idx = store.dataloader_idx if call.add_dataloader_idx else None
+        dataloader_idx = store.dataloader_idx if asked.add_dataloader_idx else None
         entry = LoggedValue(hook, name, options, store.dataloader_idx, trainer.engine.reduce)
+        entry.asked = asked
         store.entries[hook, name, dataloader_idx] = entry
         return entry
 
@@ -256,7 +235,7 @@ _keep_out_of_graphs(ModuleLog.__call__)
 
 
 class _DetachedLog:
-    """The ``log`` of a copied module, which no Trainer runs."""
+    """The ``log`` of a copied module, which has no Trainer."""
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         rank_zero_warn(
@@ -266,7 +245,7 @@ class _DetachedLog:
 
 
 class ResultView:
-    """One of ``trainer._results``: what was logged under a name from a hook.
+    """One value of ``trainer._results``: what was logged under a name from a hook.
 
     Args:
         entry: its values.
@@ -279,7 +258,7 @@ class ResultView:
 
     @property
     def value(self) -> Any:
-        """The metric object; or what was added up over the epoch, in this process; or the last value."""
+        """The metric object; or the sum over the epoch, in this process; or the last value."""
         entry = self._entry
         if entry.metric is not None:
             return entry.metric
@@ -287,7 +266,7 @@ class ResultView:
 
     @property
     def cumulated_batch_size(self) -> Any:
-        """The samples that a mean over the epoch stands for, in this process."""
+        """The number of samples in the epoch so far, in this process."""
         return self._entry.accumulated()[1]
 
     @property
@@ -310,7 +289,7 @@ class ResultView:
 class ResultsView(Mapping[str, ResultView]):
     """``trainer._results``: what the running stage has logged, by hook and name (``training_step.loss``).
 
-    Modules that override ``log`` and call super's end up here, as does a module that no Trainer runs yet.
+    Lightning's ``log`` writes here: that of modules that override ``log`` and call super's.
 
     Args:
         trainer: whose running stage it is.
@@ -350,13 +329,13 @@ class ResultsView(Mapping[str, ResultView]):
         return {"callback": metrics.callback, "log": metrics.logger, "pbar": to_scalars(metrics.progress_bar)}
 
     def log(self, fx: str, name: str, value: Any, *, sync_dist_fn: Any = None, **options: Any) -> None:
-        """Lightning has checked and completed the arguments already: ``logger`` is True where nobody said."""
+        """Log a value. Lightning has filled in the options that were not given: ``logger=None`` has become True."""
         options["logger"] = None if options.get("logger") else False
         log = ModuleLog(SimpleNamespace(_current_fx_name=fx), self._trainer)
         log(name, value, **options)
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Nothing: the loops reset their metrics at an epoch's start."""
+        """Do nothing: the loops reset their metrics when an epoch starts."""
 
 
 class LoggerConnector(_LoggerConnector):
@@ -394,11 +373,10 @@ class LoggerConnector(_LoggerConnector):
 
 
 def attach_log(module: LightningModule, trainer: Any) -> None:
-    """Put a :class:`ModuleLog` in the place of ``module.log``, unless somebody has overridden that.
+    """Replace ``module.log`` by a :class:`ModuleLog`, unless it is overridden: in a class or on an instance.
 
-    By a class, on the instance, or for all modules. Callbacks get the module's ``log`` and ``log_dict`` as their own;
-    those of ours log by ``trainer.log_metric``, which no override sees. Where the Trainer is a bare one, those stay
-    Lightning's, which say that nothing is logged.
+    Callbacks get the module's ``log`` and ``log_dict`` as their own; ours log by ``trainer.log_metric``, which bypasses
+    overrides. With ``barebones`` the module keeps Lightning's ``log``, which says that nothing is logged.
     """
     log = ModuleLog(module, trainer)
     trainer.log_metric = no_log if trainer.barebones else log
@@ -416,7 +394,7 @@ def attach_log(module: LightningModule, trainer: Any) -> None:
 
 
 def no_log(name: str, value: Any, **options: Any) -> None:
-    """Log nothing: the ``log_metric`` of a Trainer that has no run yet, or is a bare one."""
+    """Log nothing: the ``log_metric`` of a Trainer that has no run yet, or has ``barebones=True``."""
 
 
 def _is_ours(log: Any) -> bool:
@@ -424,7 +402,7 @@ def _is_ours(log: Any) -> bool:
 
 
 def detach_log(module: LightningModule, callbacks: Iterable[Any] = ()) -> None:
-    """Give ``module`` its class's ``log`` back, and take it from the callbacks."""
+    """Undo :func:`attach_log`."""
     for callback in callbacks:
         vars(callback).pop("log", None)
         vars(callback).pop("log_dict", None)
@@ -434,7 +412,7 @@ def detach_log(module: LightningModule, callbacks: Iterable[Any] = ()) -> None:
 
 
 def _batch_size(store: MetricStore) -> int:
-    """The number of samples in the current batch; looked up once a batch, and only where a mean needs it."""
+    """The number of samples in the current batch; determined once a batch, and only if a mean needs it."""
     size = store.batch_size
     if size is None:
         batch = store.batch
@@ -442,7 +420,7 @@ def _batch_size(store: MetricStore) -> int:
             return 1
         parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else (batch,)
         sizes = {len(part) if isinstance(part, Tensor) and part.dim() else None for part in parts}
-        # the usual case by hand, which takes a tenth of the time: tensors that agree
+        # the usual case, tensors of one size, in a tenth of the time that Lightning's function takes
         size = store.batch_size = (sizes.pop() if len(sizes) == 1 else None) or extract_batch_size(batch)
     return size
 
@@ -453,7 +431,7 @@ def _attributes_of(module: Any) -> dict[int, str]:
 
 
 def _find_attribute(module: LightningModule, name: str, metric: Metric) -> None:
-    """Refuse a metric that is no part of the module: nobody would move it to the device, or save it."""
+    """Refuse a metric that is not an attribute of the module: it would not be moved to the device or saved."""
     attributes = _attributes_of(module)
     if not attributes:
         raise _misuse(

@@ -169,10 +169,22 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     )
 
 
-def loader_states_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
-    """The places of the training dataloaders that keep theirs."""
+def data_position_in(checkpoint: dict[str, Any], progress: FitProgress, counts_steps: bool) -> dict[str, Any]:
+    """Where the training data is, as far as a checkpoint of Lightning's says: the states of loaders that have one.
+
+    Args:
+        checkpoint: of Lightning's or ours.
+        progress: the training's counters, already set.
+        counts_steps: whether the run ends after a number of steps: Lightning then resumes loaders between epochs, too.
+
+    Returns:
+        For ``TrainingBatches.load_state_dict``. {} where there is nothing to resume.
+    """
     states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
-    return list(states or ())
+    batches = progress.batches_this_epoch
+    if not states or not (batches or counts_steps):
+        return {}
+    return {"epoch": progress.epochs_trained, "batches": batches, "is_over": False, "combined_loader": list(states)}
 
 
 def evaluation_from(fit: dict[str, Any], val: EvalProgress, progress: FitProgress) -> None:

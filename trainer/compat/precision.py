@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.engine.protocol import ModuleCalls
 from trainer.errors import ConfigurationError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
@@ -27,17 +28,18 @@ class PrecisionAdapter(LightningPrecision):
     Args:
         plugin: our plugin.
         device: the device's type: ``"cuda"``.
+        scaler: the Trainer's loss scaler.
 
     Attributes:
-        scaler: the Trainer's loss scaler; None where it is disabled.
+        scaler: as given; None where it is disabled.
+        calls: who does what a user's code does by itself; set for each fit.
     """
 
-    def __init__(self, plugin: Precision, device: str) -> None:
+    def __init__(self, plugin: Precision, device: str, scaler: LossScaler) -> None:
         self.plugin = plugin
         self.device = device
-        self.scaler: LossScaler | None = None
-        self.side_door: Any = None  # where the module's own backward passes and steps go
-        self.clip: Callable[[Optimizer, float, str], None] | None = None
+        self.scaler = scaler if scaler.is_enabled() else None
+        self.calls = ModuleCalls()
 
     @property
     def precision(self) -> str:  # type: ignore[override]  # Lightning's is a class attribute of fixed names
@@ -66,11 +68,10 @@ class PrecisionAdapter(LightningPrecision):
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """``LightningModule.manual_backward``, and a strategy's own ``backward``, end up here."""
-        through_door = getattr(self.side_door, "backward", None)
-        if through_door is None:
+        if self.calls.backward is None:
             model.backward(tensor, *args, **kwargs)
         else:
-            through_door(tensor, lambda scaled: model.backward(scaled, *args, **kwargs))
+            self.calls.backward(tensor, lambda scaled: model.backward(scaled, *args, **kwargs))
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
@@ -80,8 +81,8 @@ class PrecisionAdapter(LightningPrecision):
         Raises:
             ConfigurationError: it is called where the loop takes the steps, on gradients that are scaled.
         """
-        if self.side_door is not None:
-            return self.side_door.step(optimizer, closure, **kwargs)
+        if self.calls.step is not None:
+            return self.calls.step(optimizer, closure, **kwargs)
         if self.scaler is not None:
             raise ConfigurationError(
                 "`optimizer.step()` was called outside of manual optimization, while the loss is scaled: the gradients"
@@ -98,5 +99,5 @@ class PrecisionAdapter(LightningPrecision):
         """``LightningModule.clip_gradients`` ends up here."""
         if isinstance(optimizer, LightningOptimizer):  # what `self.optimizers()` hands out
             optimizer = optimizer.optimizer
-        if clip_val > 0 and self.clip is not None:
-            self.clip(optimizer, clip_val, GradClipAlgorithmType(gradient_clip_algorithm).value)
+        if clip_val > 0 and self.calls.clip is not None:
+            self.calls.clip(optimizer, clip_val, GradClipAlgorithmType(gradient_clip_algorithm).value)

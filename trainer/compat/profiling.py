@@ -58,7 +58,7 @@ class Profiling:
         with self._profiler.profile("run_training_epoch"):
             yield from batches
 
-    def watch_fit(self, loop: FitLoop, hooks: Hooks, side_door: Any) -> None:
+    def watch_fit(self, loop: FitLoop, hooks: Hooks, path: object) -> None:
         """Time what a prepared fit loop does with a batch."""
         module, strategy = f"[LightningModule]{type(self._module).__name__}", self._strategy
         loop.transfer = self.action(f"{strategy}.batch_to_device", loop.transfer)
@@ -70,8 +70,8 @@ class Profiling:
         if loop.clip_gradients is not None:
             loop.clip_gradients = self.action(f"{module}.configure_gradient_clipping", loop.clip_gradients)
         vars(loop)["update_weights"] = self.action(f"{module}.optimizer_step", partial(FitLoop.update_weights, loop))
-        if isinstance(side_door, ManualOptimization):
-            vars(side_door)["step"] = self.action("optimizer_step", side_door.step)
+        if isinstance(path, ManualOptimization):
+            loop.engine.module_calls = loop.engine.module_calls._replace(step=self.action("optimizer_step", path.step))
 
     @staticmethod
     def leave_fit(loop: FitLoop) -> None:

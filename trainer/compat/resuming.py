@@ -16,9 +16,9 @@ from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.folders import held
 from trainer.checkpoint.inert import inert
 from trainer.checkpoint.state import OUR_KEY
-from trainer.compat import log_files, savers
-from trainer.compat.checkpoint_folders import folders_of, on_first_rank
+from trainer.compat import log_files
 from trainer.compat.checkpoint_io import files_of, local_path
+from trainer.compat.model_checkpoints import allow_removal, folders_of, on_first_rank
 from trainer.errors import ConfigurationError
 
 _ROWS = "rows"
@@ -39,7 +39,7 @@ def newest_checkpoint(trainer: Any, session: ExitStack) -> str | None:
     for index, version in versions.items():
         log_files.take_version(trainer.loggers[index], version)
     if path is not None:
-        savers.replaceable(trainer, session)
+        allow_removal(trainer, session)
         rank_zero_info(f"resume='auto': going on from {path}")
         if trainer.is_global_zero:
             step, rows = _place_in_logs(path)

@@ -1,6 +1,7 @@
 """Signals: SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step, and its state is saved; or Slurm requeues it.
 
-A handler only takes a note. What follows happens between two batches, at the same batch on all processes.
+A handler only records that a signal has come. Everything else happens between two batches, on all processes at the same
+batch.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.multiprocessing.spawn import ProcessExitedException
 
-from trainer.compat.processes import last_words, others
+from trainer.compat.launchers import ENDING_SIGNALS, PassOn, default_handler, exception_of
 from trainer.data.batches import Loaders
 from trainer.engine.agreement import Agreement
+from trainer.engine.processes import children, deadline_after
 from trainer.errors import NonFiniteError, RequeueError
 from trainer.loops.evaluation import EvalLoop
 from trainer.state.stopping import StoppingConditions
@@ -32,12 +31,9 @@ from trainer.state.stopping import StoppingConditions
 INTERRUPTED = "interrupted.ckpt"
 """The file that an interrupted fit leaves in the folder of its first ModelCheckpoint."""
 
-_ENDING = [signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGTERM]
-"""The signals that end a run; where several come, the last of these counts."""
-
 
 class Signals:
-    """What signals do to the runs of one Trainer.
+    """Ends or requeues the runs of one Trainer when a signal comes. It is ``trainer._signal_connector``.
 
     Args:
         trainer: the Trainer.
@@ -46,7 +42,7 @@ class Signals:
 
     Attributes:
         received_sigterm: whether a SIGTERM has come to this run; on several processes, to any of them.
-        interruption: what has ended this run between two batches, because of a signal; None for nothing.
+        interruption: the exception that has ended this run because of a signal; None where there is none.
     """
 
     def __init__(self, trainer: Any, limits: StoppingConditions, eval_loops: Sequence[EvalLoop]) -> None:
@@ -59,7 +55,7 @@ class Signals:
         self._handlers: dict[int, Any] = {}  # those before ours
         self._process = 0
         self._requeue_signal: int | None = None
-        self._noted = 0  # of `_ENDING`, counted from 1; 0 for none
+        self._noted = 0  # of `ENDING_SIGNALS`, counted from 1; 0 for none
         self._to_requeue = False
         self._interrupts = 0  # how often Ctrl-C was pressed
         self._ends = self._holds = self._is_inner = False
@@ -72,12 +68,12 @@ class Signals:
     @property
     def received(self) -> int:
         """The signal that this run ends, or has ended, by; 0 for none."""
-        return _ENDING[self._noted - 1] if self._noted else 0
+        return ENDING_SIGNALS[self._noted - 1] if self._noted else 0
 
     # --- one run ----------------------------------------------------------------------------------------------
 
     def register_signal_handlers(self) -> None:
-        """Take the signals over, for one run. Outside of the main thread, where none arrive, they are let be."""
+        """Install the handlers for one run; none outside of the main thread, which Python does not allow."""
         trainer = self._trainer
         self.received_sigterm, self.interruption = False, None
         self._noted, self._interrupts, self._to_requeue = 0, 0, False
@@ -88,14 +84,14 @@ class Signals:
         environment = trainer._accelerator_connector.cluster_environment
         requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
         self._requeue_signal = environment.requeue_signal if requeues else None
-        self._tell()
-        for number in _ENDING if self._requeue_signal is None else [*_ENDING, self._requeue_signal]:
-            self._take(number)
+        self._set_attend()
+        for number in ENDING_SIGNALS if self._requeue_signal is None else [*ENDING_SIGNALS, self._requeue_signal]:
+            self._install(number)
 
     def teardown(self) -> None:
-        """Give the signals back. Nobody holds on to an exception that was raised, and with it to the run's frames."""
+        """Restore the handlers that were there before, and drop the exception, which keeps the run's frames alive."""
         if self._holds:
-            return  # until the run has ended
+            return  # `ending` does it, once the run has ended
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
@@ -105,7 +101,7 @@ class Signals:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a fit's loop: where a signal ends it, its state is saved."""
+        """A context for a fit's loop: if a signal ends it, its state is saved."""
         try:
             yield
         except BaseException as error:
@@ -116,10 +112,10 @@ class Signals:
             self._agreement.close()
 
     def start_validation(self, loaders: Loaders | None) -> None:
-        """A validation inside of a fit starts: it is broken off at the same batch on all processes.
+        """A validation inside a fit starts. A signal ends it at the same batch on all processes.
 
-        They may have unequally many batches, and ask each other only before those that all of them have. Where
-        somebody does not know how many that will be, a signal waits for the end of the validation.
+        Processes may have different numbers of batches: they exchange what they know only before the batches that all
+        of them have. If one of them does not know its number, a signal takes effect after the validation.
         """
         if self._agreement is not None:
             batches = 0.0 if loaders is None or not loaders.has_length else sum(loaders.limits)
@@ -127,7 +123,7 @@ class Signals:
 
     @contextmanager
     def inner_run(self) -> Iterator[None]:
-        """Around a run inside of a hook of the run: a signal ends both, and there is nothing to save."""
+        """A context for a run inside a hook of the run (the tuner's): a signal ends both, and nothing is saved."""
         self._is_inner = True
         try:
             yield
@@ -135,18 +131,18 @@ class Signals:
             self._is_inner = error is self.interruption
             raise
         self._is_inner = False
-        self._tell()  # the loops have been put back to what they knew before
+        self._set_attend()  # the loops have the state of before the inner run again
 
     @contextmanager
     def ending(self, error: BaseException) -> Iterator[None]:
-        """The run ends with ``error``. If that is because of a signal, further ones do not break into it."""
+        """A context for the end of a run by ``error``. If that comes from a signal, further signals are ignored."""
         engine, agreed = self._trainer.engine, error is self.interruption and self._agreement is not None
-        with last_words(error, waited_for=engine.runs_here and engine.world_size > 1 and not agreed):
+        with deadline_after(error, waited_for=engine.runs_here and engine.world_size > 1 and not agreed):
             if not isinstance(error, KeyboardInterrupt) and error is not self.interruption:
                 yield
                 return
             self._ends = self._holds = True
-            self._take(signal.SIGINT)  # if the run has not come that far
+            self._install(signal.SIGINT)  # the run may have been interrupted before it installed its handlers
             try:
                 yield
             finally:
@@ -154,51 +150,51 @@ class Signals:
                 self.teardown()
 
     def end_late(self) -> None:
-        """A run has come to its end, and a signal came too late to be heeded: it ends the program.
+        """A run has ended by itself, though a signal had come: it ends the program now.
 
-        Not a SIGTERM that somebody else handles, and has been told of.
+        Except for a SIGTERM for which the program has a handler of its own, which has been called.
         """
         number, handled = self.received, self._handled_elsewhere
         self._noted = 0
         if number and not (number == signal.SIGTERM and handled):
-            raise _exception(number)
+            raise exception_of(number)
 
-    # --- a signal has come --------------------------------------------------------------------------------------
+    # --- when a signal comes ----------------------------------------------------------------------------------
 
-    def _take(self, number: int) -> None:
-        """Handle a signal, unless somebody else does; of a SIGTERM both are told."""
+    def _install(self, number: int) -> None:
+        """Handle a signal unless the program does. A SIGTERM is handled by both."""
         before = signal.getsignal(number)
-        if isinstance(before, _PassOn):  # of the process that this one was forked from
-            before = _default(number)
-        is_ours = before == _default(number) or (number == signal.SIGTERM and before is not None)
+        if isinstance(before, PassOn):  # inherited from the process that this one was forked from
+            before = default_handler(number)
+        is_ours = before == default_handler(number) or (number == signal.SIGTERM and before is not None)
         if number not in self._handlers and is_ours and threading.current_thread() is threading.main_thread():
             self._handlers[number] = before
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
-            return  # a dataloader's worker, forked from this process, which will tell it to end
+            return  # in a dataloader's worker, which was forked from this process and is ended by it
         is_first = not self._noted and not self._to_requeue
         self._interrupts += number == signal.SIGINT
         if not self._ends:
             if self._interrupts > 1 and number == signal.SIGINT:
-                raise KeyboardInterrupt  # at once: nobody knows how long the step takes
+                raise KeyboardInterrupt  # at once: the step may take long
             if number == self._requeue_signal:
                 self._to_requeue = True
             else:
-                self._noted = max(self._noted, 1 + _ENDING.index(signal.Signals(number)))
+                self._noted = max(self._noted, 1 + ENDING_SIGNALS.index(signal.Signals(number)))
             self.received_sigterm |= number == signal.SIGTERM
-            self._tell()
+            self._set_attend()
             if is_first:
                 self._announce(number)
             if self._agreement is None and self._trainer.engine.runs_here and number != signal.SIGINT:
-                others.send(number)  # of a Ctrl-C, the terminal has told them already
+                children.send(number)  # a Ctrl-C reaches them from the terminal
         before = self._handlers.get(number)
         if number == signal.SIGTERM and callable(before):
             before(number, frame)
 
     def _announce(self, number: int) -> None:
-        """Say so at once, past everything that a handler must not enter twice."""
+        """Say that a signal has come; by ``os.write``, since ``print`` must not be entered twice."""
         if not self._trainer.is_global_zero:
             return
         then = "and the job is requeued" if number == self._requeue_signal else "and its state is saved"
@@ -208,14 +204,14 @@ class Signals:
         )
         os.write(2, f"\nReceived {signal.Signals(number).name}: {what}.{again}\n".encode())
 
-    def _tell(self) -> None:
-        """Have the loops ask, where there is something to ask for."""
+    def _set_attend(self) -> None:
+        """Have the loops call ``_attend`` between batches if a signal has come, here or perhaps on another process."""
         something = bool(self._noted or self._to_requeue)
         self._limits.attend = self._attend if something or self._agreement is not None else None
         for loop in self._eval_loops:
             loop.attend = self._attend_evaluation if something or self._agreement is not None else None
 
-    # --- between two batches ------------------------------------------------------------------------------------
+    # --- between two batches ----------------------------------------------------------------------------------
 
     def _attend(self, before_epoch: bool) -> None:
         """Between two batches of a fit."""
@@ -239,14 +235,14 @@ class Signals:
             self._to_requeue = False
             self._requeue()
             if self._agreement is None:
-                self._tell()
+                self._set_attend()
         if not noted:
             return
         self._noted, self._ends = noted, True
         self.received_sigterm |= self.received == signal.SIGTERM
-        self.interruption = _exception(self.received)
+        self.interruption = exception_of(self.received)
         if isinstance(self.interruption, KeyboardInterrupt) and not self._trainer.engine.runs_here:
-            self.interruption = SystemExit(128 + self.received)  # from a spawned process the other looks like success
+            self.interruption = SystemExit(128 + self.received)  # a KeyboardInterrupt of a spawned process is success
         raise self.interruption
 
     def _save(self) -> None:
@@ -264,7 +260,7 @@ class Signals:
         path = f"{folder.rstrip('/')}/{INTERRUPTED}"
         try:
             trainer.save_checkpoint(path)
-        except NonFiniteError as error:  # on all processes; the run ends as it was asked to
+        except NonFiniteError as error:  # on all processes; the run ends all the same
             rank_zero_warn(f"{ended}. {error}")
             return
         rank_zero_info(f"{ended}. Its state is in {path}: go on with `fit(..., ckpt_path={path!r})`.")
@@ -300,63 +296,8 @@ class Signals:
         return callable(signal.getsignal(signal.SIGTERM))
 
 
-class _PassOn:
-    """The handler of a process that waits for others."""
-
-    def __init__(self, launcher: _MultiProcessingLauncher) -> None:
-        self._launcher = launcher
-        self._process = os.getpid()
-        self._interrupts = 0
-
-    def __call__(self, number: int, frame: Any) -> None:
-        """A signal has come."""
-        if os.getpid() != self._process:  # in a process that is just being forked: as if this handler was not there
-            signal.signal(number, _default(number))
-            signal.raise_signal(number)
-        elif number != signal.SIGINT:
-            self._launcher.kill(signal.Signals(number))
-        elif self._interrupts:
-            raise KeyboardInterrupt
-        else:
-            self._interrupts += 1  # the terminal has told them already
-
-
-@contextmanager
-def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
-    """Around the launch of processes in which a run takes place: signals to this process are meant for them.
-
-    Raises:
-        SystemExit, KeyboardInterrupt: a signal has ended the run there.
-    """
-    receive = _PassOn(launcher)
-    is_main = threading.current_thread() is threading.main_thread()
-    taken = [number for number in _ENDING if is_main and signal.getsignal(number) == _default(number)]
-    for number in taken:
-        signal.signal(number, receive)
-    try:
-        yield
-    except ProcessExitedException as error:
-        ends = {128 + number: number for number in _ENDING}
-        if error.exit_code in ends:
-            raise _exception(ends[error.exit_code]) from None
-        raise
-    finally:
-        for number in taken:
-            signal.signal(number, _default(number))
-
-
-def _default(number: int) -> Any:
-    """What Python does with a signal that nobody handles."""
-    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-
-
-def _exception(number: int) -> BaseException:
-    """What ends a run: a program that lets it through exits as a shell would report the signal."""
-    return KeyboardInterrupt() if number == signal.SIGINT else SIGTERMException(128 + number)
-
-
 def _checkpoint_folder(trainer: Any) -> str | None:
-    """The folder of the first ModelCheckpoint; None where none is written."""
+    """The folder of the first ModelCheckpoint; None if no checkpoints are written."""
     if trainer.fast_dev_run:
         return None
     for callback in trainer.checkpoint_callbacks:

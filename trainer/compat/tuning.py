@@ -20,13 +20,7 @@ from trainer.state.metrics import MetricStore
 def rerun(trainer: Any, stage: RunningStage) -> None:
     """Run the loop of ``stage`` from its beginning, with the callbacks, limits and dataloaders of now."""
     with trainer._signal_connector.inner_run(), _set_aside(trainer):
-        hooks = trainer._hooks = trainer._build_hooks()
-        if stage is RunningStage.TRAINING:
-            trainer._prepare_fit()
-            trainer.loop.run()
-        else:
-            trainer._prepare_evaluation(hooks, stage, trainer.eval_loops[stage].inference_mode)
-            trainer.eval_loops[stage].run()
+        trainer.run.repeat(stage)
 
 
 def set_up_training_data(trainer: Any) -> None:
@@ -34,8 +28,9 @@ def set_up_training_data(trainer: Any) -> None:
     loop, loaders = trainer.loop, _loaders(trainer, RunningStage.TRAINING)
     if loaders is None or loop.batches.loaders is None:
         return
-    trainer._schedule_validation(loaders)  # it is the middle of a run
-    loop.batches = TrainingBatches(loaders, trainer._renewed_loaders)
+    preparation = trainer.run.preparation
+    preparation.schedule_validation(loaders)  # it is the middle of a run
+    loop.batches = TrainingBatches(loaders, preparation.renewed_loaders)
     loop.batches.start_epoch(loop.progress.epochs_trained, skip=loop.progress.batches_this_epoch)
     set_up_evaluation_data(trainer, RunningStage.VALIDATING)
 
@@ -58,11 +53,11 @@ def _loaders(trainer: Any, stage: RunningStage) -> Any:
 @contextmanager
 def _set_aside(trainer: Any) -> Iterator[None]:
     """Keep what the run, one of whose hooks runs another, will need to go on."""
-    adapter, state, module = trainer.engine.adapter, trainer.state, trainer.lightning_module
+    engine, state, module = trainer.engine, trainer.state, trainer.lightning_module
     loops = [trainer.loop, *trainer.eval_loops.values()]
     owners = [*loops, trainer.loop.limits, state]
     kept = [(owner, dict(vars(owner))) for owner in owners]
-    hooks, doors, scope = trainer._hooks, (adapter.side_door, adapter.clip), module._current_fx_name
+    preparation, calls, scope = trainer.run.preparation, engine.module_calls, module._current_fx_name
     for loop in loops:
         loop.metrics = MetricStore(training=loop is trainer.loop)
     try:
@@ -70,6 +65,6 @@ def _set_aside(trainer: Any) -> Iterator[None]:
     finally:
         for owner, attributes in kept:
             vars(owner).update(attributes)
-        trainer._hooks, (adapter.side_door, adapter.clip) = hooks, doors
+        trainer.run.preparation, engine.module_calls = preparation, calls
         module._current_fx_name = scope
         trainer.loop.window.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Protocol
 
@@ -12,75 +13,65 @@ from torch import Tensor
 
 from trainer.errors import ConfigurationError, ResumeError
 from trainer.state import random_states
+from trainer.state.random_states import State
 
 Batch = Any
 
 
 class Loaders(Protocol):
-    """The dataloaders of one stage, ready to run: samplers distributed, limits applied."""
+    """The dataloaders of one stage, ready to run: samplers distributed, limits applied.
 
-    @property
-    def limits(self) -> list[float]:
-        """Batches to run of each dataloader; inf where it has no length."""
+    Those of training can be resumed, by torchdata's convention: ``state_dict`` says where the pass is, and after
+    ``load_state_dict`` the next iteration is what is left of it, or, if it was over, the pass that follows it.
+    """
+
+    limits: list[float]
+    """Batches to run of each dataloader; inf for one without a length."""
+    has_length: bool
+    """Whether their lengths are known; if not, a limit may be more than there is."""
+    made_in: float
+    """The epoch they were made in."""
 
     @property
     def is_sequential(self) -> bool:
         """Whether the dataloaders run one after the other, not side by side."""
 
-    @property
-    def has_length(self) -> bool:
-        """Whether their lengths are known; if not, a limit may be more than there is."""
-
     def num_batches(self) -> float:
-        """Batches in one pass over all of them; inf where nobody knows."""
+        """Batches in one pass over all of them; inf if unknown."""
 
     def start_epoch(self, epoch: int) -> None:
         """Tell the samplers which epoch it is: they shuffle by it."""
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """Begin a pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
+        """Begin a pass of evaluation: (batch, batch_idx, dataloader_idx); at most ``limit`` of each dataloader."""
 
-    def open(self) -> None:
-        """Begin a pass of training: that draws random numbers, and fetches a batch where their number is not known."""
+    def open(self, done: int = 0) -> None:
+        """Begin a pass of training: that draws random numbers, and fetches a batch if their number is unknown.
 
-    def training_pass(self) -> Iterator[Batch]:
-        """The pass that was opened, or one that begins now: of each batch, what a step gets.
-
-        Where it stands is known, and can be taken up again.
+        Args:
+            done: batches of it that are not in it any more, where it is what is left of a resumed one.
         """
 
-    def position(self) -> dict[str, Any]:
-        """Where the pass of training is: tensors and plain containers. {} before the first.
+    def __iter__(self) -> Iterator[Batch]:
+        """The pass of training that was opened, or else one that begins now: of each batch, what a step gets."""
 
-        Where there is no length, and so batches are fetched one ahead, it is that before the last one was fetched.
-        """
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the last batch of the pass has been handed out, of loaders without a length."""
 
-    def recall(self, position: dict[str, Any], epoch: int) -> bool:
-        """Learn from a position when the dataloaders were made, and so, when they are due to be made anew.
+    def state_dict(self) -> State:
+        """Where the pass of training is: tensors and plain containers."""
 
-        Returns:
-            Whether they would not be due in ``epoch``: what they were in then counts.
-        """
-
-    def begin_after(self, position: dict[str, Any]) -> None:
-        """Take over from a pass that was over what the next one depends on."""
-
-    def take_up(self, position: dict[str, Any], consumed: int | None) -> list[str]:
+    def load_state_dict(self, state: State) -> list[str]:
         """Have the next pass be what is left of that one. Changes the random states of this process.
 
         Args:
-            position: where it was.
-            consumed: batches that were trained, where it is not those of ``position``; None where it is.
+            state: what :meth:`state_dict` returned, and in addition ``batches``: how many were trained; ``is_over``:
+                no more of them are; ``inside``: it was written in the middle of the batch after these. Without the
+                rest, as many batches are skipped.
 
         Returns:
             Why what follows may not be what would have followed; empty where it is.
-        """
-
-    def skip(self, count: int) -> int:
-        """Have the next pass begin after its first ``count`` batches, as well as can be done without a position.
-
-        Returns:
-            How many are still to be dropped.
         """
 
 
@@ -110,11 +101,10 @@ class TrainingBatches:
         loaders: the training dataloaders; None for none.
         renew: asked before each epoch for dataloaders to go on with; None where the first ones stay.
         watch: put around the batches of an epoch, by a profiler; None for nothing.
-        opened_for: the epoch whose pass was opened when the dataloaders were made; -1 for none. That of another epoch
-            is opened when it is iterated.
+        opened_for: the epoch whose pass was opened when the dataloaders were made; -1 for none.
 
     Attributes:
-        num_batches: batches in one pass; inf where nobody knows. SWA writes it; who iterates gets what there is.
+        num_batches: batches in one pass; inf if unknown. SWA writes it; the loop gets the batches that there are.
     """
 
     def __init__(
@@ -129,56 +119,48 @@ class TrainingBatches:
         self.has_length = loaders is None or loaders.has_length
         self._renew = renew
         self._watch = watch
-        self._opened_for = opened_for
-        self._first = self._skip = 0
-        self._epoch = self._next_epoch = -1
-        self._yielded = 0
-        self._is_over = self._ended = False
-        self._loaded: dict[str, Any] = {}
+        # the pass that is under way, or was last
+        self._epoch, self._batches, self._is_over = opened_for, 0, False
+        self._is_open = opened_for >= 0
+        # the pass that is about to begin
+        self._next_epoch, self._first, self._is_empty = -1, 0, False
+        self._loaded: State = {}
         self._exact = True
-        self._has_begun_after = False
 
     def __bool__(self) -> bool:
         return self.num_batches > 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Where the pass is that is under way, or was last: tensors and plain containers. {} before the first.
 
         It is that after the batch which was handed out last.
         """
-        if self._epoch < 0 or self.loaders is None:
-            if self._has_begun_after and self.loaders is not None:
-                return {**self._loaded, "position": {**self._loaded["position"], **self.loaders.position()}}
-            if self._opened_for >= 0 and self.loaders is not None:
-                first = {"epoch": self._opened_for, "batches": 0, "is_over": False}
-                return {**first, "position": self.loaders.position()}
+        if self._loaded or self._epoch < 0 or self.loaders is None:
             return self._loaded
-        position = self.loaders.position()
-        return {"epoch": self._epoch, "batches": self._yielded, "is_over": self._is_over, "position": position}
+        here = {"epoch": self._epoch, "batches": self._batches, "is_over": self._is_over}
+        return {**here, "made_in": self.loaders.made_in, **self.loaders.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any], *, exact: bool = True) -> None:
+    def load_state_dict(self, state: State, *, exact: bool = True) -> None:
         """Have the next epoch begin, or go on, as it would have where ``state_dict`` returned ``state``.
 
         Args:
             state: what it returned.
             exact: refuse where that cannot be shown; otherwise go on as well as possible, with a warning.
         """
-        self._loaded, self._exact, self._has_begun_after = state, exact, False
-        self._opened_for = -1
+        self._loaded, self._exact = state, exact
+        self._epoch, self._is_open = -1, False
 
     def start_epoch(self, epoch: int, skip: int) -> None:
         """The next pass is that of ``epoch``, without its first ``skip`` batches.
 
-        Where a state has been loaded that speaks of it, it is taken up there. Otherwise the samples of these batches
-        are skipped, or loaded and dropped, where the dataloaders cannot do better.
+        A state that was loaded and is of this epoch, or of the one before, is resumed from here. Otherwise the samples
+        of these batches are skipped, or loaded and dropped, where the dataloaders cannot do better.
 
         Raises:
             ConfigurationError: the dataloaders run one after the other.
             ResumeError: what follows could not be shown to be what would have followed.
         """
-        state = self._loaded
-        if state and self.loaders is not None and not self.loaders.recall(state["position"], epoch):
-            state = {}
+        state, self._loaded = self._loaded, {}
         renewed = self._renew() if self._renew is not None else None
         if renewed is not None:
             self.loaders, self.num_batches, self.has_length = renewed, renewed.num_batches(), renewed.has_length
@@ -189,94 +171,114 @@ class TrainingBatches:
                 ' each dataloader at a time: choose "max_size_cycle", "max_size" or "min_size".'
             )
         self.loaders.start_epoch(epoch)
-        self._next_epoch, self._first, self._skip, self._ended = epoch, skip, 0, False
+        self._next_epoch, self._first, self._is_empty = epoch, skip, False
+        if state.get("made_in", self.loaders.made_in) != self.loaders.made_in:
+            state = {}  # it is of dataloaders that have been replaced since
         is_its_epoch = bool(state) and state["epoch"] == epoch
-        if is_its_epoch and skip == state["batches"] and state["is_over"]:
-            self.end()
-        elif is_its_epoch and (skip or not state["batches"]):
-            self._take_up(state)
+        if is_its_epoch and (skip or not state["batches"]):
+            self._resume(state, skip)
         elif skip:
-            self._skip = self.loaders.skip(skip)
-        elif state and state["epoch"] + 1 == epoch and renewed is None:
-            self._begin_after(state)
-        elif is_its_epoch and state["batches"]:
+            self._resume({"epoch": epoch, "batches": skip, "is_over": False}, skip)
+        elif state and state["epoch"] + 1 == epoch:
+            self._resume({**state, "is_over": True}, state["batches"])
+        elif is_its_epoch:
             warnings.warn(
                 f"The checkpoint was written inside the first batch of epoch {epoch}, which begins again: what follows"
                 " is not what would have followed.",
                 stacklevel=2,
             )
 
-    def _begin_after(self, state: dict[str, Any]) -> None:
+    def _resume(self, state: State, batches: int) -> None:
+        """Go on after the first ``batches`` of the pass in ``state``."""
         assert self.loaders is not None
-        if not self._has_begun_after:
-            self.loaders.begin_after(state["position"])
-        self._has_begun_after = True
-
-    def _take_up(self, state: dict[str, Any]) -> None:
-        assert self.loaders is not None
-        skip, position = self._first, state["position"]
-        was_between_batches = skip == state["batches"]  # an exception inside of one may have written it, as it could
-        with random_states.isolated():
-            reasons = self.loaders.take_up(position, None if was_between_batches else skip)
-        if reasons and self._exact and was_between_batches:
+        inside = batches != state["batches"]  # an exception may have had it written in the middle of a batch
+        is_over = state["is_over"] and not inside
+        self._epoch, self._batches, self._is_over = state["epoch"], batches, is_over
+        self._is_empty, self._is_open = is_over and state["epoch"] == self._next_epoch, not is_over
+        with random_states.isolated() if "loaders" in state else nullcontext():
+            reasons = self.loaders.load_state_dict({**state, "batches": batches, "inside": inside, "is_over": is_over})
+        if reasons and self._exact and not inside:
             raise ResumeError(
-                f"Resuming after batch {skip} of epoch {state['epoch']} would not be exact: {'; '.join(reasons)}."
+                f"Resuming after batch {batches} of epoch {state['epoch']} would not be exact: {'; '.join(reasons)}."
                 " Resume with what the checkpoint was made with, or go on all the same, as well as possible:"
                 " Trainer(exact_resume=False)."
             )
         if reasons:
             warnings.warn(
-                f"The batches after batch {skip} of epoch {state['epoch']} are not those that would have followed:"
+                f"The batches after batch {batches} of epoch {state['epoch']} are not those that would have followed:"
                 f" {'; '.join(reasons)}.",
                 stacklevel=2,
             )
 
     def end(self) -> None:
-        """Nothing is left of the pass that was about to go on. What was loaded speaks of the next epoch, too."""
-        self._ended = True
-        if self._loaded:
-            self._begin_after(self._loaded)
+        """The pass that was resumed is over: what is left of it is not trained."""
+        assert self.loaders is not None
+        self._is_empty, self._is_open = True, False
+        with random_states.isolated():
+            self.loaders.load_state_dict({**self.loaders.state_dict(), "batches": self._batches, "is_over": True})
 
     def __iter__(self) -> Iterator[tuple[Batch, int, bool]]:
         assert self.loaders is not None
-        if self._ended:
+        if self._is_empty:
             return iter(())
-        length = self.loaders.num_batches()  # not what callbacks have made of `num_batches`
-        start = self._first - self._skip
-        count = None if length == float("inf") else int(length)
-        left = None if count is None else max(count - start, 0)  # below 0 where a resumed run is given fewer
-        if self._opened_for != self._next_epoch:
+        if not self._is_open:
             self.loaders.open()
-        source: Iterator[Batch] = islice(self.loaders.training_pass(), left)
+        self._is_open = False
+        source: Iterable[Batch] = iter(self.loaders)
         if self._watch is not None:
-            source = iter(self._watch(source))
-        self._epoch, self._yielded, self._is_over, self._loaded = self._next_epoch, self._first, False, {}
-        return self._known(source, start, count) if self.has_length else self._unknown(source, start)
+            source = self._watch(source)
+        self._epoch, self._batches, self._is_over = self._next_epoch, self._first, False
+        return self._numbered(source, self.loaders)
 
-    def _known(self, source: Iterator[Batch], start: int, count: int | None) -> Iterator[tuple[Batch, int, bool]]:
-        for i, batch in enumerate(source, start):
-            if i >= self._first:
-                self._yielded, self._is_over = i + 1, i + 1 == count
-                yield batch, i, self._is_over
-
-    def _unknown(self, source: Iterator[Batch], start: int) -> Iterator[tuple[Batch, int, bool]]:
-        for i, (batch, is_last) in enumerate(_with_last(source), start):
-            if i >= self._first:
-                self._yielded, self._is_over = i + 1, is_last
-                yield batch, i, is_last
+    def _numbered(self, source: Iterable[Batch], loaders: Loaders) -> Iterator[tuple[Batch, int, bool]]:
+        count = loaders.num_batches() if loaders.has_length else None  # not what callbacks make of `num_batches`
+        for i, batch in enumerate(source, self._first):
+            self._batches = done = i + 1
+            self._is_over = is_last = loaders.is_exhausted if count is None else done == count
+            yield batch, i, is_last
 
 
-def _with_last(source: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """Each batch with whether it is the last; known by looking one ahead, so only for loaders without a length."""
-    iterator = iter(source)
-    try:
-        batch = next(iterator)
-    except StopIteration:
-        return
-    for following in iterator:
-        yield batch, False
-        batch = following
-    yield batch, True
+class LookAhead:
+    """An iterator that fetches each item before it hands out the one before it: so the last is known to be the last.
+
+    Args:
+        source: the items.
+        before: called before an item is fetched; None for nothing.
+        now: fetch the first item at once.
+
+    Attributes:
+        is_exhausted: whether nothing is left.
+    """
+
+    def __init__(self, source: Iterator[Any], before: Callable[[], None] | None = None, *, now: bool = True) -> None:
+        self._source = source
+        self._before = before
+        self._items: list[Any] = []
+        self._is_fetched = self.is_exhausted = False
+        if now:
+            self.fetch_first()
+
+    def fetch_first(self) -> None:
+        """Fetch the first item, if nobody has."""
+        if not self._is_fetched:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        if self._before is not None:
+            self._before()
+        self._items += islice(self._source, 1)
+        self._is_fetched, self.is_exhausted = True, not self._items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.fetch_first()
+        if self.is_exhausted:
+            raise StopIteration
+        item = self._items.pop()
+        self._fetch()
+        return item
 
 
 def as_it_is(value: Any = None, *_: Any) -> Any:

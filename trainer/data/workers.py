@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -36,7 +35,7 @@ def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
     """
     chosen = [loader for loader in loaders if seconds and _can_be_bounded(loader)]
     for loader in chosen:
-        vars(loader)["_get_iterator"] = partial(_impatient_iterator, loader, seconds)
+        vars(loader)["_get_iterator"] = _BoundedIterators(loader, seconds)
     try:
         yield
     finally:
@@ -44,27 +43,39 @@ def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
             vars(loader).pop("_get_iterator", None)
 
 
+def bounded_like(loader: Any, iterator: Any) -> Any:
+    """``iterator``, made by somebody else than ``loader``; it waits no longer than those that ``loader`` makes."""
+    make = vars(loader).get("_get_iterator")
+    return make.bound(iterator) if isinstance(make, _BoundedIterators) else iterator
+
+
 def _can_be_bounded(loader: Any) -> bool:
     is_one = isinstance(loader, DataLoader) and loader.num_workers > 0 and not loader.timeout
     return is_one and hasattr(loader, "_get_iterator") and "_get_iterator" not in vars(loader)
 
 
-def _impatient_iterator(loader: DataLoader[Any], seconds: float) -> Any:
-    iterator = type(loader)._get_iterator(loader)
-    bound(iterator, seconds)
-    return iterator
+class _BoundedIterators:
+    """Takes the place of a dataloader's ``_get_iterator``, which makes its iterators."""
 
+    def __init__(self, loader: DataLoader[Any], seconds: float) -> None:
+        self._loader = loader
+        self._seconds = seconds
 
-def bound(iterator: Any, seconds: float) -> None:
-    """The same for an iterator that there is."""
-    if seconds and hasattr(iterator, "_try_get_data") and not iterator._timeout:
-        vars(iterator)["_try_get_data"] = _Patience(iterator, seconds)
+    def __call__(self) -> Any:
+        return self.bound(type(self._loader)._get_iterator(self._loader))
+
+    def bound(self, iterator: Any) -> Any:
+        """``iterator``, which waits for a batch no longer than this."""
+        if hasattr(iterator, "_try_get_data") and not iterator._timeout:
+            vars(iterator)["_try_get_data"] = _Patience(iterator, self._seconds)
+        return iterator
 
 
 class _Patience:
-    """Stands in the place of an iterator's ``_try_get_data``, which torch calls until there is a batch.
+    """Takes the place of an iterator's ``_try_get_data``, which torch calls until there is a batch.
 
-    Each call looks once and, if it was in vain, whether all workers live. Costs a batch about a microsecond.
+    Each call looks for a batch once and, if there is none, whether all workers live. It adds about a microsecond to a
+    batch.
 
     Args:
         iterator: of a DataLoader with workers; not kept alive, for its end is what ends the workers.
@@ -82,21 +93,16 @@ class _Patience:
         iterator, timeout = self._iterator(), min(timeout, self._seconds)
         try:
             found: tuple[bool, Any] = self._look(iterator, timeout)
-        except RuntimeError as error:
-            if not DEAD_WORKER.search(str(error)):
+        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
+            if isinstance(error, RuntimeError) and not DEAD_WORKER.search(str(error)):
                 raise
-            told = _signals_of(iterator)
+            if not isinstance(error, RuntimeError):  # a worker died while its batch was on the way
+                for worker in getattr(iterator, "_workers", ()):
+                    worker.join(_LAST_BREATH / len(iterator._workers))  # type: ignore[union-attr]
+            message = _signals_of(iterator)
             _kill_workers(iterator)
-            if told:
-                raise RuntimeError(told) from error
-            raise
-        except (ConnectionError, EOFError, FileNotFoundError) as error:  # it died while its batch was on the way
-            for worker in getattr(iterator, "_workers", ()):
-                worker.join(_LAST_BREATH / len(iterator._workers))  # type: ignore[union-attr]
-            told = _signals_of(iterator)
-            _kill_workers(iterator)
-            if told:
-                raise RuntimeError(told) from error
+            if message:
+                raise RuntimeError(message) from error
             raise
         if found[0]:
             self._waits_since = None
@@ -119,9 +125,9 @@ class _Patience:
 
 
 def _kill_workers(iterator: Any) -> None:
-    """End those that hang, or wait for a lock that a dead one holds: they do not listen, and python waits for them."""
+    """Kill them: those that hang, or wait for a lock that a dead one holds, do not end when they are asked to."""
     if getattr(iterator, "_worker_pids_set", False):
-        # otherwise torch's handler of SIGCHLD raises in the middle of this: that workers were killed, which is no news
+        # otherwise torch's handler of SIGCHLD raises here that workers were killed
         signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
         iterator._worker_pids_set = False
     for worker in getattr(iterator, "_workers", ()):
@@ -129,7 +135,7 @@ def _kill_workers(iterator: Any) -> None:
 
 
 def _signals_of(iterator: Any) -> str:
-    """Which workers were killed, in torch's words; torch does not always know by what. "" for none."""
+    """The error message for workers that a signal killed, in torch's words; "" if none was."""
     killed = [(worker.pid, -worker.exitcode) for worker in iterator._workers if (worker.exitcode or 0) < 0]
     if not killed:
         return ""

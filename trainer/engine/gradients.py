@@ -1,29 +1,215 @@
-"""What is done to gradients."""
+"""Gradients: what computes and changes them. Nobody else touches a parameter's ``grad``.
+
+In a training step, in this order::
+
+    clear(optimizer)                   at a window's first batch, for each optimizer
+    backward(scale(loss))              each batch; or
+    backward_without_loss(exchanges)   where this process has no loss
+    multiply_(optimizers, factor)      at a window's end, where its mean is not what the shares had expected
+    unscale_(optimizer)                for each optimizer: gradients are in true units from here on
+    norm(optimizer), clip_(optimizer, ...), local(optimizer)       hooks, callbacks
+    step(optimizer)                    leaves the weights alone when a gradient is not finite
+    update()                           once: adjusts the loss scale
+    resolve_outcome()                  which optimizers skipped; may be asked for much later
+
+``Gradients`` is for engines whose parameters hold their whole gradients: a single device, and DDP. An engine whose
+processes hold parts of them has a subclass. That overrides ``local`` and what needs the other parts (``norm``,
+``clip_``, ``backward_without_loss``), and tells the scaler (:meth:`Gradients.use_scaler`) how processes agree that a
+gradient is not finite. Processes exchange flags, never values: a maximum may drop a NaN (gloo's does).
+
+The loss scaler is the other half of this: torch's ``GradScaler``, whose methods take an optimizer and look at its
+parameters' gradients. Ours finds them by ``LossScaler.gradients_of``, which works without an engine, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
 
-def clear_gradients(optimizer: Optimizer) -> None:
-    """What ``optimizer.zero_grad()`` does, without torch's profiling scope around it (4 microseconds a call)."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
+_ZERO_GRAD = Optimizer.zero_grad
 
 
-def zero_grad_of(optimizers: Iterable[Optimizer]) -> Callable[[Optimizer], None]:
-    """What clears the gradients of these: ``clear_gradients``, unless one has a ``zero_grad`` of its own."""
-    default = all(type(o).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(o) for o in optimizers)
-    return clear_gradients if default else _zero_grad
+class Gradients:
+    """The gradients of an engine whose parameters hold the whole of them.
 
+    Args:
+        scaler: scales losses, unscales gradients, skips steps that overflowed. A disabled one does nothing.
 
-def _zero_grad(optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
+    Attributes:
+        scaler: the one in use; see :meth:`use_scaler`.
+        calls_module_backward: whether :meth:`backward` ends in the module's own ``backward``, so that the loop is not
+            to call that.
+    """
+
+    calls_module_backward = False
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self.scaler = scaler
+
+    def use_scaler(self, scaler: LossScaler) -> LossScaler:
+        """Use another scaler from here on. Returns the one before."""
+        before, self.scaler = self.scaler, scaler
+        return before
+
+    # --- a window's batches ---------------------------------------------------------------------------------
+
+    def clear(self, optimizer: Optimizer) -> None:
+        """Drop the gradients.
+
+        As ``optimizer.zero_grad()`` does it, which is called only where the optimizer has its own: torch's takes 4
+        microseconds for a profiling scope.
+        """
+        if type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in optimizer.__dict__:
+            optimizer.zero_grad()
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as its backward pass wants it: times the loss scale."""
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a scaled loss to those of the window's earlier batches."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def backward_without_loss(self, exchanges: bool) -> None:
+        """Take part in the other processes' backward pass, in the place of a batch that has no loss. Adds zeros.
+
+        Args:
+            exchanges: whether it is one that exchanges gradients: the last of a window.
+        """
+
+    def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:
+        """Multiply all gradients of a window, after its last backward pass. The factor is the same on all processes."""
+        gradients = [gradient for optimizer in optimizers for gradient in gradients_of(optimizer)]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    # --- one weight update ----------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the loss scale, once for each step, and look whether they are finite."""
+        self.scaler.unscale_(optimizer)
+
+    def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
+        """The norm of all gradients of an optimizer together, a plain 0-dim tensor; None where there are none."""
+        gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients_of(optimizer)]
+        return torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else None
+
+    def clip_(
+        self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
+    ) -> Tensor | None:
+        """Clip the gradients of one optimizer, in place, without a host-device synchronisation.
+
+        Args:
+            optimizer: whose gradients; they are unscaled.
+            limit: the largest norm, or the largest absolute value.
+            algorithm: ``"norm"`` or ``"value"``.
+            norm_type: which norm.
+            measure: whether to return the norm where clipping itself does not need it.
+
+        Returns:
+            The norm before clipping, as :meth:`norm` returns it; or None.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return None
+        if algorithm == "norm":
+            total = torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type)
+            return total if isinstance(total, Tensor) else None  # users' tests put a mock in its place
+        norm = self.norm(optimizer, norm_type) if measure else None
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+        return norm
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Step the optimizer, unless a gradient is not finite or there are none."""
+        self.scaler.step(optimizer, **kwargs)
+
+    def update(self) -> None:
+        """Adjust the loss scale, once for all the steps since the last time."""
+        self.scaler.update()
+
+    @property
+    def knows_outcome(self) -> bool:
+        """Whether :meth:`resolve_outcome` would not wait for the device."""
+        return self.scaler.knows_outcome
+
+    def resolve_outcome(self) -> UpdateOutcome:
+        """What became of the last :meth:`update` and the steps before it. May wait for the device."""
+        return self.scaler.resolve_outcome()
+
+    # --- looking at them, keeping them ----------------------------------------------------------------------
+
+    def local(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter that has a gradient, and as much of the gradient as this process holds, as a plain tensor.
+
+        A figure of what is spread over processes is that of one process only: sum it over them before it is told.
+        """
+        return [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def state_dict(
+        self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
+    ) -> dict[str, Tensor]:
+        """The gradients that no weight update has used yet, by the parameters' names, for a checkpoint.
+
+        Args:
+            parameters: of the module, by name.
+            optimizers: those whose gradients are waiting.
+        """
+        waiting = {id(parameter) for optimizer in optimizers for parameter, _ in self.local(optimizer)}
+        return {name: p.grad.detach() for name, p in parameters if p.grad is not None and id(p) in waiting}
+
+    def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+        """Put back what :meth:`state_dict` returned. They are scaled, if losses are."""
+        for name, parameter in parameters:
+            if name in state:
+                parameter.grad = state[name].to(parameter.device)
+                self.scaler.expect_scaled(parameter.device)
+
+    @contextmanager
+    def set_aside(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """A context for replays: no parameter has a gradient in it, and afterwards each has what it had before."""
+        held = [(parameter, parameter.grad) for parameter in parameters]
+        try:
+            for parameter, _ in held:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in held:
+                parameter.grad = gradient
+
+    @contextmanager
+    def undone_on_error(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """A context for one backward pass that may run out of memory. If it raises, gradients are as before.
+
+        Those from before are kept aside meanwhile and added afterwards.
+        """
+        held = [(parameter, parameter.grad) for parameter in parameters if parameter.requires_grad]
+        try:
+            for parameter, gradient in held:
+                if gradient is not None:
+                    parameter.grad = None
+            yield
+        except BaseException:
+            for parameter, gradient in held:
+                parameter.grad = gradient
+            raise
+        with torch.no_grad():
+            for parameter, gradient in held:
+                if gradient is not None:
+                    if parameter.grad is not None:
+                        gradient += parameter.grad
+                    parameter.grad = gradient
 
 
 def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:
@@ -35,27 +221,11 @@ def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:
     return total
 
 
-def clip_gradients(
-    optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
-) -> Tensor | None:
-    """Clip the gradients of one optimizer, in place.
+def zero_loss(parameters: Iterable[Tensor]) -> Tensor:
+    """A loss that is 0 and has a gradient of exact zeros for every trainable parameter.
 
-    Args:
-        optimizer: whose gradients.
-        limit: the largest norm, or the largest absolute value.
-        algorithm: ``"norm"`` or ``"value"``.
-        norm_type: which norm.
-        measure: whether to return the norm where clipping itself does not need it.
-
-    Returns:
-        The total norm before clipping, a 0-dim tensor on the gradients' device; or None.
+    A process whose ``training_step`` returned None runs its backward over this one, so that the other processes'
+    gradient synchronisation finds a partner. An empty slice, not ``parameter * 0``: 0 times inf is nan.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not parameters:
-        return None
-    if algorithm == "norm":
-        total = torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type)
-        return total if isinstance(total, Tensor) else None  # users' tests put a mock in its place
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type) if measure else None
-    torch.nn.utils.clip_grad_value_(parameters, limit)
-    return norm
+    trainable = [p for p in parameters if p.requires_grad]
+    return torch.stack([p.reshape(-1)[:0].sum() for p in trainable]).sum()

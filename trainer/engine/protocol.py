@@ -1,7 +1,8 @@
-"""The engine: where devices, processes and sharding live, as far as the loops need to know of them.
+"""The engine: devices, processes and gradients, as far as the rest of the package needs to know of them.
 
-``trainer.compat.engine`` has the implementation, over Lightning's strategies. Another engine (a test's, a
-future one) is any object of this shape.
+``trainer.compat.engine`` has the implementation, over Lightning's strategies. Another engine is any object of this
+shape: a subclass of ``Trainer`` builds it in ``_build_engine``. The Trainer, loops, callbacks, checkpoints and
+post-mortems use nothing else of an engine than what is here; only ``trainer.compat`` asks for Lightning's strategy.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.engine.agreement import Agreement
+from trainer.engine.gradients import Gradients
+from trainer.precision.base import Precision
 
 T = TypeVar("T")
 
@@ -34,16 +37,47 @@ class ScheduleConfig(Protocol):
     strict: bool
 
 
+class ModuleCalls(NamedTuple):
+    """What a module does by itself during a fit, and who does it then. None leaves it to the engine.
+
+    Attributes:
+        backward: ``LightningModule.manual_backward``: (loss, what runs the module's ``backward`` on the scaled loss).
+        step: ``optimizer.step`` of what ``self.optimizers()`` returns: (optimizer, closure, other arguments by name).
+        clip: ``LightningModule.clip_gradients``: (optimizer, limit, ``"norm"`` or ``"value"``).
+    """
+
+    backward: Callable[[Tensor, Callable[[Tensor], None]], None] | None = None
+    step: Callable[..., Any] | None = None
+    clip: Callable[[Optimizer, float, str], None] | None = None
+
+
 class Engine(Protocol):
-    """Devices and processes.
+    """Devices, processes and gradients.
 
     A run calls, in this order: ``launch`` (in the parent; the rest happens in every process), ``connect``,
     ``setup_environment``, ``convert_module``, ``setup``, then the others, and ``teardown``.
+
+    Attributes:
+        module_calls: who does what a module does by itself. The Trainer sets it for each fit.
     """
+
+    module_calls: ModuleCalls
+
+    @property
+    def precision(self) -> Precision:
+        """The precision plugin for this engine's device."""
+
+    @property
+    def gradients(self) -> Gradients:
+        """What computes and changes gradients; the same object as long as the engine lives."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """What ``configure_optimizers`` returned; empty before ``setup`` and outside of fit. A live list."""
+
+    @property
+    def wrapped_optimizers(self) -> list[Any]:
+        """The optimizers as modules know them (``self.optimizers()``)."""
 
     @property
     def schedules(self) -> list[ScheduleConfig]:
@@ -58,12 +92,27 @@ class Engine(Protocol):
         """The number of processes."""
 
     @property
+    def replicas(self) -> int:
+        """How many processes have batches of their own, over which gradients are averaged.
+
+        That is all of them, unless several share a batch (tensor or pipeline parallelism).
+        """
+
+    @property
     def global_rank(self) -> int:
         """This process's number; 0 writes the files."""
 
     @property
+    def runs_here(self) -> bool:
+        """Whether this process is one of those that run, not only the one that starts them."""
+
+    @property
+    def restores_after_setup(self) -> bool:
+        """Whether a checkpoint's weights are loaded after ``setup``, into the module as it is wrapped then."""
+
+    @property
     def model(self) -> nn.Module:
-        """The strategy-wrapped form of the module; the module itself on one device."""
+        """The wrapped form of the module; the module itself on one device."""
 
     @property
     def launch(self) -> Callable[..., Any]:
@@ -84,6 +133,15 @@ class Engine(Protocol):
     def step_function(self, name: str) -> Callable[..., Any]:
         """The module's ``training_step`` (``validation_step``, ...), going through the wrapper where there is one."""
 
+    def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
+        """What takes the place of ``FitLoop.train_batch``, where backward, step and update are one for the engine.
+
+        DeepSpeed is such an engine. Asked when a fit starts, and where somebody has exchanged the optimizers.
+
+        Args:
+            loop: the fit loop.
+        """
+
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """The context of a forward and backward whose gradients are, or are not, averaged over the processes."""
 
@@ -93,14 +151,11 @@ class Engine(Protocol):
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
 
-    def expect_backward(self, loss: Tensor) -> None:
-        """A backward pass will come that is not that of the last forward."""
-
     def abandon_forward(self) -> None:
         """The forward that has raised will be run again: what it has exchanged with other processes is not repeated."""
 
-    def sum(self, value: Weight) -> Weight:
-        """The sum of ``value`` over the processes. On a GPU it stays there, and nothing waits for it."""
+    def sum(self, *values: Weight) -> list[Weight]:
+        """The sums of these over the processes. On a GPU they stay there, and nothing waits for them."""
 
     def any_rank(self, decision: bool) -> bool:
         """Whether ``decision`` is true on any process. The same answer on all of them."""
@@ -134,6 +189,9 @@ class Engine(Protocol):
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint."""
+
+    def kill(self) -> None:
+        """End the processes that the engine has started, at once."""
 
     def on_exception(self, error: BaseException) -> None:
         """A run is about to end with ``error``."""

@@ -15,7 +15,7 @@ from trainer.errors import ConfigurationError
 
 _STATE = (
     "batches", "size", "backwards", "is_first", "is_last", "factor", "correction", "_position", "_unit", "_total",
-    "_is_weighted",
+    "_is_weighted", "_shared_unit",
 )  # fmt: skip
 
 
@@ -27,9 +27,12 @@ class AccumulationWindow:
     1 unless ``training_step`` returned one; a batch whose ``training_step`` returned None is not counted.
 
     Nobody knows ``sum(w)`` before the window's last forward pass. So each loss gets the share that is likely
-    (:meth:`share`): its weight relative to the window's first one, over the window's size. Thus the loss keeps its
-    ordinary size while it is scaled for float16, whatever the unit of the weights. Before the last backward pass, loss
-    and gradients are corrected by what has really come (:meth:`close`). Mostly that is nothing.
+    (:meth:`share`): its weight relative to a usual one, the unit, over the window's size. Thus the loss keeps its
+    ordinary size while it is scaled for float16, whatever the unit of the weights. After the last backward pass the
+    gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1.
+
+    The unit is the window's first weight. Several processes need one unit for all, or no factor would be right for
+    gradients that have been averaged over them: it is the mean weight of the last window, and 1 in a run's first one.
 
     Args:
         batches: ``accumulate_grad_batches``, the number of batches in a full window.
@@ -41,7 +44,7 @@ class AccumulationWindow:
         backwards: batches in the current window so far that had a loss.
         is_first, is_last: whether the current batch opens, and closes, the window.
         factor: what the current batch's loss was multiplied by, to be its share.
-        correction: what :meth:`close` has multiplied all shares by.
+        correction: what :meth:`close` has multiplied the gradients by.
 
     Raises:
         ConfigurationError: ``batches`` is not a whole number, or below 1.
@@ -61,7 +64,8 @@ class AccumulationWindow:
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
         self._position = -1
-        self._unit: Weight = 1.0  # the first weight, which the others are measured by
+        self._shared_unit: Weight | None = None  # of all processes; None on one
+        self._unit: Weight = 1.0  # of the current window; 1 where its batches have no weights
         self._total: Weight = 0.0  # sum of the weights
         self._is_weighted: bool | None = None
         self._before: tuple[int, Weight] = (0, 0.0)  # backwards and total without the current batch
@@ -70,6 +74,11 @@ class AccumulationWindow:
     def is_open(self) -> bool:
         """Whether batches have been accumulated that no weight update has used yet."""
         return not self.is_last
+
+    def start_run(self, *, is_shared: bool) -> None:
+        """A fit begins; ``is_shared`` where several processes make up each window."""
+        self.reset()
+        self._shared_unit = 1.0 if is_shared else None
 
     def reset(self) -> None:
         """Forget the current window; the next batch opens a new one."""
@@ -101,22 +110,25 @@ class AccumulationWindow:
         self.is_last = is_last_batch or self._position + 1 >= self.size
 
     def mark(self) -> dict[str, Any]:
-        """Where the window stands, for :meth:`go_back`."""
+        """The state of the window before its current batch, for :meth:`go_back`."""
         return dict(vars(self))
 
     def go_back(self, mark: dict[str, Any]) -> None:
-        """Stand where the window stood: an optimizer that evaluates the loss itself wants a batch again."""
+        """Restore that state: an optimizer that evaluates the loss itself asks for the batch again."""
         vars(self).update(mark)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the window stands, for a checkpoint. The gradients are the parameters'."""
-        return {name.removeprefix("_"): getattr(self, name) for name in _STATE if hasattr(self, name)}
+    def state_dict(self, *, is_open: bool) -> dict[str, Any]:
+        """The state for a checkpoint: of an open window, or what the next one goes on from. Gradients are not in it."""
+        names = _STATE if is_open else ("batches", "_shared_unit")
+        return {name.removeprefix("_"): getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Stand where the window stood; its number of batches, too, until the next epoch says otherwise."""
+        """Go on from what :meth:`state_dict` returned; with its number of batches until the next epoch sets another."""
         for name in _STATE:
-            value = state[name.removeprefix("_")]
-            setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
+            key = name.removeprefix("_")
+            if key in state:
+                value = state[key]
+                setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
 
     def next_part(self) -> None:
         """The next loss is that of another part of the current batch (``trainer.loops.splitting``): weights add up."""
@@ -147,45 +159,48 @@ class AccumulationWindow:
             self._unit, self.factor = 1.0, 1.0 / self.size
             return loss if self.size == 1 else loss / self.size
         if not backwards:
-            self._unit = weight if isinstance(weight, float) else torch.where(weight > 0, weight, 1.0)
+            self._unit = _positive(weight) if self._shared_unit is None else self._shared_unit
         self.factor = weight / (self._unit * self.size)
         return loss * self.factor
 
-    def close(self, loss: Tensor | None, optimizers: Iterable[Optimizer], engine: Engine) -> Tensor | None:
-        """Make the window's gradients the mean over what it really holds. Called before its last backward pass.
+    def close(self, optimizers: Iterable[Optimizer], engine: Engine) -> bool:
+        """Make the window's gradients the mean over what it really holds. Called after its last backward pass.
 
-        On several processes all of them come here. There, the sum of the weights takes one exchange of one number,
-        without waiting for a GPU, and a process without a loss gets a loss of zero, whose backward pass the others'
-        gradient synchronisation waits for.
+        On several processes all of them come here: the sums over them take one exchange, without waiting for a GPU.
 
         Args:
-            loss: the last batch's share; None if it had no loss.
-            optimizers: whose gradients are the earlier batches'.
-            engine: adds up over the processes.
+            optimizers: whose gradients these are.
+            engine: adds up over the processes, and multiplies gradients.
 
         Returns:
-            What to run the last backward pass on; None for none.
+            Whether any process had a loss in the window. If not, there is nothing to update the weights with.
         """
-        total, processes = self._total, engine.world_size
-        if processes > 1:
-            total = engine.sum(total)
-            # A process that had no loss in the whole window looks: if the others had none either, there is no update.
-            # The others need not look; they know. A host-device synchronisation, but for empty windows alone.
-            if not self.backwards and not float(total):
-                return None
-        if self.backwards:
-            total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
-            correction = self._unit * self.size * processes / total
-            if isinstance(correction, Tensor) or correction != 1.0:
-                gradients = gradients_of(optimizers)
-                if gradients:
-                    torch._foreach_mul_(gradients, correction)
-                self.factor, self.correction = self.factor * correction, correction
-                loss = None if loss is None else loss * correction
-        if loss is None and processes > 1:
-            loss = zero_loss(engine.model.parameters())
-            engine.expect_backward(loss)
-        return loss
+        total: Weight = self._total / self._unit
+        count: Weight = float(self.backwards)
+        replicas = engine.replicas
+        if replicas > 1:
+            total, count = engine.sum(total, count)
+        # A process that had no loss in the whole window looks whether the others had one; the others need not look.
+        # A host-device synchronisation, but for empty windows alone.
+        if not self.backwards and not (replicas > 1 and float(count)):
+            return False
+        if self._shared_unit is not None:
+            self._shared_unit = _positive(self._shared_unit * total / count)
+        total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
+        self.correction = self.size * replicas / total
+        if isinstance(self.correction, Tensor) or self.correction != 1.0:
+            engine.gradients.multiply_(optimizers, self.correction)
+        return True
+
+    def corrected(self, share: Tensor) -> Tensor:
+        """A batch's real share of the window's mean loss, once the window is closed."""
+        exact = isinstance(self.correction, float) and self.correction == 1.0
+        return share if exact else share * self.correction
+
+
+def _positive(weight: Weight) -> Weight:
+    """``weight``, or 1 in the place of 0; a tensor is not read."""
+    return weight or 1.0 if isinstance(weight, float) else torch.where(weight > 0, weight, 1.0)
 
 
 def count_windows(batches: int, sizes: Iterable[int], straddle: bool) -> int:
@@ -197,18 +212,3 @@ def count_windows(batches: int, sizes: Iterable[int], straddle: bool) -> int:
             windows += math.ceil(left / size)
         lacking = -left if left < 0 else -left % size if straddle else 0
     return windows
-
-
-def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """The gradients of all parameters that have one."""
-    return [p.grad for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
-
-
-def zero_loss(parameters: Iterable[Tensor]) -> Tensor:
-    """A loss that is 0 and has a gradient of exact zeros for every trainable parameter.
-
-    A process whose ``training_step`` returned None runs its backward over this one, so that the other processes'
-    gradient synchronisation finds a partner. An empty slice, not ``parameter * 0``: 0 times inf is nan.
-    """
-    trainable = [p for p in parameters if p.requires_grad]
-    return torch.stack([p.reshape(-1)[:0].sum() for p in trainable]).sum()

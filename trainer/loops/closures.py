@@ -118,8 +118,12 @@ class ClosureOptimization:
             loop.clear_gradients()
         loss = loop.share_of(output)
         if loss is not None:
-            loop.run_backward(loop.scaler.scale(loss))
+            loop.run_backward(loop.gradients.scale(loss))
             this.share = loss.detach()
+        else:
+            loop.gradients.backward_without_loss(exchanges=loop.window.is_last)
+        if loop.window.is_last:
+            loop.window.close(loop.optimizers, loop.engine)
         this.outputs = outputs_of(loss, output)
         return loss
 
@@ -135,7 +139,9 @@ class ClosureOptimization:
                     self._evaluate(one)
         last.is_evaluated = True
         loss = self._evaluate(last)
-        shares = [one.share * self._loop.window.correction for one in self._earlier if one.share is not None]
+        corrected = self._loop.window.corrected
+        loss = None if loss is None else corrected(loss)
+        shares = [corrected(one.share) for one in self._earlier if one.share is not None]
         if not shares and not (loss is None and self.evaluates_again):
             return loss
         zero = torch.zeros((), device=self._loop.engine.device)  # what there is nothing to learn from is no number
@@ -151,7 +157,7 @@ class ClosureOptimization:
 def refuse_scaled_closures(loop: FitLoop) -> None:
     """Refuse an optimizer that evaluates the loss several times a step, where the loss is scaled."""
     greedy = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
-    if greedy and loop.scaler.is_enabled():
+    if greedy and loop.gradients.scaler.is_enabled():
         raise ConfigurationError(
             f"Got the optimizer {greedy[0]} with precision={loop.precision.name!r}, expected one that takes a"
             " single gradient: it evaluates the loss itself, several times a step, which loss scaling cannot"
@@ -166,13 +172,13 @@ def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **k
     def evaluate() -> Any:
         with torch.enable_grad():
             result = closure()
-        loop.scaler.unscale_(optimizer)
+        loop.gradients.unscale_(optimizer)
         loop.expose_gradients(optimizer)
         return result
 
-    if loop.scaler.skips_steps:
+    if loop.gradients.scaler.skips_steps:
         result = evaluate()
-        loop.scaler.step(optimizer, **kwargs)
+        loop.gradients.step(optimizer, **kwargs)
     else:
         result = optimizer.step(closure=evaluate, **kwargs)
     return result

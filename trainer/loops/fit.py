@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.data.batches import TrainingBatches, as_it_is
-from trainer.engine import gradients
+from trainer.engine.gradients import total_norm
 from trainer.engine.optimizers import takes_closure
 from trainer.engine.protocol import Engine
 from trainer.loops.accumulation import AccumulationWindow
@@ -20,7 +20,6 @@ from trainer.loops.hooks import NO_HOOKS, Hook, Hooks
 from trainer.loops.schedules import Schedules
 from trainer.loops.step_output import NOTHING, loss_in, outputs_of
 from trainer.precision.base import Precision
-from trainer.precision.scaler import LossScaler
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
@@ -36,9 +35,8 @@ class FitLoop:
     The arguments live as long as the Trainer; what belongs to one run comes with :meth:`prepare`.
 
     Args:
-        engine: devices and processes.
+        engine: devices, processes, and all that is done to gradients.
         precision: the context of a forward.
-        scaler: scales losses, unscales gradients, skips steps that overflowed. A disabled one does nothing.
         window: which batches make one weight update.
         progress: the counters.
         published: the metrics that callbacks and progress bars read.
@@ -51,7 +49,6 @@ class FitLoop:
         *,
         engine: Engine,
         precision: Precision,
-        scaler: LossScaler,
         window: AccumulationWindow,
         progress: FitProgress,
         published: PublishedMetrics,
@@ -60,7 +57,7 @@ class FitLoop:
     ) -> None:
         self.engine = engine
         self.precision = precision
-        self.scaler = scaler
+        self.gradients = engine.gradients
         self.window = window
         self.progress = progress
         self.published = published
@@ -69,7 +66,7 @@ class FitLoop:
         self.limits = limits
         self.outcome: StepOutcome | None = None
         self.grad_norms: dict[Optimizer, Tensor] = {}
-        self.unresolved: tuple[int, ...] = ()
+        self.unresolved: tuple[int, ...] = ()  # the optimizers whose last step has an outcome that nobody knows yet
         self.skipped: list[Optimizer] = []
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
         # what belongs to one run
@@ -82,11 +79,10 @@ class FitLoop:
         self.validate: Callable[[], None] | None = None  # one validation, where there is anything to validate
         self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has of this process
         self.train: Callable[[Any, int, bool], None] = self.train_batch
-        self.choose_way: Callable[[], Any] = as_it_is  # sets `train` anew, where exchanged optimizers want that
+        self.choose_path: Callable[[], Any] = as_it_is  # sets `train` anew, where exchanged optimizers want that
         self.training_step: Callable[..., Any] = as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
-        self.zero_grad: Callable[[Optimizer], None] = gradients.clear_gradients
 
     def prepare(
         self,
@@ -101,24 +97,25 @@ class FitLoop:
     ) -> None:
         """Take in what belongs to one run: see ``__init__``. Another path may replace ``train`` afterwards."""
         self.hooks, self.batches, self.transfer = hooks, batches, transfer
-        self.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
+        self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
-        self.window.reset()
-        self.schedules, self.choose_way = schedules, as_it_is
+        self.window.start_run(is_shared=self.engine.replicas > 1)
+        self.schedules, self.choose_path = schedules, as_it_is
         self.take_optimizers()
         self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
         self.train = self.train_batch
         self.training_step = self.engine.step_function("training_step")
         self.backward = hooks.override_of("backward")
+        if self.gradients.calls_module_backward:
+            self.backward = Hook("backward", hooks.scope, module=self.gradients.backward)
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
 
     def take_optimizers(self) -> None:
         """Use what the engine has from here on: somebody may exchange optimizers in the middle of a run."""
         self.resolve_outcome()
         self.optimizers = self.engine.optimizers
-        self.zero_grad = gradients.zero_grad_of(self.optimizers)
         self.schedules.follow(self.engine.schedules)
-        self.choose_way()
+        self.choose_path()
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
@@ -206,8 +203,10 @@ class FitLoop:
                 self.clear_gradients()
             loss = self.share_of(output)
             if loss is not None:
-                self.run_backward(self.scaler.scale(loss))
-        if window.is_last and (loss is not None or window.backwards):
+                self.run_backward(self.gradients.scale(loss))
+            else:
+                self.gradients.backward_without_loss(exchanges=window.is_last)
+        if window.is_last and window.close(self.optimizers, self.engine):
             self.update_weights()
         elif window.is_last and batch is not None:
             self.progress.optimizer_steps += len(self.optimizers)  # counted, though there was nothing to learn from
@@ -252,20 +251,18 @@ class FitLoop:
             if self.optimizer_zero_grad is not None:
                 self.optimizer_zero_grad(self.progress.epoch, self.progress.batch_idx, optimizer)
             else:
-                self.zero_grad(optimizer)
+                self.gradients.clear(optimizer)
 
     def share_of(self, output: Any) -> Tensor | None:
         """What the batch adds to the window's mean loss: what to run backward on. None for nothing."""
         loss, weight = loss_in(output)
-        if loss is not None:
-            loss = self.window.share(loss, weight)
-        return self.window.close(loss, self.optimizers, self.engine) if self.window.is_last else loss
+        return None if loss is None else self.window.share(loss, weight)
 
     def run_backward(self, loss: Tensor) -> None:
         """Add the gradients of the scaled loss to those of the window's earlier batches."""
         self.hooks.on_before_backward(loss)
         if self.backward is None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            self.gradients.backward(loss)
         else:
             self.backward(loss)
         self.hooks.on_after_backward()
@@ -305,9 +302,9 @@ class FitLoop:
         """Step every optimizer on the mean gradient of the window."""
         self.resolve_outcome()  # the update before this one, as long as the weights are what it left
         for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)  # gradients are in true units from here on
+            self.gradients.unscale_(optimizer)  # they are in true units from here on
             self.expose_gradients(optimizer)
-            self.scaler.step(optimizer)  # leaves the weights alone when a gradient is not finite
+            self.gradients.step(optimizer)  # leaves the weights alone when a gradient is not finite
             self.progress.optimizer_steps += 1
         self.finish_update(tuple(range(len(self.optimizers))))
 
@@ -317,11 +314,18 @@ class FitLoop:
         if self.clip_gradients is not None and (norm := self.clip_gradients(optimizer)) is not None:
             self.grad_norms[optimizer] = norm
 
+    def clip_for_module(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
+        """``LightningModule.clip_gradients``: on true gradients, also when nobody has unscaled them yet."""
+        self.resolve_outcome()
+        self.gradients.unscale_(optimizer)
+        if (norm := self.gradients.clip_(optimizer, limit, algorithm)) is not None:
+            self.grad_norms[optimizer] = norm
+
     def finish_update(self, stepped: tuple[int, ...]) -> None:
         """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
-        self.scaler.update()
+        self.gradients.update()
         self.unresolved, self.skipped, self.has_updated = stepped, [], True
-        if self.scaler.knows_outcome:
+        if self.gradients.knows_outcome:
             self.resolve_outcome()
 
     def resolve_outcome(self) -> None:
@@ -333,11 +337,11 @@ class FitLoop:
         if not self.unresolved:
             return
         stepped, self.unresolved = self.unresolved, ()
-        skipped, scale, next_scale = self.scaler.resolve_outcome()
+        skipped, scale, next_scale = self.gradients.resolve_outcome()
         self.skipped = list(skipped)
         self.schedules.confirm(except_of=self.skipped)
         skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in skipped)) if skipped else ()
-        norm, self.grad_norms = gradients.total_norm(self.grad_norms), {}
+        norm, self.grad_norms = total_norm(self.grad_norms), {}
         outcome = self.outcome = StepOutcome(bool(skipped), scale, next_scale, norm, stepped, skipping)
         self.progress.skipped_steps += outcome.skipped
         if not self.hooks.on_after_optimizer_step.is_empty:
@@ -369,9 +373,9 @@ class FitLoop:
 
         It is dropped on several processes, whose gradients are not averaged yet, and where an optimizer has a closure.
         """
-        window, is_alone = self.window, self.engine.world_size == 1
+        window, is_alone = self.window, self.engine.replicas == 1
         if window.is_open and window.backwards and is_alone and not any(map(takes_closure, self.optimizers)):
-            window.close(None, self.optimizers, self.engine)
+            window.close(self.optimizers, self.engine)
             self.update_weights()
             self.resolve_outcome()
             self.advance_by_step()

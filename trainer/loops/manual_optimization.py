@@ -51,7 +51,7 @@ class ManualOptimization:
         """``manual_backward``: ``run`` on the scaled loss, outside of the training step's autocast."""
         loop = self._loop
         with _without_autocast(loop):
-            scaled = loop.scaler.scale(loss)
+            scaled = loop.gradients.scale(loss)
             loop.hooks.on_before_backward(scaled)
             run(scaled)
             loop.hooks.on_after_backward()

@@ -7,12 +7,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer.diagnosis import add_note, free_memory, let_go
@@ -67,10 +65,10 @@ class SplitBatches:
             self._is_cleared = False
         before = self._limit
         loss, output = self._run(batch, batch_idx)
-        has_zero = window.is_last and self._close_window()
+        updates = window.is_last and self._close_window()
         if self._limit is not None and self._limit != before:
             self._announce(self._measure(batch), self._limit)
-        if window.is_last and (has_zero or window.backwards):
+        if updates:
             loop.update_weights()
         elif window.is_last and batch is not None:
             loop.progress.optimizer_steps += len(loop.optimizers)
@@ -120,11 +118,11 @@ class SplitBatches:
             if loss is None:
                 return None, output
             loss = window.share(loss if weight is not None or fraction == 1.0 else loss * fraction, weight)
-            scaled = loop.scaler.scale(loss)
+            scaled = loop.gradients.scale(loss)
             loop.hooks.on_before_backward(scaled)
-            with _Aside(loop.engine.model.parameters()):
+            with loop.gradients.undone_on_error(loop.engine.model.parameters()):
                 if loop.backward is None:
-                    scaled.backward()  # type: ignore[no-untyped-call]
+                    loop.gradients.backward(scaled)
                 else:
                     loop.backward(scaled)
             loop.hooks.on_after_backward()
@@ -162,41 +160,11 @@ class SplitBatches:
             self._loop.clear_gradients()
 
     def _close_window(self) -> bool:
-        """Make the window's gradients the mean over what it holds, over all processes. Returns whether these spoke."""
+        """Make the window's gradients the mean over what it holds, over all processes. False for none."""
         loop = self._loop
-        zero = loop.window.close(None, loop.optimizers, loop.engine)
-        if zero is not None:  # of several processes: its backward pass averages what has been accumulated
-            with loop.engine.gradient_sync(True):
-                zero.backward()  # type: ignore[no-untyped-call]
-        return zero is not None
-
-
-class _Aside(AbstractContextManager[None]):
-    """Keeps the gradients that are there aside during a backward pass, and adds them to the new ones.
-
-    Where the backward pass raises they are put back, as if there had been none.
-
-    Args:
-        parameters: whose gradients.
-    """
-
-    def __init__(self, parameters: Iterator[Tensor]) -> None:
-        self._held = [(parameter, parameter.grad) for parameter in parameters if parameter.requires_grad]
-
-    def __enter__(self) -> None:
-        for parameter, gradient in self._held:
-            if gradient is not None:
-                parameter.grad = None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        with torch.no_grad():
-            for parameter, gradient in self._held:
-                if kind is not None:
-                    parameter.grad = gradient
-                elif gradient is not None:
-                    if parameter.grad is not None:
-                        gradient += parameter.grad
-                    parameter.grad = gradient
+        with loop.engine.gradient_sync(True):
+            loop.gradients.backward_without_loss(exchanges=True)  # averages what the parts have accumulated
+        return loop.window.close(loop.optimizers, loop.engine)
 
 
 def _ranges(start: int, stop: int, limit: int | None) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.samples import named_tensors_in
+from trainer.engine.protocol import Engine
 from trainer.postmortem.probe import Call, Origin, Probe, measure
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import backward, rewind, run, undisturbed
@@ -70,7 +71,8 @@ def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Fin
     ten backward passes; for one of several, one of each for every batch besides. Leaves everything as it was
     (:func:`~trainer.postmortem.replay.undisturbed`).
     """
-    engine, position = trainer.engine, 0
+    engine: Engine = trainer.engine
+    position = 0
     if len(batches) > 1:
         first = torch.tensor(_first_failing(trainer, batches, scale), device=engine.device)
         position = int(engine.reduce(first, "min")) % len(batches)  # where none fails by itself, look at any
@@ -82,8 +84,7 @@ def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Fin
         finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if engine.world_size == 1:
         return finding
-    findings: list[Any] = [None] * engine.world_size
-    torch.distributed.all_gather_object(findings, finding)
+    findings = engine.broadcast(engine.gather(finding))
     failing = [one for one in findings if one.fails] or findings
     chosen: Finding = min(failing, key=lambda one: one.before)  # of several, the lowest rank
     return replace(chosen, largest_scale=min(one.largest_scale for one in findings))

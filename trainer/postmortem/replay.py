@@ -14,6 +14,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from trainer.engine.protocol import Engine, ModuleCalls
 from trainer.loops.step_output import loss_in
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState
@@ -35,32 +36,30 @@ def undisturbed(trainer: Any) -> Iterator[ObjectState]:
     Not put back is what a ``training_step`` changes outside of the module: files, counters of other objects, its
     batch.
     """
-    module, adapter, device = trainer.lightning_module, trainer.precision_plugin, trainer.engine.device
+    engine: Engine = trainer.engine
+    module, device = trainer.lightning_module, engine.device
     random_state = random_states.capture(device)
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     state = ObjectState([module, *schedules], groups, parameters=True)
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    side_door, clip, loggers = adapter.side_door, adapter.clip, trainer.loggers
+    calls, loggers = engine.module_calls, trainer.loggers
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        stack.enter_context(trainer.engine.gradient_sync(False))
+        stack.enter_context(engine.gradient_sync(False))
+        # a step without gradients changes nothing, whoever calls it
+        stack.enter_context(engine.gradients.set_aside(module.parameters()))
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
-            for parameter, _ in gradients:
-                parameter.grad = None  # a step without gradients changes nothing, whoever calls it
-            adapter.side_door, adapter.clip = _NoSteps(), None
+            engine.module_calls = ModuleCalls(step=_evaluate_only)
             trainer.loggers = [DummyLogger()] if loggers else []
             yield state
         finally:
             torch.clear_autocast_cache()
-            trainer.loggers, adapter.side_door, adapter.clip = loggers, side_door, clip
+            trainer.loggers, engine.module_calls = loggers, calls
             state.restore()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
             random_states.restore(random_state, device)
 
 
@@ -130,12 +129,9 @@ def backward(
             handle.remove()
 
 
-class _NoSteps:
-    """In the place of the path that a module's own steps take: closures run, optimizers do not step."""
-
-    def step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Evaluate the closure."""
-        return closure()
+def _evaluate_only(optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    """In the place of a module's ``optimizer.step``: closures run, optimizers do not step."""
+    return closure()
 
 
 def _another(context: AbstractContextManager[object]) -> AbstractContextManager[object]:

@@ -43,6 +43,9 @@ class StepGuard(LossScaler):
             state["stage"] = OptState.READY
         if state["stage"] is OptState.READY:
             found = self._look_at(optimizer)
+            if self.agree is not None:
+                for flag in found.values():
+                    self.agree(flag)
             state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
             if found:
                 self._checks.append(Check(optimizer, list(found.values())))
@@ -67,7 +70,7 @@ class StepGuard(LossScaler):
 
     def _look_at(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
         """For each device that has gradients, 1 if one of them is not finite, else 0; float32, and still there."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = self.gradients_of(optimizer)
         if not gradients:
             return {}
         device = gradients[0].device

@@ -56,6 +56,9 @@ class LossScaler(torch.amp.GradScaler):
 
     Attributes:
         before_unscale: called with an optimizer whose gradients are complete and still scaled; None for nothing.
+        gradients_of: returns an optimizer's gradients; of a sharded engine, the parts that this process holds.
+        agree: called with the tensor that says, by a number above 0, that one of those is not finite: makes it say so
+            where one of another process's parts is not. None where every process has the whole of each gradient.
 
     Raises:
         PrecisionError: a factor out of range, or an enabled scaler for CUDA on a machine without it
@@ -98,6 +101,8 @@ class LossScaler(torch.amp.GradScaler):
         self.max_scale = ceiling
         self.readback = Readback(device)
         self.before_unscale: Callable[[Optimizer], None] | None = None
+        self.gradients_of: Callable[[Optimizer], list[Tensor]] = gradients_of
+        self.agree: Callable[[Tensor], None] | None = None
         self._host_scale = float(init_scale) if enabled else 1.0
         self._host_tracker = 0
         self._checks: list[Check] = []
@@ -230,7 +235,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         self._resolve()
-        state = {**super().__getstate__(), "before_unscale": None}
+        state = {**super().__getstate__(), "before_unscale": None, "gradients_of": gradients_of, "agree": None}
         del state["_with_momentum"]  # which optimizers there are is no part of it
         return state
 
@@ -281,11 +286,13 @@ class LossScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """torch's, with a short way for the usual gradients: dense, float32, on the scale's device."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = self.gradients_of(optimizer)
         kinds = {(g.dtype, g.device, g.layout) for g in gradients}
         if kinds != {(torch.float32, found_inf.device, torch.strided)}:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+        if self.agree is not None:
+            self.agree(found_inf)
         return {found_inf.device: found_inf}
 
     def _step_fused(
@@ -328,7 +335,7 @@ class LossScaler(torch.amp.GradScaler):
         return [p for p in without if p.grad is not None]
 
     def _expect_no_gradients(self, optimizer: Optimizer) -> None:
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        if self.gradients_of(optimizer):
             raise RuntimeError(
                 f"Got gradients for {type(optimizer).__name__}, but no loss was scaled, expected scaled ones."
                 " In manual optimization, call self.manual_backward(loss) in the place of loss.backward()."
@@ -358,6 +365,11 @@ class LossScaler(torch.amp.GradScaler):
             self._init_scale = self._host_scale  # torch makes the tensor with the first loss
         else:
             self._scale.fill_(self._host_scale)
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients of the parameters that have one."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 class Check:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from trainer.files import write_text
 
 RUN = "run.json"
 """The file that a run keeps in its folder, from its beginning to its end."""
@@ -65,10 +66,7 @@ def write(folder: Path, facts: Mapping[str, Any]) -> None:
         OSError: it cannot be written.
     """
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(fact)}" for name, fact in facts.items())
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{RUN}.{os.getpid()}"
-    part.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    part.replace(folder / RUN)
+    write_text(folder / RUN, f"{{\n{lines}\n}}\n")
 
 
 def of_older_version(folder: Path) -> str:

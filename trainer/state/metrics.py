@@ -45,6 +45,7 @@ class LogOptions(NamedTuple):
     sync_dist_group: Any = None
     add_dataloader_idx: bool = True
     rank_zero_only: bool = False
+    enable_graph: bool = False
 
 
 Reduce = Callable[..., Tensor]

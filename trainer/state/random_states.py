@@ -1,64 +1,172 @@
-"""The random number generators of a process, as plain data: python's, numpy's, torch's and the device's."""
+"""Random number generators and their states, as plain data: a process's own, and those that other objects hold.
+
+A state consists of numbers, bytes, lists and dicts: ``torch.load(weights_only=True)`` reads it, ``==`` compares it, and
+a worker process can send it.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+State = dict[str, Any]
 
-def capture(device: torch.device | None = None) -> dict[str, Any]:
-    """The state of all generators, as it is now.
+_GLOBAL: dict[str, Generator] = {
+    "python": vars(random)["getstate"].__self__,
+    "numpy": vars(np.random)["get_state"].__self__,
+    "torch": torch.default_generator,
+}
+"""The process's own generators: what ``random.random``, ``np.random.rand`` and ``torch.rand`` draw from."""
+
+_MAX_OBJECTS = 1000
+"""How many objects :func:`find` looks at, at most."""
+_MAX_ITEMS = 64
+"""Containers with more items than this hold data: :func:`find` does not look into them."""
+_HOLD_NONE = (str, bytes, int, float, type, ModuleType, FunctionType, torch.Tensor, np.ndarray)
+
+
+def capture(device: torch.device | None = None, own: Sequence[Generator] = ()) -> State:
+    """The states of the process's generators, as they are now.
 
     Args:
-        device: whose generator to take along; None for the host's alone. On a GPU too its state is kept on the host:
+        device: whose generator to include; None for the host's alone. On a GPU too its state is kept on the host:
             no synchronisation.
+        own: more generators to include.
 
     Returns:
-        Plain containers and tensors, about 13 KB, which ``torch.load(weights_only=True)`` reads.
+        Plain data, about 10 KB. It takes about 25 microseconds.
     """
-    version, numbers, gauss = random.getstate()
-    legacy = np.random.get_state(legacy=False)
-    state: dict[str, Any] = {
-        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
-        "numpy": [
-            torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
-            int(legacy["state"]["pos"]),
-            int(legacy["has_gauss"]),
-            float(legacy["gauss"]),
-        ],
-        "torch": torch.get_rng_state(),
-    }
+    state: State = {name: state_of(generator) for name, generator in _GLOBAL.items()}
+    if own:
+        state["own"] = states_of(own)
     if device is not None and device.type != "cpu":
         state["device"] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Make it so again.
+def restore(state: State, device: torch.device | None = None, own: Sequence[Generator] = ()) -> None:
+    """Put the generators back.
 
     Args:
-        state: what :func:`capture` returned; generators that it does not have are left alone.
+        state: what :func:`capture` returned, or a part of it: other generators are left alone.
         device: whose generator to set; None for the host's alone.
+        own: as given to :func:`capture`.
     """
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    key, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(("MT19937", key.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
+    for name in _GLOBAL.keys() & state.keys():
+        set_state(_GLOBAL[name], state[name])
+    set_states(own, state.get("own", []))
     if device is not None and device.type != "cpu" and "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
 @contextmanager
 def isolated(device: torch.device | None = None) -> Iterator[None]:
-    """What is drawn inside does not show outside."""
+    """Restore the process's generators at the end of a ``with`` block."""
     state = capture(device)
     try:
         yield
     finally:
         restore(state, device)
+
+
+def state_of(generator: Generator) -> Any:
+    """The state of one generator."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        version, numbers, gauss = generator.getstate()
+        return [version, array("I", numbers).tobytes(), gauss]
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.bit_generator.state)
+
+
+def set_state(generator: Generator, state: Any) -> None:
+    """Put a generator into a state that :func:`state_of` returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        version, numbers, gauss = state
+        generator.setstate((version, tuple(array("I", numbers)), gauss))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_with_arrays(state))
+    else:
+        generator.bit_generator.state = _with_arrays(state)
+
+
+def states_of(generators: Sequence[Generator]) -> list[Any]:
+    """The state of each."""
+    return [state_of(generator) for generator in generators]
+
+
+def set_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+    """Put each into its state; none of them if their number has changed."""
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            set_state(generator, state)
+
+
+def find(*roots: Any, except_in: Any = None) -> list[Generator]:
+    """The generators that can be reached from ``roots`` by attributes and short containers, each once.
+
+    Args:
+        roots: where to look; their order, and that of their attributes, is the order of the result.
+        except_in: an object not to look into.
+    """
+    found: list[Generator] = []
+    queue, seen = list(roots), {id(except_in), *map(id, _GLOBAL.values())}
+    while queue and len(seen) < _MAX_OBJECTS:
+        thing = queue.pop(0)
+        if id(thing) in seen or thing is None or isinstance(thing, _HOLD_NONE):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Generator):
+            found.append(thing)
+        elif isinstance(thing, (list, tuple)):
+            queue.extend(thing if len(thing) <= _MAX_ITEMS else ())
+        elif isinstance(thing, dict):
+            queue.extend(thing.values() if len(thing) <= _MAX_ITEMS else ())
+        elif isinstance(thing, MethodType):
+            queue.append(thing.__self__)
+        elif isinstance(thing, partial):
+            queue += [thing.func, thing.args, thing.keywords]
+        else:
+            queue += _attributes_of(thing)
+    return found
+
+
+def _attributes_of(thing: Any) -> list[Any]:
+    try:
+        attributes = object.__getattribute__(thing, "__dict__")  # not what a proxy returns in its place
+    except AttributeError:
+        return []
+    return list(attributes.values()) if isinstance(attributes, dict) else []
+
+
+def _plain(state: Any) -> Any:
+    """A state of numpy's with bytes in place of arrays."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return state.tobytes()
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _with_arrays(state: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`_plain`."""
+    kind = np.uint32 if state["bit_generator"] == "MT19937" else np.uint64
+
+    def array_of(value: Any) -> Any:
+        return np.frombuffer(value, dtype=kind) if isinstance(value, bytes) else value
+
+    numbers = {key: array_of(value) for key, value in state["state"].items()}
+    return {**{key: array_of(value) for key, value in state.items()}, "state": numbers}

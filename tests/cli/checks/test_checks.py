@@ -163,7 +163,7 @@ def test_a_full_disk_is_something_broken(capsys, monkeypatch):
 
 def test_little_space_and_little_shared_memory_are_remarks(capsys, monkeypatch):
     monkeypatch.setattr(machine, "disk", lambda folder: machine.Disk(Path("/"), 2**20, 2**30, None, "nfs4"))
-    monkeypatch.setattr(checks, "_shared_memory", lambda: 64 * 2**20)
+    monkeypatch.setattr(machine, "shared_memory", lambda: (2**20, 64 * 2**20))
     assert main(["checks"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Note: / has 1 MiB left" in out
@@ -192,12 +192,26 @@ def test_what_it_is_not_told(capsys, words, message):
 
 
 def test_quiet_leaves_the_verdict_and_what_is_wrong(capsys, monkeypatch):
-    facts = {"versions": {"torch": "2"}, "devices": [], "precisions": {}, "speed": None, "host": {}}
-    monkeypatch.setattr(checks, "_host", lambda facts: [["disk", "full"]])
-    facts |= {"remarks": ["Busy."], "problems": ["Disk."], "verdict": "Use precision=32-true here."}
+    found = checks.Findings(tables=[checks.Table("Versions", (), [["torch", "2"]])])
+    found.remark("Busy.")
+    found.problem("Disk.")
+    found.facts["verdict"] = "Use precision=32-true here."
     monkeypatch.setenv("TRAINER_QUIET", "1")
-    checks.show(facts)
+    checks.show(found)
     assert capsys.readouterr().out == "Note: Busy.\nBroken: Disk.\nUse precision=32-true here.\n"
     monkeypatch.delenv("TRAINER_QUIET")
-    checks.show(facts)
+    checks.show(found)
     assert "Versions" in capsys.readouterr().out
+
+
+def test_a_check_is_a_function_that_is_listed(capsys, monkeypatch):
+    def check_coffee(found: checks.Findings) -> None:
+        found.facts["coffee"] = "none"
+        found.tables.append(checks.Table("Kitchen", ("what", "cups"), [["coffee", "0"]], ["cups"]))
+        found.problem("There is no coffee.")
+
+    monkeypatch.setattr(checks, "CHECKS", (check_coffee,))
+    assert main(["checks", "json"]) == 1
+    assert json.loads(capsys.readouterr().out)["coffee"] == "none"
+    assert main(["checks"]) == 1
+    assert "Kitchen" in capsys.readouterr().out

@@ -11,9 +11,10 @@ import torch
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.compare import Comparison, as_fit, read_runs, report, unequal
+from trainer.cli.compare import Comparison, read_runs, report, unequal
 from trainer.cli.compare.verdict import Run, Thresholds
 from trainer.cli.processes import QUIET
+from trainer.record.reader import RunRecord, read_run
 
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
@@ -24,7 +25,6 @@ def result(job: int, precision: str, **more) -> dict:
         "overrides": ["+recipe=a", f"precision={precision}", "command=compare"],
         "recipe": "a",
         "precision": precision,
-        "trained_in": precision,
         "seed": 42,
         "devices": "1 x NVIDIA A100",
         "run_dir": str(job),
@@ -34,8 +34,9 @@ def result(job: int, precision: str, **more) -> dict:
         "skipped_steps": job,
         "peak_memory": {"gpu": 2**31 - job * 2**29},
         "metrics": {"val_acc": 0.9 + job / 1000, "val_loss": 0.1},
+        "curves": {"losses": {"steps": [1, 2], "values": [2.0, 0.5]}},
+        "samples_per_second": 1000.0 + 600 * job,
         "throughput": {
-            "samples_per_second": 1000.0 + 600 * job,
             "train_seconds": 61.25,
             "measured_batches": 50,
             "waiting": 0.01,
@@ -43,9 +44,6 @@ def result(job: int, precision: str, **more) -> dict:
         },
     }
     return usual | more
-
-
-CURVES = {"losses": {"steps": [1, 2], "values": [2.0, 0.5]}, "metrics": {"val": {}}}
 
 
 @pytest.fixture
@@ -56,10 +54,11 @@ def folder(tmp_path, monkeypatch):
 
 def leave(*results: dict) -> list[Run]:
     for each in results:
-        write(Path(each["run_dir"]), {"run.json": json.dumps(each), "curves.json": json.dumps(CURVES)})
+        write(Path(each["run_dir"]), {"run.json": json.dumps(each)})
     return read_runs(Path())
 
 
+@pytest.mark.draws
 def test_the_report(folder, capsys):
     leave(result(0, "32-true"), result(1, "16-mixed"))
     assert report(folder, Thresholds(), ["+recipe=a", "precision=32-true,16-mixed", "hydra.sweep.dir='x y'"]) == 0
@@ -98,8 +97,7 @@ def test_quiet_leaves_a_line_for_each_verdict(folder, capsys, monkeypatch):
 
 
 def test_a_high_rate_is_no_power_of_ten(folder, capsys):
-    fast = result(0, "32-true")["throughput"] | {"samples_per_second": 66961.2}
-    leave(result(0, "32-true", throughput=fast), result(1, "16-mixed"))
+    leave(result(0, "32-true", samples_per_second=66961.2), result(1, "16-mixed"))
     report(folder, Thresholds())
     assert "| 66,960 |" in (folder / "compare.md").read_text()
 
@@ -140,7 +138,8 @@ def test_only_strict_makes_a_missed_threshold_count(folder, capsys):
 
 
 def test_a_run_that_failed_is_a_row(folder, capsys):
-    failed = result(1, "16-mixed", status="failed", error="LossScaleCollapse: [b]1[/b]", throughput=None, metrics={})
+    nothing = {"throughput": None, "samples_per_second": None, "metrics": {}}
+    failed = result(1, "16-mixed", status="failed", error="LossScaleCollapse: [b]1[/b]", **nothing)
     leave(result(0, "32-true"), failed, result(2, "bf16-mixed"))
     assert report(folder, Thresholds()) == 1
     text = (folder / "compare.md").read_text()
@@ -179,8 +178,8 @@ def test_an_earlier_comparison_in_the_same_folder_is_left_out(folder):
 
 def test_without_curves_there_is_no_picture(folder, capsys):
     for job, precision in enumerate(("32-true", "16-mixed")):
-        bare = result(job, precision, throughput=None, peak_memory={}, metrics={})
-        write(folder / str(job), {"run.json": json.dumps(bare)})
+        nothing = {"throughput": None, "samples_per_second": None, "peak_memory": {}, "metrics": {}, "curves": {}}
+        leave(result(job, precision, **nothing))
     assert report(folder, Thresholds()) == 0
     text = (folder / "compare.md").read_text()
     assert "compare.png" not in text
@@ -198,11 +197,13 @@ def test_runs_are_named_by_what_sets_them_apart(folder):
     assert named(*fused) == ["+optimizer.fused=False", "+optimizer.fused=True"]
     fused[1]["overrides"][2] = "precision=bf16-mixed"
     assert named(*fused) == ["+optimizer.fused=False 16-mixed", "+optimizer.fused=True bf16-mixed"]
-    assert named(result(0, "32-true"), result(1, "auto", trained_in="bf16-mixed")) == ["32-true", "auto (bf16-mixed)"]
+    chosen = result(1, "auto") | {"precision": "bf16-mixed"}
+    assert named(result(0, "32-true"), chosen) == ["32-true", "auto (bf16-mixed)"]
 
 
 def runs(**of_second) -> list[Run]:
-    return [Run("32-true", result(0, "32-true")), Run("16-mixed", result(1, "16-mixed", **of_second))]
+    first, second = result(0, "32-true"), result(1, "16-mixed", **of_second)
+    return [Run(label, RunRecord(facts, Path())) for label, facts in (("32-true", first), ("16-mixed", second))]
 
 
 @pytest.mark.parametrize(
@@ -238,22 +239,12 @@ def test_everything_that_was_not_fair_is_told():
 def test_circumstances():
     few = {"throughput": result(0, "")["throughput"] | {"measured_batches": 5}}
     assert "The rates rest on 5 batches: train for longer" in Comparison(runs(**few), Thresholds()).conditions[1]
-    on_cpu = [Run(run.label, run.result | {"peak_memory": {"process": 2**30}}) for run in runs()]
-    (hint,) = [line for line in Comparison(on_cpu, Thresholds()).conditions if "CPU" in line]
+    on_cpu = result(0, "32-true", peak_memory={"process": 2**30})
+    on_cpu = Comparison([Run("32-true", RunRecord(on_cpu, Path()))] * 2, Thresholds())
+    (hint,) = [line for line in on_cpu.conditions if "CPU" in line]
     assert "not expected to be faster" in hint
     assert len(Comparison(runs(), Thresholds()).conditions) == 2
     assert Comparison(runs(), Thresholds(metric="val_ac")).conditions[0].startswith("compare.metric is val_ac, which")
-
-
-def test_a_job_is_an_ordinary_fit_that_measures():
-    assert as_fit(["+recipe=a", "precision=16-mixed", "command=compare"]) == [
-        "+recipe=a",
-        "precision=16-mixed",
-        "++callbacks.throughput._target_=trainer.callbacks.Throughput",
-        "++callbacks.curves._target_=trainer.callbacks.Curves",
-        "++callbacks.curves.dirpath=${hydra:runtime.output_dir}",
-        "command=fit",
-    ]
 
 
 class Job:
@@ -294,8 +285,8 @@ def test_one_job_for_each_precision(project, jobs, capsys):
     assert f"    python -m trainer {command}bf16-mixed\n" in (folder / "compare.md").read_text()
     out = capsys.readouterr().out
     assert "Job 1: +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=16-mixed\n" in out
-    left = [json.loads(file.read_text()) for file in folder.glob("*/run.json")]
-    assert [each["overrides"][-1] for each in left] == ["command=compare"] * 3
+    measured = "++callbacks.throughput._target_=trainer.callbacks.Throughput"
+    assert all(measured in command for command in jobs.started)
     # what a job is started with is a command line that is understood
     assert main([*jobs.started[1][3:], "--cfg", "job"]) == 0
 
@@ -339,13 +330,13 @@ def test_real_trainings_in_two_precisions(project, python):
         "The same in all runs: seed 42, 1 x CPU, 3 epochs (12 optimizer steps), the first batch of every epoch."
     )
     for run in (first, second):
-        measured = json.loads((Path(run["run_dir"]) / "run.json").read_text())["throughput"]
+        record = read_run(Path(run["run_dir"]))
+        measured = record.throughput
         assert measured["measured_batches"] == 2 + 4 + 4  # half of the first epoch's four are warm-up
         assert len(measured["batches"]) == 3
-        losses = json.loads((Path(run["run_dir"]) / "curves.json").read_text())["losses"]
-        assert losses["steps"] == list(range(1, 13))
-        assert losses["values"][0] == pytest.approx(2.6489, rel=1e-3)  # the same batch, and the same weights
-        assert run["final_loss"] == pytest.approx(sum(losses["values"][-2:]) / 2)
+        assert record.losses.steps == list(range(1, 13))
+        assert record.losses.values[0] == pytest.approx(2.6489, rel=1e-3)  # the same batch, and the same weights
+        assert run["final_loss"] == pytest.approx(sum(record.losses.values[-2:]) / 2)
         assert run["samples_per_second"] > 0
     assert second["verdict"]["speedup"] == second["samples_per_second"] / first["samples_per_second"]
     assert (first["skipped_steps"], second["skipped_steps"]) == (0, 2)  # a loss above 1, times 65536
@@ -362,7 +353,7 @@ def test_a_real_training_that_fails_stays_alone(project, python):
         ("model.fail_at=3", "failed"),
     ]
     assert "model.fail_at=3: failed: RuntimeError: asked to fail" in done.stdout
-    assert len(json.loads(Path("jobs/1/curves.json").read_text())["losses"]["steps"]) == 3  # drawn as far as it came
+    assert len(read_run(Path("jobs/1")).losses) == 3  # as far as it came
 
 
 @pytest.mark.gpu
@@ -373,6 +364,6 @@ def test_real_trainings_on_a_gpu(project, python):
     numbers = json.loads(Path("jobs/compare.json").read_text())
     assert [list(run["peak_memory"]) for run in numbers["runs"]] == [["gpu"], ["gpu"]]
     assert numbers["runs"][1]["verdict"]["met"] is False  # a line has nothing for Tensor Cores to do
-    known = json.loads(Path("jobs/0/run.json").read_text())["gpu"]
+    known = read_run(Path("jobs/0")).gpu
     assert tuple(known["capability"]) == torch.cuda.get_device_capability()
     assert "memory" in numbers["runs"][1]["verdict"]["text"]

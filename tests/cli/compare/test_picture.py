@@ -3,27 +3,30 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.cli.compare.test_verdict import GB, run
 from trainer.cli.compare.picture import draw
 from trainer.cli.compare.verdict import Metric, Run
+from trainer.record.reader import RunRecord
 
 ACC = Metric("val_acc", higher_is_better=True)
 
 
-def curves(losses, accuracies=(), skipped=(), stage="val"):
+def with_curves(precision, losses, accuracies=(), skipped=(), stage="val", **how):
     steps = list(range(1, len(losses) + 1))
-    return {
+    curves = {
         "losses": {"steps": steps, "values": losses},
-        "skipped": {"steps": list(skipped), "values": [65536.0] * len(skipped)},
+        "skipped": {"steps": list(skipped), "values": list(range(1, len(skipped) + 1))},
         "metrics": {stage: {"val_acc": {"steps": steps[: len(accuracies)], "values": list(accuracies)}}},
     }
+    return run(precision, curves=curves, **how)
 
 
-def with_curves(precision, *args, stage="val", **how):
-    return Run(precision, run(precision, **how).result, curves(*args, stage=stage))
+def failed(**facts):
+    return Run("a", RunRecord({"status": "failed", **facts}, Path()))
 
 
 @pytest.fixture
@@ -70,12 +73,12 @@ def test_a_run_has_one_colour_everywhere(runs):
 
 
 def test_what_is_not_there_is_left_out(runs):
-    titles = [axes.get_title("left") for axes in draw([Run("a", run().result), *runs], None, "").axes]
+    titles = [axes.get_title("left") for axes in draw([run("a"), *runs], None, "").axes]
     assert titles[0].startswith("Training loss")
     assert "val_acc" not in titles
-    nothing = Run("a", {"status": "failed"})
-    assert draw([nothing], ACC, "") is None
-    figure = draw([Run("a", {"status": "failed"}, curves([math.nan])), runs[0]], ACC, "")
+    assert draw([failed()], ACC, "") is None
+    broken = {"losses": {"steps": [1], "values": [math.nan]}}
+    figure = draw([failed(curves=broken), runs[0]], ACC, "")
     assert [text.get_text() for text in figure.axes[2].texts] == ["-", "100"]
 
 
@@ -87,9 +90,11 @@ def test_a_metric_of_the_training(runs):
 def test_it_becomes_a_file_without_pyplot_and_torch(tmp_path):
     program = (
         "import sys\nsys.modules['matplotlib.pyplot'] = None\n"
+        "from pathlib import Path\n"
         "from trainer.cli.compare.picture import draw\nfrom trainer.cli.compare.verdict import Run\n"
-        "curves = {'losses': {'steps': [1, 2], 'values': [2.0, 1.0]}}\n"
-        f"draw([Run('a', {{}}, curves)], None, 'A').savefig({str(tmp_path / 'a.png')!r})\n"
+        "from trainer.record.reader import RunRecord\n"
+        "facts = {'curves': {'losses': {'steps': [1, 2], 'values': [2.0, 1.0]}}}\n"
+        f"draw([Run('a', RunRecord(facts, Path()))], None, 'A').savefig({str(tmp_path / 'a.png')!r})\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

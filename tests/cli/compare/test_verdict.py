@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import inspect
 import math
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.compare.verdict import Metric, Run, Thresholds, choose_metric, judge
+from trainer.cli.compare.verdict import EXPECTED, Metric, Run, Thresholds, choose_metric, judge
 from trainer.cli.folders import packaged_conf
+from trainer.cli.settings import read_settings
+from trainer.record.reader import RunRecord
 
 GB = 2**30
 ACC, LOSS = Metric("val_acc", higher_is_better=True), Metric("val_loss", higher_is_better=False)
 
 
 def run(precision="32-true", *, rate=100.0, memory=10 * GB, gpu=True, waiting=0.01, capability=(8, 0), tf32=(), **more):
-    return Run(
-        precision,
-        {
-            "status": "completed",
-            "trained_in": precision,
-            "peak_memory": {"gpu" if gpu else "process": memory},
-            "gpu": {"capability": list(capability), "tf32": list(tf32)} if gpu else None,
-            "throughput": {"samples_per_second": rate, "waiting": waiting, "measured_batches": 50},
-            "metrics": {"val_acc": 0.9, "val_loss": 0.5},
-        }
-        | more,
-    )
+    facts = {
+        "status": "completed",
+        "precision": precision,
+        "peak_memory": {"gpu" if gpu else "process": memory},
+        "gpu": {"capability": list(capability), "tf32": list(tf32)} if gpu else None,
+        "samples_per_second": rate,
+        "throughput": {"waiting": waiting, "measured_batches": 50},
+        "metrics": {"val_acc": 0.9, "val_loss": 0.5},
+    }
+    return Run(precision, RunRecord(facts | more, Path()))
 
 
 def test_the_sentence_of_the_house():
@@ -169,20 +170,20 @@ def test_why_a_gpu_is_not_faster(of_run, of_first, reason):
 
 
 def test_a_run_without_measurements():
-    verdict = judge(run("16-mixed", throughput=None, peak_memory={}), run(), None, Thresholds())
+    verdict = judge(run("16-mixed", rate=None, throughput=None, peak_memory={}), run(), None, Thresholds())
     assert verdict.text == "nothing was measured that can be compared."
     assert (verdict.met, verdict.speedup, verdict.memory_saving) == (True, None, None)
 
 
 def test_the_final_loss_is_the_mean_of_the_last_tenth():
     def with_losses(losses):
-        return Run("a", {}, {"losses": {"steps": list(range(len(losses))), "values": losses}})
+        return run(curves={"losses": {"steps": list(range(len(losses))), "values": losses}})
 
     assert with_losses([9.0] * 18 + [1.0, 2.0]).final_loss == 1.5
     assert with_losses([9.0] * 19 + [1.0, 2.0]).final_loss == pytest.approx(4.0)
     assert with_losses([3.0]).final_loss == 3.0
     assert math.isnan(with_losses([3.0, math.nan]).final_loss)
-    assert Run("a", {}).final_loss is None
+    assert run().final_loss is None
 
 
 @pytest.mark.parametrize(
@@ -222,10 +223,22 @@ def test_a_metric_that_nobody_logged_is_told_of_and_another_one_taken():
 
 def test_the_settings_that_ship_are_the_defaults():
     shipped = OmegaConf.to_container(OmegaConf.load(packaged_conf() / "compare" / "default.yaml"))
-    assert Thresholds.read(shipped) == Thresholds()
+    assert read_settings(Thresholds, "compare", shipped, EXPECTED) == Thresholds()
     assert list(shipped) == list(inspect.signature(Thresholds).parameters)
 
 
-def test_unknown_settings():
-    with pytest.raises(UsageError, match=r"no setting 'compare\.tolerance'"):
-        Thresholds.read({"tolerance": 1})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tolerance": 1}, "There is no setting 'compare.tolerance'. Did you mean 'accuracy_tolerance'?"),
+        ({"metrc": "val_acc"}, "There is no setting 'compare.metrc'. Did you mean 'metric'?"),
+        ({"mode": "best"}, "compare.mode is best, expected max, min or null."),
+        ({"accuracy_tolerance": -1}, "compare.accuracy_tolerance is -1, expected a number of at least 0, or null."),
+        ({"min_speedup": "much"}, "compare.min_speedup is much, expected a number of at least 0, auto or null."),
+        ({"strict": 1}, "compare.strict is 1, expected true or false."),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(UsageError) as refused:
+        read_settings(Thresholds, "compare", settings, EXPECTED)
+    assert str(refused.value) == message

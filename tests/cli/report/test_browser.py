@@ -19,7 +19,9 @@ LONG = "a_name_without_any_place_to_break_it_" * 6
 
 def test_it_fits_and_asks_nobody_for_anything(make_run, tmp_path):
     wide = {"losses": series([1.0 + math.cos(step / 9) for step in range(300)])}
-    told = facts(curves=CURVES | wide, status="failed", error=LONG, overrides=[f"+a.{LONG}={LONG}"], metrics={f"val_{LONG}": 1.0})
+    told = facts(
+        curves=CURVES | wide, status="failed", error=LONG, overrides=[f"+a.{LONG}={LONG}"], metrics={f"val_{LONG}": 1.0}
+    )
     folder = make_run(told=told, files={"fit.log": f"[x][WARNING] - {LONG}\n"})
     report(folder)
     for number in range(3):

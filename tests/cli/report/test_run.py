@@ -202,7 +202,12 @@ def test_speed_of_a_moment_is_chance(make_run):
 )
 def test_without_values_of_the_scale_it_says_why(make_run, callbacks, told):
     files = {"csv/metrics.csv": "step,val_acc\n1,0.5\n"}
-    page = report(make_run(told=facts(curves={}, skipped_steps=0, scale=None), files=files | {".hydra/config.yaml": f"callbacks: {callbacks}\n"}))
+    page = report(
+        make_run(
+            told=facts(curves={}, skipped_steps=0, scale=None),
+            files=files | {".hydra/config.yaml": f"callbacks: {callbacks}\n"},
+        )
+    )
     assert f"Nothing was logged of scale and gradients: {told}" in page.sections["curves"]
 
 

@@ -126,7 +126,9 @@ def test_a_comparison(sweep):
 
 
 def test_a_sweep_without_curves(make_run):
-    folder = make_run(str(FOLDER / "0"), told=job(0, 0.5, curves={}, skipped_steps=0), files={"csv/metrics.csv": None}).parent
+    folder = make_run(
+        str(FOLDER / "0"), told=job(0, 0.5, curves={}, skipped_steps=0), files={"csv/metrics.csv": None}
+    ).parent
     assert "No job has left curves" in report(folder).sections["curves"]
 
 

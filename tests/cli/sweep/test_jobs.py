@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.cli.conftest import write
 from tests.cli.sweep.test_sweep import Job
 from tests.warm_python import WarmPython
 from trainer.cli import main
-from trainer.cli.sweep.plugins import _NEEDS
+from trainer.cli.plugins import _NEEDS
 
 ONCE = {
     "once.py": """
@@ -27,16 +28,17 @@ ONCE = {
 
 
         class Once(line_fit.Line):
-            \"\"\"The first run to come to its third step tells its parent to end.\"\"\"
+            \"\"\"The first run to come to its third step tells the sweep to end.\"\"\"
 
-            def __init__(self, optimizer, number):
+            def __init__(self, optimizer, number, to_parent):
                 super().__init__(optimizer)
-                self.number = number
+                self.number, self.to_parent = number, to_parent
 
             def training_step(self, batch, batch_idx):
                 if self.global_step == 2 and not Path("told").exists():
                     Path("told").touch()
-                    os.kill(os.getppid(), self.number)
+                    whom = os.getppid() if self.to_parent else int(Path("sweep").read_text())
+                    os.kill(whom, self.number)
                     time.sleep(2.0)  # to be passed on
                 return super().training_step(batch, batch_idx)
     """,
@@ -44,6 +46,7 @@ ONCE = {
         _target_: once.Once
         optimizer: ${optimizer}
         number: 15
+        to_parent: false
     """,
 }
 LINE = ["+recipe=line", "model=once", "callbacks=none", "logger=none", "allowed_packages=[once]", "resume=auto"]
@@ -59,16 +62,25 @@ def once(project: Path) -> Path:
     return project
 
 
+def sweep(python: WarmPython, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a sweep, whose process has the number in the file ``sweep``."""
+    pipe = subprocess.PIPE
+    with python.start("-m", "trainer", *words, stdout=pipe, stderr=pipe, text=True, **options) as process:
+        Path("sweep").write_text(str(process.pid))
+        out, err = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
 @pytest.mark.slow
 def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_sweep(
     once: Path, python: WarmPython
 ) -> None:
     words = ["fit", "-m", *LINE, "seed=1,2,3", "hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
-    done = python.trainer(*words, children=True)
+    done = sweep(python, *words)
     assert done.returncode == 143, done.stderr
     assert "interrupted" in [job["status"] for job in results()]
     assert not Path("jobs/2").exists()  # it was not begun any more
-    done = python.trainer(*words, children=True)
+    done = sweep(python, *words)
     assert done.returncode == 0, done.stderr
     first, second, third = results()
     assert [job["status"] for job in (first, second, third)] == ["completed"] * 3
@@ -78,7 +90,7 @@ def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_swee
     assert "Sweep of 3 jobs" in done.stdout
     assert Path("jobs/2/console.log").is_file()  # what a run prints is not mixed with the others'
     before = {job: Path(f"jobs/{job}/fit.log").read_text() for job in (0, 1, 2)}
-    done = python.trainer(*words, children=True)  # there is nothing left to do, so nothing is started
+    done = sweep(python, *words)  # there is nothing left to do, so nothing is started
     assert done.returncode == 0
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("Job")) == [
         f"Job {job}: completed before" for job in (0, 1, 2)
@@ -91,8 +103,9 @@ def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_swee
 def test_submitit_requeues_a_job_and_it_goes_on(once: Path, python: WarmPython) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     number = int(signal.SIGUSR2)
-    words = ["fit", "-m", *LINE, f"model.number={number}", "hydra/launcher=submitit_local", "hydra.sweep.dir=jobs"]
-    done = python.trainer(*words, children=True)
+    told = [f"model.number={number}", "model.to_parent=true"]  # submitit's process
+    words = ["fit", "-m", *LINE, *told, "hydra/launcher=submitit_local", "hydra.sweep.dir=jobs"]
+    done = sweep(python, *words, children=True)
     assert done.returncode == 0, done.stderr
     (job,) = results()
     assert (job["status"], job["epochs"], job["steps"]) == ("completed", 2, 8)
@@ -103,10 +116,10 @@ def test_submitit_requeues_a_job_and_it_goes_on(once: Path, python: WarmPython) 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a process learns of its parent's end on POSIX only")
-def test_jobs_end_with_a_sweep_that_is_killed(once: Path) -> None:
-    kill = f"model.number={int(signal.SIGKILL)}"
-    words = ["fit", "-m", *LINE, kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000"]
-    done = subprocess.run([sys.executable, "-m", "trainer", *words], capture_output=True, text=True, timeout=240)
+def test_jobs_end_with_a_sweep_that_is_killed(once: Path, python: WarmPython) -> None:
+    kill = [f"model.number={int(signal.SIGKILL)}", "model.to_parent=true"]
+    words = ["fit", "-m", *LINE, *kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000"]
+    done = sweep(python, *words, children=True)
     assert done.returncode == -9  # and not before the pipes are closed, that is: the job has ended as well
     told = json.loads(Path("jobs/0/run.json").read_text())
     assert told["status"] == "interrupted"
@@ -181,7 +194,7 @@ def test_numbers_that_make_no_sense(places, capsys, words, complaint):
     ],
 )
 def test_an_extra_that_is_not_installed_is_named(project, monkeypatch, capsys, word, module, extra):
-    monkeypatch.setattr("trainer.cli.sweep.plugins._is_installed", lambda name: name != module)
+    monkeypatch.setattr("trainer.cli.plugins._is_installed", lambda name: name != module)
     assert main(["fit", "-m", "+recipe=line", "seed=1,2", word]) == 2
     assert f"{word} needs {module}, which is not installed: pip install 'amp-trainer[{extra}]'" in (
         capsys.readouterr().err

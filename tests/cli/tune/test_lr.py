@@ -27,6 +27,7 @@ def message(points: list[tuple[float, float]], **changes: Any) -> dict[str, Any]
     return {"status": "ok", "points": points, **usual, **changes}
 
 
+@pytest.mark.draws
 def test_a_suggestion(config, tmp_path, capsys):
     assert report(message(sigmoid(1e-3)), *config, tmp_path) == 0
     result = json.loads((tmp_path / "tune.json").read_text())

@@ -1,8 +1,8 @@
 """``trainer checks``: what is installed, what the machine has, and which precision to use on it.
 
-This module writes it down; what there is to know comes from ``machine`` (cores, memory, disks), ``abilities`` (what a
-device computes in) and ``speed`` (how fast). torch is imported only when the command runs, for it may be what is
-broken.
+Each check is a function that adds to the `Findings`: `CHECKS` lists them in the order in which they are told. What
+there is to know comes from ``machine`` (cores, memory, disks), ``abilities`` (what a device computes in) and ``speed``
+(how fast). torch is imported only when the command runs, for it may be what is broken.
 """
 
 from __future__ import annotations
@@ -13,30 +13,77 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trainer
 from trainer import machine
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.processes import is_quiet
+from trainer.cli.tables import console, print_table
 from trainer.errors import did_you_mean
+from trainer.machine import readable
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
 _PACKAGES = ("lightning", "torchmetrics", "hydra-core", "omegaconf", "torchvision", "scikit-learn", "optuna")
 _OPTIONAL = ("torchvision", "scikit-learn", "optuna")
 _MISSING, _DRIVER = "not installed", "NVIDIA driver"
 _RUNS = "outputs"  # where runs, and their checkpoints, go by default (conf/amp_trainer.yaml)
-_SHARED_MEMORY = Path("/dev/shm")
 _LITTLE_DISK, _LITTLE_SHARED = 2**30, 2**30
 _DTYPE_OF = {"16": "float16", "bf16": "bfloat16", "32": "float32"}
+_OPERATIONS = {"matmul": "matrix products", "convolution": "convolutions"}
+
+
+class Table(NamedTuple):
+    """What is printed of a check.
+
+    Args:
+        title: above it.
+        header: names of its columns; none for a list of facts.
+        rows: the cells.
+        numbers: names of the columns that are aligned to the right.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Sequence[str] = ()
+
+
+@dataclass
+class Findings:
+    """What the checks have found.
+
+    Args:
+        seconds: for measuring speed.
+        devices: that a Trainer can run on; empty where torch cannot be imported.
+        facts: everything, as plain containers: what ``checks json`` prints.
+        tables: for a person.
+    """
+
+    seconds: float = 2.0
+    devices: list[torch.device] = field(default_factory=list)
+    facts: dict[str, Any] = field(
+        default_factory=lambda: {
+            "versions": {}, "problems": [], "remarks": [], "devices": [], "precisions": {}, "speed": None,
+            "verdict": None,
+        }
+    )  # fmt: skip
+    tables: list[Table] = field(default_factory=list)
+
+    def remark(self, text: str) -> None:
+        """Something to know."""
+        self.facts["remarks"].append(text)
+
+    def problem(self, text: str) -> None:
+        """Something that is broken."""
+        self.facts["problems"].append(text)
 
 
 def command(arguments: Arguments) -> int:
@@ -54,66 +101,104 @@ def command(arguments: Arguments) -> int:
             f"checks takes no settings, and one word: json. Got {given!r}.{did_you_mean(given, ['json'])} It looks at"
             " the machine, not at a recipe."
         )
-    facts = gather()
+    found = Findings()
+    for check in CHECKS:
+        check(found)
     if arguments.words:
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(found.facts, indent=2))
     else:
-        show(facts)
-    return 1 if facts["problems"] else 0
+        show(found)
+    return 1 if found.facts["problems"] else 0
 
 
-def gather(seconds: float = 2.0) -> dict[str, Any]:
-    """Everything that is told, as plain containers.
-
-    Args:
-        seconds: for measuring speed.
-    """
-    busy = _load()
-    facts: dict[str, Any] = {"versions": _versions(), "problems": [], "remarks": []}
-    _about_torch(facts, seconds, busy)
-    _about_host(facts)
-    return facts
-
-
-# --- with torch -----------------------------------------------------------------------------------------------
-
-
-def _about_torch(facts: dict[str, Any], seconds: float, busy: float | None) -> None:
-    facts |= {"devices": [], "precisions": {}, "speed": None, "verdict": None}
+def check_versions(found: Findings) -> None:
+    """What is installed, and whether torch can be imported."""
+    versions = {"trainer": trainer.__version__, "python": platform.python_version(), "torch": _version("torch")}
+    versions |= {name: _version(name) for name in _PACKAGES}
+    versions = {name: text for name, text in versions.items() if text != _MISSING or name not in _OPTIONAL}
+    driver = nvidia_driver()
+    versions |= ({_DRIVER: driver} if driver else {}) | {"system": platform.platform()}
     try:
         import torch
     except Exception as error:
         problem = f"torch cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}."
-        facts["problems"].append(f"{problem} Install it anew: pip install --force-reinstall torch.")
-        facts["verdict"] = "Nothing can be trained here before torch is mended."
+        found.problem(f"{problem} Install it anew: pip install --force-reinstall torch.")
+        found.facts["verdict"] = "Nothing can be trained here before torch is mended."
+    else:
+        cuda, hip = torch.version.cuda, torch.version.hip
+        build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "no CUDA"
+        versions["torch"] = f"{torch.__version__} ({build})"
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found.devices = devices()
+        found.facts["remarks"] += [" ".join(str(warning.message).split()) for warning in said]
+        if driver and found.devices[0].type == "cpu":
+            why = "torch was built without CUDA" if cuda is None else "torch finds no GPU it can use"
+            found.remark(f"There is an NVIDIA driver, but {why}.")
+    found.facts["versions"] = versions
+    found.tables.append(Table("Versions", (), list(versions.items())))
+
+
+def check_devices(found: Findings) -> None:
+    """The devices, and what they have."""
+    found.facts["devices"] = [_describe(device) for device in found.devices]
+    rows = [[row["device"], row["name"], readable(row["memory"]), row["detail"]] for row in found.facts["devices"]]
+    found.tables.append(Table("Devices", ("device", "name", "memory", "about"), rows, numbers=["memory"]))
+
+
+def check_precisions(found: Findings) -> None:
+    """What each precision does on each kind of device."""
+    for name, device in {_name(device): device for device in found.devices}.items():
+        from trainer.cli.checks.abilities import PRECISIONS, ability
+
+        rows = [ability(precision, device) for precision in PRECISIONS]
+        found.facts["precisions"][name] = [vars(row) for row in rows]
+        cells = [[row.precision, row.how, row.why] for row in rows]
+        found.tables.append(Table(f"Precisions on {name}", ("precision", "here", "why"), cells))
+
+
+def check_speed(found: Findings) -> None:
+    """How fast the first device is, and which precision to use on it."""
+    if not found.devices:
         return
-    from trainer.cli.checks.abilities import PRECISIONS, ability
+    import torch
+
     from trainer.cli.checks.speed import measure
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = devices()
-    facts["versions"]["torch"] = f"{torch.__version__} ({_build(torch.version.cuda, torch.version.hip)})"
-    facts["devices"] = [_describe(device) for device in found]
-    facts["remarks"] += [" ".join(str(warning.message).split()) for warning in said]
-    if _DRIVER in facts["versions"] and found[0].type == "cpu":
-        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU it can use"
-        facts["remarks"].append(f"There is an NVIDIA driver, but {why}.")
-
-    for device in _distinct(found):
-        rows = [ability(precision, device) for precision in PRECISIONS]
-        facts["precisions"][_name(device)] = [vars(row) for row in rows]
-    first = found[0]
-    speeds = [vars(row) for row in measure(first, seconds)]
-    facts["speed"] = {"device": _name(first), "threads": torch.get_num_threads(), "load": busy, "rows": speeds}
-    cores = machine.cores().usable
-    is_busy = busy is not None and first.type == "cpu" and busy > cores
+    device, cores, threads, load = found.devices[0], machine.cores().usable, torch.get_num_threads(), _load()
+    speeds = measure(device, found.seconds)
+    found.facts["speed"] = {
+        "device": _name(device), "threads": threads, "load": load, "rows": [vars(row) for row in speeds]
+    }  # fmt: skip
+    is_busy = load is not None and device.type == "cpu" and load > cores
     if is_busy:
-        facts["remarks"].append(
-            f"Other processes keep the cores busy (load {busy:.1f}, cores {cores}): the measured speeds mean"
+        found.remark(
+            f"Other processes keep the cores busy (load {load:.1f}, cores {cores}): the measured speeds mean"
             " little. Run this again when the machine is idle."
         )
-    facts["verdict"] = verdict(first, {} if is_busy else {row["name"]: row["ratios"] for row in speeds})
+    found.facts["verdict"] = verdict(device, {} if is_busy else {row.name: row.ratios for row in speeds})
+    on_cpu = f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else ""
+    numbers = [name for words in _OPERATIONS.values() for name in (words, "against float32")]
+    cells = [[_rate(getattr(row, name)), _ratio(row.ratios.get(name))] for row in speeds for name in _OPERATIONS]
+    rows = [[row.name, *cells[2 * place], *cells[2 * place + 1]] for place, row in enumerate(speeds)]
+    found.tables.append(Table(f"Measured speed of {_name(device)}{on_cpu}", ["arithmetic", *numbers], rows, numbers))
+
+
+def check_host(found: Findings) -> None:
+    """Cores for the dataloaders, memory, and disks."""
+    found.tables.append(Table("Host", (), [*_workers(found), *_memory(found), *_disks(found)]))
+
+
+CHECKS: tuple[Callable[[Findings], None], ...] = (
+    check_versions,
+    check_devices,
+    check_precisions,
+    check_speed,
+    check_host,
+)
+
+
+# --- with torch -----------------------------------------------------------------------------------------------
 
 
 def devices() -> list[torch.device]:
@@ -153,30 +238,22 @@ def verdict(device: torch.device, ratios: dict[str, dict[str, float]]) -> str:
     return f"Use precision={name} here: {reason}{f'; measured {rates} against float32' if rates else ''}."
 
 
-_OPERATIONS = {"matmul": "matrix products", "convolution": "convolutions"}
-
-
 def _describe(device: torch.device) -> dict[str, Any]:
     import torch
 
     from trainer.cli.checks.abilities import instructions
 
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        return {
-            "device": str(device),
-            "name": properties.name,
-            "memory": properties.total_memory,
-            "detail": f"compute capability {capability}",
-        }
-    memory = machine.memory().total
-    if device.type == "mps":
-        return {"device": "mps", "name": platform.processor(), "memory": memory, "detail": "shares the host's memory"}
-    cores = machine.cores()
-    words = [f"{cores.usable} of {cores.total} cores usable" if cores.usable < cores.total else f"{cores.total} cores"]
-    words.append(f"16-bit instructions: {', '.join(instructions()) or 'none that torch uses'}")
-    return {"device": "cpu", "name": machine.cpu_name(), "memory": memory, "detail": "; ".join(words)}
+        memory: int | None = torch.cuda.get_device_properties(device).total_memory
+        detail = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
+    else:
+        memory, detail = machine.memory().total, "shares the host's memory"
+    if device.type == "cpu":
+        cores = machine.cores()
+        of = f"{cores.usable} of {cores.total} cores usable" if cores.usable < cores.total else f"{cores.total} cores"
+        detail = f"{of}; 16-bit instructions: {', '.join(instructions()) or 'none that torch uses'}"
+    name = platform.processor() if device.type == "mps" else _name(device)
+    return {"device": str(device), "name": name, "memory": memory, "detail": detail}
 
 
 def _name(device: torch.device) -> str:
@@ -187,20 +264,7 @@ def _name(device: torch.device) -> str:
     return machine.cpu_name() if device.type == "cpu" else device.type.upper()
 
 
-def _distinct(found: Sequence[torch.device]) -> list[torch.device]:
-    """One device of every name."""
-    return list({_name(device): device for device in reversed(found)}.values())[::-1]
-
-
 # --- without torch --------------------------------------------------------------------------------------------
-
-
-def _versions() -> dict[str, str]:
-    found = {"trainer": trainer.__version__, "python": platform.python_version(), "torch": _version("torch")}
-    found |= {name: _version(name) for name in _PACKAGES}
-    found = {name: text for name, text in found.items() if text != _MISSING or name not in _OPTIONAL}
-    driver = nvidia_driver()
-    return found | ({_DRIVER: driver} if driver else {}) | {"system": platform.platform()}
 
 
 def _version(name: str) -> str:
@@ -208,10 +272,6 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return _MISSING
-
-
-def _build(cuda: str | None, hip: str | None) -> str:
-    return f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "no CUDA"
 
 
 def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
@@ -243,107 +303,64 @@ def _load() -> float | None:
         return None
 
 
-def _about_host(facts: dict[str, Any]) -> None:
-    cores, memory = machine.cores(), machine.memory()
-    gpus = sum(device["device"].startswith("cuda") for device in facts["devices"])
-    facts["workers"] = {**vars(cores), "usable": cores.usable}
-    facts["workers"]["suggested"] = machine.suggested_workers(cores.usable, gpus)
-    facts["memory"] = {**vars(memory), "usable": memory.usable}
+def _workers(found: Findings) -> list[list[str]]:
+    cores, gpus = machine.cores(), sum(device.type == "cuda" for device in found.devices)
+    suggested = machine.suggested_workers(cores.usable, gpus)
+    found.facts["workers"] = {**vars(cores), "usable": cores.usable, "suggested": suggested}
+    quota = "" if cores.quota is None else f", a quota of {cores.quota:g}"
+    allowed = f"{cores.allowed} of {cores.total} cores allowed{quota}"
+    return [["dataloaders", f"num_workers={suggested} to begin with ({allowed})"]]
+
+
+def _memory(found: Findings) -> list[list[str]]:
+    memory = machine.memory()
+    shared = known[1] if (known := machine.shared_memory()) else None
+    found.facts["memory"] = {**vars(memory), "usable": memory.usable, "shared": shared}
+    if shared is not None and shared < _LITTLE_SHARED:
+        found.remark(
+            f"{machine.SHARED_MEMORY} has {readable(shared)}, and batches of dataloader workers travel through it:"
+            " start the container with --shm-size=8g or --ipc=host."
+        )
+    rows = [["memory", f"{readable(memory.available)} available of {readable(memory.total)}"]]
+    if memory.limit is not None:
+        rows.append(["memory limit", f"{readable(memory.left)} left of {readable(memory.limit)} (control group)"])
+    return rows
+
+
+def _disks(found: Findings) -> list[list[str]]:
     here, runs = machine.disk(Path()), machine.disk(Path(_RUNS))
     is_one = here.folder.stat().st_dev == runs.folder.stat().st_dev and here.problem == runs.problem
     disks = {"disk": here} if is_one else {"disk": here, "checkpoints": runs}
-    facts["disks"] = [{**vars(disk), "folder": str(disk.folder), "for": name} for name, disk in disks.items()]
-    for disk in disks.values():
+    found.facts["disks"] = [{**vars(disk), "folder": str(disk.folder), "for": name} for name, disk in disks.items()]
+    rows = []
+    for name, disk in disks.items():
         if disk.problem is not None:
-            facts["problems"].append(_about_writing(disk))
+            found.problem(
+                f"Nothing can be written into {disk.folder}: {disk.problem} ({readable(disk.free)} of"
+                f" {readable(disk.total)} free). Runs and checkpoints go there: work in another folder, or choose one"
+                " with hydra.run.dir=FOLDER."
+            )
         elif disk.free < _LITTLE_DISK:
-            facts["remarks"].append(f"{disk.folder} has {size(disk.free)} left: checkpoints may not fit.")
-    shared = _shared_memory()
-    facts["memory"]["shared"] = shared
-    if shared is not None and shared < _LITTLE_SHARED:
-        facts["remarks"].append(
-            f"{_SHARED_MEMORY} has {size(shared)}, and batches of dataloader workers travel through it: start the"
-            " container with --shm-size=8g or --ipc=host."
-        )
-
-
-def _about_writing(disk: machine.Disk) -> str:
-    return (
-        f"Nothing can be written into {disk.folder}: {disk.problem} ({size(disk.free)} of {size(disk.total)} free)."
-        " Runs and checkpoints go there: work in another folder, or choose one with hydra.run.dir=FOLDER."
-    )
-
-
-def _shared_memory() -> int | None:
-    return shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.is_dir() else None
+            found.remark(f"{disk.folder} has {readable(disk.free)} left: checkpoints may not fit.")
+        network = f", on a network ({disk.network})" if disk.network else ""
+        state = "writable" if disk.problem is None else f"not writable: {disk.problem}"
+        space = f"{readable(disk.free)} free of {readable(disk.total)}"
+        rows.append([name, f"{disk.folder}: {space}, {state}{network}"])
+    return rows
 
 
 # --- in words -------------------------------------------------------------------------------------------------
 
 
-def size(number: float | None) -> str:
-    """Bytes as one reads them."""
-    if number is None:
-        return "unknown"
-    for unit in ("bytes", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.1f} GiB"
-
-
-def show(facts: dict[str, Any]) -> None:
-    """Print ``facts`` for a person; with ``--quiet`` the verdict, and what is wrong."""
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    _table(console, "Versions", None, [[name, text] for name, text in facts["versions"].items()])
-    devices = [[row["device"], row["name"], size(row["memory"]), row["detail"]] for row in facts["devices"]]
-    if devices:
-        _table(console, "Devices", ["device", "name", "memory", "about"], devices)
-    for name, rows in facts["precisions"].items():
-        cells = [[row["precision"], row["how"], row["why"]] for row in rows]
-        _table(console, f"Precisions on {name}", ["precision", "here", "why"], cells)
-    if facts["speed"]:
-        _table(console, *_speed(facts["speed"]))
-    _table(console, "Host", None, _host(facts))
-    for remark in facts["remarks"]:
-        console.print(f"Note: {remark}", markup=False, highlight=False, soft_wrap=True)
-    for problem in facts["problems"]:
-        console.print(f"Broken: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
-    console.print(facts["verdict"], style="bold", markup=False, highlight=False, soft_wrap=True)
-
-
-def _table(console: Console, title: str, header: list[str] | None, rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    if is_quiet():
-        return
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_header=header is not None)
-    for name in header or [""] * len(rows[0]):
-        table.add_column(Text(name), overflow="fold", justify="right" if name in _NUMBERS else "left")
-    styles = {"unsupported": "red", "emulated": "yellow"}
-    for cells in rows:
-        table.add_row(*map(Text, cells), style=next((styles[cell] for cell in cells if cell in styles), None))
-    console.print(table)
-
-
-_NUMBERS = ("memory", "matrix products", "convolutions", "against float32")
-
-
-def _speed(speed: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
-    on_cpu = speed["device"] == machine.cpu_name()
-    threads = f", {speed['threads']} thread{'s' * (speed['threads'] != 1)}" if on_cpu else ""
-    rows = []
-    for row in speed["rows"]:
-        cells = [row["name"]]
-        for operation in ("matmul", "convolution"):
-            cells += [_rate(row[operation]), _ratio(row["ratios"].get(operation))]
-        rows.append(cells)
-    header = ["arithmetic", "matrix products", "against float32", "convolutions", "against float32"]
-    return f"Measured speed of {speed['device']}{threads}", header, rows
+def show(found: Findings) -> None:
+    """Print what was found for a person; with ``--quiet`` the verdict, and what is wrong."""
+    for title, header, rows, numbers in found.tables:
+        if rows and not is_quiet():
+            print_table(title, header, rows, left=[name for name in header if name not in numbers])
+    remarks = [(f"Note: {remark}", "") for remark in found.facts["remarks"]]
+    problems = [(f"Broken: {problem}", "red") for problem in found.facts["problems"]]
+    for line, style in [*remarks, *problems, (found.facts["verdict"], "bold")]:
+        console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _rate(value: float | None) -> str:
@@ -354,28 +371,3 @@ def _rate(value: float | None) -> str:
 
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
-
-
-def _host(facts: dict[str, Any]) -> list[list[str]]:
-    workers, memory = facts["workers"], facts["memory"]
-    quota = "" if workers["quota"] is None else f", a quota of {workers['quota']:g}"
-    rows = [
-        [
-            "dataloaders",
-            f"num_workers={workers['suggested']} to begin with ({workers['allowed']} of {workers['total']} cores"
-            f" allowed{quota})",
-        ],
-        ["memory", f"{size(memory['available'])} available of {size(memory['total'])}"],
-    ]
-    if memory["limit"] is not None:
-        rows.append(["memory limit", f"{size(memory['left'])} left of {size(memory['limit'])} (control group)"])
-    for disk in facts["disks"]:
-        network = f", on a network ({disk['network']})" if disk["network"] else ""
-        state = "writable" if disk["problem"] is None else f"not writable: {disk['problem']}"
-        rows.append(
-            [
-                disk["for"],
-                f"{disk['folder']}: {size(disk['free'])} free of {size(disk['total'])}, {state}{network}",
-            ]
-        )
-    return rows

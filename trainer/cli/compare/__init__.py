@@ -1,33 +1,46 @@
 """``trainer compare``: a sweep whose jobs are measured, held against the first, and judged. Imports no torch.
 
-It is a sweep (`trainer.cli.sweep`): the same jobs, each an ordinary ``fit`` in a process and a folder of its own, one
-after the other. What is added: two callbacks that measure, and another report at the end: ``compare.md``,
-``compare.png`` and ``compare.json``.
+The jobs are those of any sweep (`trainer.cli.sweep`), each an ordinary ``fit`` in a process and a folder of its own,
+with one callback more that measures. What is different is the report at the end: ``compare.md``, ``compare.png`` and
+``compare.json``.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.arguments import UsageError
-from trainer.cli.compare.verdict import Run, Thresholds, Verdict, choose_metric, judge
+from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.compare.verdict import EXPECTED, Run, Thresholds, Verdict, choose_metric, judge
 from trainer.cli.help import versions
 from trainer.cli.processes import is_quiet
-from trainer.cli.sweep import common_overrides, console_of_tables, four_digits, markdown_table, print_table, shown
+from trainer.cli.settings import read_settings
+from trainer.cli.sweep import MEASURING, common_overrides, shown
+from trainer.cli.tables import console, four_digits, markdown_table, print_table
 from trainer.record.reader import jobs_of
 
-_MEASURING = (
-    "++callbacks.throughput._target_=trainer.callbacks.Throughput",
-    "++callbacks.curves._target_=trainer.callbacks.Curves",
-)
 _FEW_BATCHES = 20
+
+_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("label", "run", str),
+    ("final_loss", "final loss", "{:.4g}".format),
+    ("metric", "", "{:.4g}".format),
+    ("train_seconds", "training", "{:.1f} s".format),
+    ("samples_per_second", "samples/s", four_digits),
+    ("peak_memory", "peak memory", lambda sizes: f"{next(iter(sizes.values())) / 2**20:,.0f} MiB"),
+    ("skipped_steps", "skipped", str),
+    ("speedup", "speed-up", "{:.2f}x".format),
+    ("memory_saving", "memory", lambda saving: f"{-saving:+z.0%}"),
+    ("word", "verdict", str),
+)
+"""The columns of the table: the name of a figure, the column's, and how it is written. The metric's name is its own."""
+
 _SPARE = ("memory", "training", "final loss", "skipped", "peak memory")
 """Columns that the terminal does without where it is too narrow for all."""
 
@@ -41,9 +54,10 @@ _COLUMNS = """\
 - **verdict**: whether the run keeps to the thresholds `compare.*`."""
 
 
-def as_fit(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a job of a comparison as those of an ordinary fit that measures."""
-    return [*shown(overrides), *_MEASURING, "command=fit"]
+def as_sweep(arguments: Arguments) -> None:
+    """Make a command line of ``compare`` the one of a sweep of ordinary fits that measure."""
+    arguments.command = "fit"
+    arguments.overrides += MEASURING
 
 
 def check(config: DictConfig, jobs: int) -> None:
@@ -72,10 +86,9 @@ def thresholds(config: DictConfig) -> Thresholds:
     Raises:
         UsageError: a setting that makes no sense.
     """
-    node = OmegaConf.select(config, "compare")
-    settings = {} if node is None else OmegaConf.to_container(node, resolve=True)
-    assert isinstance(settings, dict)
-    return Thresholds.read({str(name): value for name, value in settings.items()})
+    node: Any = OmegaConf.select(config, "compare")
+    settings: Any = {} if node is None else OmegaConf.to_container(node, resolve=True)
+    return read_settings(Thresholds, "compare", settings, EXPECTED)
 
 
 def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), since: float = 0.0) -> int:
@@ -90,14 +103,18 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
     Returns:
         How many runs did not complete; with ``compare.strict`` those that missed a threshold count as well.
     """
+    from trainer.cli.compare.picture import draw
+
     runs = read_runs(folder, since)
     if not runs:
         return 0
     comparison = Comparison(runs, limits)
     words = [word for word in overrides if not word.startswith("hydra.sweep.dir=")]
     command = shlex.join(["python", "-m", "trainer", "compare", *words])
-    drawn = comparison.draw(folder / "compare.png")
-    text = comparison.markdown(command, "compare.png" if drawn else None)
+    figure = draw(runs, comparison.metric, comparison.title)
+    if figure is not None:
+        figure.savefig(folder / "compare.png")
+    text = comparison.markdown(command, "compare.png" if figure is not None else None)
     (folder / "compare.md").write_text(text, encoding="utf-8")
     numbers = {"command": command, **comparison.as_dict()}
     (folder / "compare.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
@@ -108,14 +125,14 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
 def read_runs(folder: Path, since: float = 0.0) -> list[Run]:
     """The runs in ``folder``, in their order, each named by what sets it apart from the others."""
     records = jobs_of(folder, since)
-    common = common_overrides(records) if len(records) > 1 else None
+    common = common_overrides(records)
     runs = []
     for record in records:
-        own = [word for word in shown(record.overrides) if common is not None and word not in common]
-        label = " ".join(word.removeprefix("precision=") for word in own) or str(record.precision)
-        if label == "auto" and record.precision:
+        own = [word.removeprefix("precision=") for word in shown(record.overrides) if word not in common]
+        label = " ".join(own if len(records) > 1 else []) or str(record.precision)
+        if label == "auto" and record.precision != "auto":
             label = f"auto ({record.precision})"
-        runs.append(Run(label, record.facts, record.facts.get("curves", {})))
+        runs.append(Run(label, record))
     return runs
 
 
@@ -142,7 +159,7 @@ class Comparison:
             for run in runs
         ]
         self.conditions = [*([remark] if remark else []), *unequal(runs), *_circumstances(runs)]
-        self.title = f"{first.result.get('recipe') or 'Comparison'}: {', '.join(run.label for run in runs)}"
+        self.title = f"{first.record.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
 
     @property
     def failed(self) -> int:
@@ -153,15 +170,6 @@ class Comparison:
     def missed(self) -> int:
         """How many runs miss a threshold."""
         return sum(not verdict.met for verdict in self.verdicts if verdict is not None)
-
-    def draw(self, file: Path) -> bool:
-        """Write the picture to ``file``; False where there is nothing to draw."""
-        from trainer.cli.compare.picture import draw
-
-        figure = draw(self.runs, self.metric, self.title)
-        if figure is not None:
-            figure.savefig(file)
-        return figure is not None
 
     def markdown(self, command: str, picture: str | None) -> str:
         """The report.
@@ -189,41 +197,39 @@ class Comparison:
     def print(self, folder: Path) -> None:
         """Print the report, with ``--quiet`` a line for each run; ``folder`` is where it is."""
         quiet = is_quiet()
-        console = console_of_tables() if quiet else print_table(self.title, *self._table(), ("run", "verdict"), _SPARE)
+        shown_in = console() if quiet else print_table(self.title, *self._table(), ("run", "verdict"), _SPARE)
         for label, text, advice in self._findings():
             for line in (f"{label}: {text}", *(() if quiet else (f"  - {line}" for line in advice))):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                shown_in.print(line, markup=False, highlight=False, soft_wrap=True)
         if not quiet:
-            console.print()
+            shown_in.print()
             for condition in self.conditions:
-                console.print(condition, style="dim", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"The report is {folder / 'compare.md'}", markup=False, highlight=False, soft_wrap=True)
+                shown_in.print(condition, style="dim", markup=False, highlight=False, soft_wrap=True)
+        shown_in.print(f"The report is {folder / 'compare.md'}", markup=False, highlight=False, soft_wrap=True)
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers."""
-        metric = self.metric.name if self.metric else None
-        runs = [
-            {
-                "label": run.label,
-                "precision": run.result.get("precision"),
-                "status": run.result["status"],
-                "error": run.result.get("error"),
-                "final_loss": run.final_loss,
-                "metric": run.metric(metric) if metric else None,
-                "train_seconds": run.throughput.get("train_seconds"),
-                "samples_per_second": run.rate,
-                "peak_memory": run.result.get("peak_memory"),
-                "skipped_steps": run.result.get("skipped_steps"),
-                "verdict": asdict(verdict) if verdict else None,
-                "run_dir": run.result["run_dir"],
-            }
-            for run, verdict in zip(self.runs, self.verdicts, strict=True)
-        ]
         return {
-            "metric": metric,
+            "metric": self.metric.name if self.metric else None,
             "thresholds": asdict(self.limits),
             "conditions": self.conditions,
-            "runs": runs,
+            "runs": [
+                {
+                    "label": run.label,
+                    "precision": run.record.precision,
+                    "status": run.record.status,
+                    "error": run.record.error or None,
+                    "final_loss": run.final_loss,
+                    "metric": run.record.metrics.get(self.metric.name) if self.metric else None,
+                    "train_seconds": run.record.throughput.get("train_seconds"),
+                    "samples_per_second": run.rate,
+                    "peak_memory": run.record.facts.get("peak_memory") or None,
+                    "skipped_steps": run.record.skipped_steps,
+                    "verdict": asdict(verdict) if verdict else None,
+                    "run_dir": run.record.facts.get("run_dir"),
+                }
+                for run, verdict in zip(self.runs, self.verdicts, strict=True)
+            ],
         }
 
     def _findings(self) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -240,26 +246,17 @@ class Comparison:
         return found
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        names = [self.metric.name] if self.metric else []
-        header = ["run", "final loss", *names, "training", "samples/s", "peak memory", "skipped", "speed-up", "memory"]
+        metric = self.metric.name if self.metric else None
+        columns = [(key, name or metric, form) for key, name, form in _FIGURES if name or metric]
         rows = []
-        for run, verdict in zip(self.runs, self.verdicts, strict=True):
-            saving = verdict.memory_saving if verdict else None
-            rows.append(
-                [
-                    run.label,
-                    _form("{:.4g}", run.final_loss),
-                    *(_form("{:.4g}", run.metric(name)) for name in names),
-                    _form("{:.1f} s", run.throughput.get("train_seconds")),
-                    "-" if run.rate is None else four_digits(run.rate),
-                    _form("{:,.0f} MiB", None if run.memory is None else run.memory / 2**20),
-                    _form("{}", run.result.get("skipped_steps")),
-                    _form("{:.2f}x", verdict.speedup if verdict else None),
-                    _form("{:+z.0%}", None if saving is None else -saving),
-                    _word(run, verdict),
-                ]
-            )
-        return [*header, "verdict"], rows
+        for run in self.as_dict()["runs"]:
+            verdict = run["verdict"] or {}
+            word = run["status"] if run["status"] != "completed" else None
+            if verdict and word is None:
+                word = "met" if verdict["met"] else "missed"
+            figures = run | verdict | {"word": word}
+            rows.append(["-" if figures.get(key) is None else form(figures[key]) for key, _, form in columns])
+        return [str(name) for _, name, _ in columns], rows
 
 
 def unequal(runs: Sequence[Run]) -> list[str]:
@@ -270,9 +267,10 @@ def unequal(runs: Sequence[Run]) -> list[str]:
     first, *others = done
     found = []
     for run in others:
-        for key in ("seed", "devices"):
-            if run.result.get(key) != first.result.get(key):
-                found.append(f"{run.label} has {key} {run.result.get(key)}, {first.label} {first.result.get(key)}.")
+        for what in ("seed", "devices"):
+            own, of_first = run.record.facts.get(what), first.record.facts.get(what)
+            if own != of_first:
+                found.append(f"{run.label} has {what} {own}, {first.label} {of_first}.")
         if _length(run) != _length(first):
             found.append(f"{run.label} trained for {_length(run)}, {first.label} for {_length(first)}.")
         epoch = _first_difference(run, first)
@@ -284,19 +282,18 @@ def unequal(runs: Sequence[Run]) -> list[str]:
             )
     if found:
         return [f"Not the same in all runs: {found[0]}", *found[1:]]
-    seed, devices = first.result.get("seed"), first.result.get("devices")
-    batches = "the first batch of every epoch" if all(run.throughput.get("batches") for run in done) else ""
-    return [f"The same in all runs: {', '.join(filter(None, (f'seed {seed}', devices, _length(first), batches)))}."]
+    batches = "the first batch of every epoch" if all(run.record.throughput.get("batches") for run in done) else ""
+    same = (f"seed {first.record.facts.get('seed')}", first.record.devices, _length(first), batches)
+    return [f"The same in all runs: {', '.join(filter(None, same))}."]
 
 
 def _length(run: Run) -> str:
-    epochs, steps = run.result.get("epochs"), run.result.get("steps")
-    return f"{_count(epochs, 'epoch')} ({_count(steps, 'optimizer step')})"
+    return f"{_count(run.record.epochs, 'epoch')} ({_count(run.record.steps, 'optimizer step')})"
 
 
 def _first_difference(run: Run, first: Run) -> int | None:
     """The first epoch, counted from 1, whose first batches are known to differ."""
-    pairs = zip(run.throughput.get("batches", []), first.throughput.get("batches", []), strict=False)
+    pairs = zip(run.record.throughput.get("batches", []), first.record.throughput.get("batches", []), strict=False)
     for epoch, (ours, theirs) in enumerate(pairs, start=1):
         if any(a != b for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None):
             return epoch
@@ -306,7 +303,7 @@ def _first_difference(run: Run, first: Run) -> int | None:
 def _circumstances(runs: Sequence[Run]) -> list[str]:
     """What to bear in mind with the numbers."""
     found = []
-    batches = [run.throughput["measured_batches"] for run in runs if run.rate is not None]
+    batches = [measured for run in runs if (measured := run.record.throughput.get("measured_batches")) is not None]
     if batches and min(batches) < _FEW_BATCHES:
         few = _count(min(batches), "batch", "batches")
         found.append(f"The rates rest on {few}: train for longer before you rely on them.")
@@ -322,19 +319,7 @@ def _circumstances(runs: Sequence[Run]) -> list[str]:
 
 def _outcome(run: Run) -> str:
     """What became of a run that did not complete; empty for one that did."""
-    return "" if run.completed else f"{run.result['status']}: {run.result.get('error') or 'it did not say why'}"
-
-
-def _word(run: Run, verdict: Verdict | None) -> str:
-    if not run.completed:
-        return str(run.result["status"])
-    if verdict is None:
-        return "-"
-    return "met" if verdict.met else "missed"
-
-
-def _form(form: str, value: Any) -> str:
-    return "-" if value is None else form.format(value)
+    return "" if run.completed else f"{run.record.status}: {run.record.error or 'it did not say why'}"
 
 
 def _count(number: int | None, one: str, many: str | None = None) -> str:

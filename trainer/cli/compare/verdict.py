@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from trainer.cli.arguments import UsageError
 from trainer.cli.objective import is_lower_better
-from trainer.cli.schema import describe
+from trainer.cli.settings import Expected, number, text
 from trainer.errors import did_you_mean
+from trainer.record.reader import RunRecord
 
 MIN_SPEEDUP = 1.5
 """Times the samples per second of 32 bits: below it a GPU has hardly used its Tensor Cores, or had little to do."""
@@ -33,101 +32,64 @@ class Thresholds:
     min_memory_saving: float | str | None = "auto"
     strict: bool = False
 
-    @classmethod
-    def read(cls, settings: Mapping[str, Any]) -> Thresholds:
-        """The thresholds that the config's node ``compare`` describes.
 
-        Raises:
-            UsageError: a setting that does not exist, or a value that makes no sense.
-        """
-        names = [setting.name for setting in fields(cls)]
-        for name, value in settings.items():
-            if name not in names:
-                raise UsageError(f"There is no setting 'compare.{name}'.{did_you_mean(name, names)}")
-            if wanted := _expected(name, value):
-                raise UsageError(f"compare.{name} is {describe(value)}, expected {wanted}.")
-        return cls(**settings)
-
-
-def _expected(name: str, value: Any) -> str | None:
-    """What a setting should have been; None if it is that."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-    match name:
-        case "metric":
-            return None if value is None or isinstance(value, str) else "the name of a metric or null"
-        case "mode":
-            return None if value in ("max", "min", None) else "max, min or null"
-        case "accuracy_tolerance":
-            return None if number or value is None else "a number of at least 0, or null"
-        case "strict":
-            return None if isinstance(value, bool) else "true or false"
-        case _:
-            return None if number or value in ("auto", None) else "a number of at least 0, auto or null"
+_AMOUNT = number(0)
+_AMOUNT_OR_AUTO = Expected(
+    "a number of at least 0, auto or null", lambda value: value in ("auto", None) or _AMOUNT.accepts(value)
+)
+EXPECTED = {
+    "metric": text("the name of a metric").or_null(),
+    "mode": Expected("max, min or null", lambda value: value in ("max", "min", None)),
+    "accuracy_tolerance": _AMOUNT.or_null(),
+    "min_speedup": _AMOUNT_OR_AUTO,
+    "min_memory_saving": _AMOUNT_OR_AUTO,
+    "strict": Expected("true or false", lambda value: isinstance(value, bool)),
+}
+"""What the settings ``compare.*`` may be."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a comparison, as the files it left tell it.
+    """One run of a comparison.
 
     Args:
         label: what sets it apart from the others, such as "16-mixed".
-        result: its ``run.json``.
-        curves: the curves in it; empty where there are none.
+        record: what it has left.
     """
 
     label: str
-    result: Mapping[str, Any]
-    curves: Mapping[str, Any] = field(default_factory=dict)
+    record: RunRecord
 
     @property
     def completed(self) -> bool:
         """Whether it came to its end."""
-        return bool(self.result["status"] == "completed")
-
-    @property
-    def throughput(self) -> Mapping[str, Any]:
-        """What `trainer.callbacks.Throughput` measured; empty where it did not get to that."""
-        measured: Mapping[str, Any] = self.result.get("throughput") or {}
-        return measured
+        return self.record.completed
 
     @property
     def rate(self) -> float | None:
         """Samples per second."""
-        rate: float | None = self.throughput.get("samples_per_second")
-        return rate
+        return self.record.samples_per_second
 
     @property
     def memory(self) -> int | None:
         """Peak, in bytes: of tensors on a GPU, of the whole process elsewhere."""
-        peaks: Mapping[str, int] = self.result.get("peak_memory", {})
-        return next(iter(peaks.values()), None)
+        return self.record.peak_memory
 
     @property
     def on_gpu(self) -> bool:
         """Whether its memory is that of a GPU."""
-        return "gpu" in self.result.get("peak_memory", {})
+        return self.record.memory_is_the_gpus
 
     @property
     def is_half(self) -> bool:
         """Whether its precision computes in 16 bits."""
-        return str(self.result.get("precision")).startswith(("16", "bf16"))
-
-    @property
-    def losses(self) -> tuple[list[int], list[float]]:
-        """Optimizer steps and the training losses of their batches."""
-        points = self.curves.get("losses", {})
-        return points.get("steps", []), points.get("values", [])
+        return str(self.record.precision).startswith(("16", "bf16"))
 
     @property
     def final_loss(self) -> float | None:
         """Mean training loss over the last tenth of the batches."""
-        _, losses = self.losses
+        losses = self.record.losses.values
         return statistics.fmean(losses[-math.ceil(len(losses) / 10) :]) if losses else None
-
-    def metric(self, name: str) -> float | None:
-        """The last value of a metric."""
-        value: float | None = self.result.get("metrics", {}).get(name)
-        return value
 
 
 @dataclass(frozen=True)
@@ -178,7 +140,7 @@ def choose_metric(runs: Sequence[Run], thresholds: Thresholds) -> tuple[Metric |
     In this order: ``compare.metric``; what the run's checkpoints are chosen by; an accuracy; another score of the
     validation; a loss of the validation.
     """
-    logged = list(dict.fromkeys(name for run in runs for name in run.result.get("metrics", {})))
+    logged = list(dict.fromkeys(name for run in runs for name in run.record.metrics))
     names = [name for name in logged if not name.endswith(("_step", "_epoch"))] or logged
     remark = None
     if thresholds.metric in logged:
@@ -189,10 +151,9 @@ def choose_metric(runs: Sequence[Run], thresholds: Thresholds) -> tuple[Metric |
             f"{did_you_mean(thresholds.metric, logged)} Logged: {', '.join(logged) or 'nothing'}."
         )
     for run in runs:
-        monitor = run.result.get("monitor") or {}
-        if monitor.get("metric") in logged:
-            higher = (thresholds.mode or monitor["mode"]) == "max"
-            return Metric(monitor["metric"], higher), remark
+        name, mode = run.record.monitor or (None, None)
+        if name in logged:
+            return Metric(str(name), (thresholds.mode or mode) == "max"), remark
     validation = [name for name in names if name.startswith("val")]
     accuracies = [name for name in [*validation, *names] if "acc" in name.lower()]
     scores = [name for name in validation if not is_lower_better(name)]
@@ -240,7 +201,7 @@ def _wanted(setting: float | str | None, on_gpu: float, run: Run, first: Run) ->
 
 def _judge_quality(run: Run, first: Run, metric: Metric, tolerance: float | None) -> tuple[str, str | None]:
     """The clause on the metric and, if it is too far off, what that means."""
-    value, reference = run.metric(metric.name), first.metric(metric.name)
+    value, reference = run.record.metrics.get(metric.name), first.record.metrics.get(metric.name)
     if value is None or reference is None:
         return f"no {metric.name} to compare", f"{metric.name} was not logged by both runs."
     difference, unit = metric.difference(value, reference)
@@ -283,20 +244,19 @@ def _why_slow(run: Run, first: Run) -> Iterable[str]:
     if not run.on_gpu:
         yield "A CPU has no Tensor Cores, and few have instructions for 16 bits: this is what is to be expected there."
         return
-    gpu = run.result.get("gpu") or {}
-    capability = gpu.get("capability")
+    capability = run.record.gpu.get("capability")
     if capability is not None and capability < [7, 0]:
         yield f"This GPU (compute capability {_dotted(capability)}) has no Tensor Cores."
         return
-    if capability is not None and capability < [8, 0] and str(run.result.get("precision")).startswith("bf16"):
+    if capability is not None and capability < [8, 0] and str(run.record.precision).startswith("bf16"):
         yield f"The Tensor Cores of this GPU (compute capability {_dotted(capability)}) know no bfloat16: use 16-mixed."
-    waiting = run.throughput.get("waiting")
+    waiting = run.record.throughput.get("waiting")
     if waiting is not None and waiting > 0.2:
         yield (
             f"The loop waited for batches {waiting:.0%} of the time: the data are the bottleneck"
             " (data.num_workers, cheaper transforms)."
         )
-    if tf32 := (first.result.get("gpu") or {}).get("tf32"):
+    if tf32 := first.record.gpu.get("tf32"):
         yield f"{first.label} used Tensor Cores too: TF32 in {' and '.join(tf32)}."
     yield (
         "Where Tensor Cores are not used, that is usually because dimensions of layers are no multiples of 8, because"

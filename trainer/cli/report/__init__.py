@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.cli.arguments import UsageError
+from trainer.files import write_text
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import Arguments
@@ -59,11 +59,8 @@ def write_report(folder: Path, out: Path) -> None:
             f"The files in {folder} say something that a run does not write ({type(error).__name__}: {error}). They"
             " were changed, or come from another version."
         ) from error
-    part = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(out)  # where there is a link of that name, the page takes its place
+        write_text(out, text)  # where there is a link of that name, the page takes its place
     except OSError as error:
         raise UsageError(
             f"Cannot write {out}: {error.strerror}. Name another file: `python -m trainer report {folder} OUT.html`."

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.cli.objective import best
 from trainer.cli.processes import is_quiet
+from trainer.cli.tables import console, markdown_table, print_table
 from trainer.record.reader import RunRecord, jobs_of, without_twins
-
-if TYPE_CHECKING:  # takes a moment to import
-    from rich.console import Console
-    from rich.table import Table
 
 ENDED_WELL = ("completed", "pruned")
 """What a job's status is when nothing went wrong. A sweeper stops ("prunes") a job that is not worth finishing."""
@@ -32,10 +28,13 @@ _METRICS = 4
 PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
 """How the override begins by which Optuna's sweeper has a job report to its study."""
 
+MEASURING = ("++callbacks.throughput._target_=trainer.callbacks.Throughput",)
+"""The override by which ``compare`` has a job measured."""
+
 
 def shown(overrides: Sequence[str]) -> list[str]:
     """The overrides a person wants to see."""
-    return [override for override in overrides if not override.startswith(("command=", PRUNING))]
+    return [override for override in overrides if not override.startswith(("command=", PRUNING, *MEASURING))]
 
 
 def report(folder: Path, since: float = 0.0) -> int:
@@ -141,96 +140,12 @@ def _print(header: list[str], rows: list[list[str]], said: str, runs: Sequence[R
     jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
     title, left = f"Sweep of {jobs}", ("overrides", "status", "run dir")
-    console = console_of_tables() if is_quiet() else print_table(title, header, narrow, left, _SPARE)
+    shown_in = console() if is_quiet() else print_table(title, header, narrow, left, _SPARE)
     if said:
         style = "bold green" if said.startswith("Best") else "yellow"
-        console.print(said, style=style, soft_wrap=True, markup=False, highlight=False)
+        shown_in.print(said, style=style, soft_wrap=True, markup=False, highlight=False)
     for run in runs:
         if run.error:
             told = f"Job {run.job} {run.status}: {run.error}"
-            console.print(told, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Everything is in {folder}", soft_wrap=True, markup=False, highlight=False)
-
-
-def four_digits(value: float) -> str:
-    """A rate, without a power of ten.
-
-    >>> four_digits(34.831), four_digits(66961.2)
-    ('34.83', '66,960')
-    """
-    return f"{float(f'{value:.4g}'):,.10g}"
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
-
-
-def print_table(
-    title: str,
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    left: Sequence[str],
-    spare: Sequence[str] = (),
-) -> Console:
-    """Print a table; rows in which something failed or was interrupted are red, those of pruned jobs dim.
-
-    The row of the best job, whose first cell says so, is bold.
-
-    Args:
-        title: above the table.
-        header: the columns' names.
-        rows: their cells.
-        left: names of the columns that are aligned to the left.
-        spare: names of the columns that are left out, one after the other, while the terminal is too narrow for all.
-
-    Returns:
-        The console it went to, for more.
-    """
-    from rich.measure import Measurement
-
-    console, listed, dropped = console_of_tables(), list(rows), list[str]()
-    unlimited = console.options.update(max_width=1000)
-    table = _table(title, header, listed, left, dropped)
-    for name in spare:
-        if Measurement.get(console, unlimited, table).maximum <= console.width:
-            break
-        dropped.append(name)
-        table = _table(title, header, listed, left, dropped)
-    console.print(table)
-    return console
-
-
-def _table(
-    title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str], dropped: Sequence[str]
-) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-    kept = [place for place, name in enumerate(header) if name not in dropped]
-    for name in (header[place] for place in kept):
-        is_left = name in left
-        # when columns have been dropped, what is still too wide is a text, and no number is folded
-        table.add_column(
-            Text(name), justify="left" if is_left else "right", overflow="fold", no_wrap=bool(dropped) and not is_left
-        )
-    for cells in rows:
-        table.add_row(*(Text(cells[place]) for place in kept), style=_style(cells))
-    return table
-
-
-def console_of_tables() -> Console:
-    """A console as wide as a table wants where it is not a terminal's."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 160)
-
-
-def _style(cells: Sequence[str]) -> str | None:
-    if "failed" in cells or "interrupted" in cells:
-        return "red"
-    if "pruned" in cells:
-        return "dim"
-    return "bold green" if cells[0].endswith("(best)") else None
+            shown_in.print(told, markup=False, highlight=False, soft_wrap=True)
+    shown_in.print(f"Everything is in {folder}", soft_wrap=True, markup=False, highlight=False)

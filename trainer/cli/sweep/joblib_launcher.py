@@ -23,7 +23,6 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.compare import as_fit
 from trainer.cli.objective import value_of
 from trainer.cli.schema import describe
 from trainer.cli.sweep.jobs import Job, ended_by, handled
@@ -102,7 +101,7 @@ class JoblibLauncher(Launcher):
                 config.hydra.runtime.output_dir = str(folder)
             instance.set_config(config)
             own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-            job = Job.composed(own, as_fit) if own.command == "compare" else Job.composed(own)
+            job = Job.composed(own)
         finally:
             instance.cfg = before
         job.own_session = True

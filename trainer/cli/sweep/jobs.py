@@ -82,12 +82,11 @@ class Job:
     own_session: bool = False
 
     @classmethod
-    def composed(cls, config: DictConfig, own: Callable[[list[str]], list[str]] = list) -> Job:
+    def composed(cls, config: DictConfig) -> Job:
         """The job that Hydra has composed last.
 
         Args:
             config: of the job, without Hydra's node.
-            own: makes the overrides that the process is started with from those of the job.
         """
         hydra = HydraConfig.get()
         overrides = _as_written(hydra.overrides.task)
@@ -105,7 +104,7 @@ class Job:
             number=int(hydra.job.num),
             folder=folder,
             overrides=overrides,
-            words=[*own(overrides), *(["resume=auto"] if again else []), *ours, *placement, *_places(hydra)],
+            words=[*overrides, *(["resume=auto"] if again else []), *ours, *placement, *_places(hydra)],
             cwd=hydra.runtime.cwd,
             digest=hashlib.sha256(OmegaConf.to_yaml(config).encode()).hexdigest(),
             resumes=resumes or again,
@@ -195,17 +194,16 @@ def _ended_by(number: int) -> str:
     return f"ended by {name}{', as the system does it when memory runs out' if is_kill else ''}"
 
 
-def run_job(config: DictConfig, own: Callable[[list[str]], list[str]] = list) -> float | None:
+def run_job(config: DictConfig) -> float | None:
     """Run the job that Hydra has composed, in a process of its own, and wait for it. Its failure is not ours.
 
     Args:
         config: of the job.
-        own: makes the overrides that the process is started with from those of the job.
 
     Returns:
         The value of its objective; None if it has none, or failed.
     """
-    job, stop = Job.composed(config, own), Stop.of(HydraConfig.get())
+    job, stop = Job.composed(config), Stop.of(HydraConfig.get())
     if stop.told():
         return None
     if job.is_done():

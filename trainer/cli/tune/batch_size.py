@@ -19,7 +19,7 @@ from trainer import machine
 from trainer.cli import tune
 from trainer.cli.arguments import COMPARED, Arguments, UsageError
 from trainer.cli.processes import is_quiet
-from trainer.cli.sweep import four_digits, print_table
+from trainer.cli.tables import four_digits, print_table
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, is_killed, run_in_child
 

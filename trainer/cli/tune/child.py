@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trainer.files import write_text
+
 Message = dict[str, Any]
 Tell = Callable[[Message], None]
 """Answers with the message, and ends the process, whatever it is still doing."""
@@ -75,9 +77,7 @@ def _entry(function: str, folder: Path, log: Path, start_method: str, arguments:
     module, _, name = function.partition(":")
 
     def tell(message: Message) -> None:
-        written = folder / "answer.part"
-        written.write_text(json.dumps(message), encoding="utf-8")
-        written.replace(_answer(folder))
+        write_text(_answer(folder), json.dumps(message))
         for child in multiprocessing.active_children():  # workers of dataloaders
             child.kill()
         sys.stdout.flush()

@@ -20,10 +20,8 @@ from tests.support import (
     native_fp16,
     train_by_hand,
 )
-from trainer.engine import gradients, optimizers
 from trainer.errors import ConfigurationError
 from trainer.loops.schedules import Schedules
-from trainer.state.outcome import StepOutcome
 
 SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
 POISON = {0: 1e30, 4: 1e30, 5: float("nan")}
@@ -215,78 +213,3 @@ def test_a_plateau_schedule_without_its_metric(tmp_path):
     module = Plateau([1.0] * 3, interval="epoch", monitor="nothing")
     with pytest.raises(ConfigurationError, match="ReduceLROnPlateau conditioned on metric nothing"):
         make_trainer(tmp_path).fit(module, loader_of(make_batches(1)))
-
-
-# --- helpers --------------------------------------------------------------------------------------------------------
-
-
-def test_clear_gradients_is_zero_grad():
-    one, other = parameters_with([1.0], [2.0])
-    gradients.clear_gradients(torch.optim.SGD([{"params": [one]}, {"params": [other]}], lr=0.1))
-    assert one.grad is None
-    assert other.grad is None
-
-
-def test_zero_grad_of():
-    class Own(torch.optim.SGD):
-        def zero_grad(self, set_to_none=True):
-            super().zero_grad(set_to_none)
-
-    plain, patched = torch.optim.Adam(parameters_with([1.0])), torch.optim.Adam(parameters_with([1.0]))
-    patched.zero_grad = lambda: None
-    assert gradients.zero_grad_of([plain]) is gradients.clear_gradients
-    for own in (patched, Own(parameters_with([1.0]), lr=0.1)):
-        assert gradients.zero_grad_of([plain, own]) is not gradients.clear_gradients
-
-
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [(torch.optim.SGD, False), (torch.optim.AdamW, False), (torch.optim.LBFGS, True), (torch.optim.Rprop, False)],
-)
-def test_needs_closure(make, expected, scheduled):
-    optimizer = make(parameters_with([1.0]), lr=0.1)
-    if scheduled:  # which wraps the optimizer's step
-        lr_scheduler.StepLR(optimizer, 1)
-    assert optimizers.needs_closure(optimizer) is expected
-
-
-def test_clip_by_norm():
-    one, none, other = parameters_with([3.0, 0.0], None, [4.0])
-    optimizer = torch.optim.SGD([{"params": [one, none]}, {"params": [other]}], lr=0.1)
-    norm = gradients.clip_gradients(optimizer, 1.0, "norm")
-    assert (norm.item(), norm.dim()) == (5.0, 0)
-    torch.testing.assert_close(one.grad, torch.tensor([0.6, 0.0]))
-    torch.testing.assert_close(other.grad, torch.tensor([0.8]))
-    assert gradients.clip_gradients(optimizer, 10.0, "norm", torch.inf).item() == pytest.approx(0.8)
-
-
-def test_clipping_may_be_mocked(monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda *args: calls.append(args) or "no norm")
-    fit_and_watch(tmp_path, Regression(), make_batches(2), gradient_clip_val=1.0)
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("measure", [True, False])
-def test_clip_by_value(measure):
-    one, none = parameters_with([3.0, -4.0], None)
-    optimizer = torch.optim.SGD([one, none], lr=0.1)
-    norm = gradients.clip_gradients(optimizer, 0.5, "value", measure=measure)
-    assert (norm is None) is not measure
-    assert not measure or norm.item() == 5.0
-    assert torch.equal(one.grad, torch.tensor([0.5, -0.5]))
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_without_gradients(algorithm):
-    gradients.clip_gradients(torch.optim.SGD(parameters_with(None), lr=0.1), 1.0, algorithm)
-
-
-def test_the_outcome_is_a_value():
-    outcome = StepOutcome(True, 8.0, 4.0, None, (0,))
-    assert outcome == StepOutcome(
-        skipped=True, scale=8.0, next_scale=4.0, grad_norm=None, optimizers=(0,), skipped_optimizers=()
-    )
-    with pytest.raises(AttributeError):
-        outcome.skipped = False

@@ -37,9 +37,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.compat.loaders import LoaderSet
 from trainer.data.batches import TrainingBatches
-from trainer.data.position import CountedPlace, SampledPlace, StatefulPlace, place_of
+from trainer.data.resumable import MapStyleLoader, ReplayedLoader, StatefulLoader, resumable
 from trainer.errors import ResumeError
-from trainer.state import generators, random_states
+from trainer.state import random_states
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -333,7 +333,7 @@ def test_who_looks_into_the_data_between_two_epochs_changes_what_follows(how: di
     rest, states_again = run(states[0])
     assert rest == steps[4:]
     for was, now in zip(states[1:], states_again[1:], strict=True):
-        assert generators.is_same(was[0]["position"]["loaders"][0]["own"], now[0]["position"]["loaders"][0]["own"])
+        assert was[0]["loaders"][0]["own"] == now[0]["loaders"][0]["own"]
         assert (was[0]["epoch"], was[0]["batches"]) == (now[0]["epoch"], now[0]["batches"])
 
 
@@ -461,7 +461,7 @@ def test_samples_that_are_skipped_are_not_loaded_in_workers() -> None:
 def test_a_loader_is_left_as_it_was(workers: int) -> None:
     loader = DataLoader(Noisy(), 2, shuffle=True, num_workers=workers, worker_init_fn=int)
     before = dict(vars(loader))
-    place = place_of(loader)
+    place = resumable(loader)
     next(iter(place))
     assert vars(loader) == before
     assert len(place) == 4
@@ -469,7 +469,7 @@ def test_a_loader_is_left_as_it_was(workers: int) -> None:
 
 def test_who_iterates_a_loader_whose_workers_stay_gets_plain_batches() -> None:
     loader = DataLoader(TensorDataset(torch.arange(4)), 2, num_workers=1, persistent_workers=True)
-    place = place_of(loader)
+    place = resumable(loader)
     list(place)
     assert [batch[0].tolist() for batch in loader] == [[0, 1], [2, 3]]
     del place
@@ -497,7 +497,7 @@ class Draws(Noisy):
 
 @pytest.mark.parametrize(("dataset", "sent"), [(TensorDataset(torch.zeros(4)), set()), (Draws(4), {"torch"})])
 def test_workers_send_what_has_changed(dataset: Any, sent: set[str]) -> None:
-    place = place_of(DataLoader(dataset, 2, num_workers=2))
+    place = resumable(DataLoader(dataset, 2, num_workers=2))
     deque(place, maxlen=0)
     workers = place.state_dict()["workers"]
     assert {name for states in workers.values() for name in states} == sent
@@ -511,7 +511,7 @@ class Fails(Noisy):
 
 def test_errors_in_workers_are_what_they_were() -> None:
     with pytest.raises(ZeroDivisionError, match="of the user"):
-        next(iter(place_of(DataLoader(Fails(), 2, num_workers=1))))
+        next(iter(resumable(DataLoader(Fails(), 2, num_workers=1))))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -536,15 +536,15 @@ def test_without_a_position_several_loaders_skip_what_they_can() -> None:
     assert [rest(skip) for skip in (1, 2, 3)] == [everything[skip:] for skip in (1, 2, 3)]
 
 
-def test_kinds_of_places() -> None:
+def test_kinds_of_resumable_loaders() -> None:
     class Doubles(DataLoader[Any]):
         def __iter__(self) -> Any:
             return (2 * batch for batch in super().__iter__())
 
     loaders = [SAMPLED["shuffled"](), Doubles(Noisy()), DataLoader(Stream(2)), range(3), Bookmarked(3)]
-    kinds = [SampledPlace, CountedPlace, CountedPlace, CountedPlace, StatefulPlace]
-    assert [type(place_of(loader)) for loader in loaders] == kinds
-    assert [place_of(loader).drops for loader in loaders] == [False, True, True, False, False]
+    kinds = [MapStyleLoader, ReplayedLoader, ReplayedLoader, ReplayedLoader, StatefulLoader]
+    assert [type(resumable(loader)) for loader in loaders] == kinds
+    assert [resumable(loader).replays for loader in loaders] == [False, True, True, False, False]
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

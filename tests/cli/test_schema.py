@@ -1,0 +1,80 @@
+"""A mistake in an argument of the Trainer gets the same sentence on the command line and in Python."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trainer import Trainer
+from trainer.arguments import ARGUMENTS, describe
+from trainer.cli import main
+from trainer.errors import ConfigurationError
+
+# Of every argument values of the wrong kind, out of range, or nearly a word that it may be; and what is expected.
+MISTAKES = {
+    "accelerator": {"gpuu": "Did you mean 'gpu'?", 3: "auto, cpu, gpu, cuda, mps or tpu."},
+    "strategy": {"dpp": "expected auto, ddp, ddp_find_unused_parameters_true or another of Lightning's."},
+    "devices": {0: "a number of devices of at least 1", "two": "-1 for all or auto.", 1.5: "devices is 1.5,"},
+    "num_nodes": {0: "at least 1.", "two": "a whole number."},
+    "fast_dev_run": {-1: "at least 0.", "ture": "true, false, a whole number or null. Did you mean 'true'?"},
+    "max_epochs": {-2: "at least 0, or -1 for no end.", "ten": "a whole number or null."},
+    "min_epochs": {-1: "at least 0.", 1.5: "a whole number or null."},
+    "max_steps": {-2: "at least 0, or -1 for no end.", 0.5: "a whole number."},
+    "min_steps": {-1: "at least 0.", "few": "a whole number or null."},
+    "max_time": {5: "a time such as 00:12:00:00", "12:00": "(days, hours, minutes and seconds)"},
+    "limit_train_batches": {-1: "at least 0.", 1.5: "of at most 1.0, or a whole number of them, such as 2."},
+    "limit_val_batches": {-0.5: "at least 0.", "all": "a whole number, a number or null."},
+    "limit_test_batches": {float("nan"): "at least 0.", True: "a whole number, a number or null."},
+    "limit_predict_batches": {2**63: "a number that fits in 64 bits.", "x": "a whole number, a number or null."},
+    "overfit_batches": {-1: "at least 0.", None: "a whole number or a number."},
+    "val_check_interval": {0: "more than 0. To do without validation, set limit_val_batches to 0.", "10:00": "a time"},
+    "check_val_every_n_epoch": {
+        0: "at least 1, or null to count batches across epochs.",
+        "x": "a whole number or null.",
+    },
+    "num_sanity_val_steps": {-2: "at least 0, or -1 for all batches.", "x": "a whole number or null."},
+    "log_every_n_steps": {-1: "at least 0.", "x": "a whole number or null."},
+    "enable_checkpointing": {"flase": "true, false or null. Did you mean 'false'?"},
+    "enable_progress_bar": {"x": "true, false or null."},
+    "enable_model_summary": {"x": "true, false or null."},
+    "accumulate_grad_batches": {0: "at least 1.", 1.5: "a whole number or null."},
+    "gradient_clip_val": {-1: "at least 0.", "x": "a whole number, a number or null."},
+    "gradient_clip_algorithm": {"nrom": "norm, value or null. Did you mean 'norm'?"},
+    "deterministic": {"wran": "true, false, warn or null. Did you mean 'warn'?"},
+    "benchmark": {"ture": "true, false or null. Did you mean 'true'?"},
+    "inference_mode": {"x": "true or false.", None: "true or false."},
+    "use_distributed_sampler": {"x": "true or false."},
+    "profiler": {"simpel": "simple, advanced, pytorch, xla or null. Did you mean 'simple'?"},
+    "detect_anomaly": {"x": "true or false."},
+    "barebones": {"ture": "true or false. Did you mean 'true'?"},
+    "sync_batchnorm": {"x": "true or false."},
+    "reload_dataloaders_every_n_epochs": {-1: "at least 0.", "x": "a whole number."},
+    "enable_autolog_hparams": {"x": "true or false."},
+    "resume": {"atuo": "auto or null. Did you mean 'auto'?"},
+    "exact_resume": {"x": "true or false."},
+    "dataloader_timeout": {-1.0: "at least 0.", float("inf"): "at most 1000000000.", "1h": "a number."},
+}
+JUDGED_ELSEWHERE = {"precision", "logger", "callbacks", "plugins", "default_root_dir", "model_registry"}
+IN_PYTHON = {r"\bnull\b": "None", r"\btrue\b": "True", r"\bfalse\b": "False", r"'\{hours: 12\}'": "{'hours': 12}"}
+
+
+def test_every_argument_is_tried():
+    assert MISTAKES.keys() | JUDGED_ELSEWHERE == ARGUMENTS.keys()
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_mistake_one_sentence(project, capsys, name):
+    """On the command line, and in Python with its words for null, true and false."""
+    for value, message in MISTAKES[name].items():
+        assert main(["fit", "+recipe=line", f"trainer.{name}={describe(value)}"]) == 2
+        told = capsys.readouterr().err
+        start = f"trainer: trainer.{name} is {describe(value)}, expected "
+        assert told.startswith(start)
+        assert message in told
+        with pytest.raises(ConfigurationError) as error:
+            Trainer(**{name: value})
+        expected = told.removeprefix(start).strip()
+        for word, in_python in IN_PYTHON.items():
+            expected = re.sub(word, in_python, expected)
+        assert str(error.value) == f"{name} is {value!r}, expected {expected}"

@@ -1,0 +1,160 @@
+"""What is done to gradients that are whole; of sharded ones, see tests/distributed/test_sharded.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import Regression, fit_and_watch, make_batches
+from trainer.engine.gradients import Gradients, zero_loss
+from trainer.precision.scaler import LossScaler
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def gradients():
+    return Gradients(LossScaler("cpu", enabled=False))
+
+
+def parameters_with(*values):
+    parameters = []
+    for value in values:
+        p = nn.Parameter(torch.zeros(len(value) if value is not None else 2))
+        p.grad = None if value is None else torch.tensor(value)
+        parameters.append(p)
+    return parameters
+
+
+def sgd(*groups):
+    return torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+
+
+def test_nobody_else_touches_a_gradient():
+    """The loss scaler does, which is the other half of this: torch's ``GradScaler`` is given an optimizer."""
+    homes = {"trainer/engine/gradients.py", "trainer/precision/scaler.py"}
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "trainer").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.search(r"(?<!autograd)(?<!``)\.grad\b", line)
+    }
+    assert found == homes
+
+
+def test_clear(gradients):
+    one, other = parameters_with([1.0], [2.0])
+    gradients.clear(sgd([one], [other]))
+    assert one.grad is None
+    assert other.grad is None
+
+
+def test_an_optimizer_that_clears_its_gradients_itself(gradients):
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            calls.append(self)
+
+    calls = []
+    own, patched = Own(parameters_with([1.0]), lr=0.1), torch.optim.Adam(parameters_with([1.0]))
+    patched.zero_grad = lambda: calls.append(patched)
+    for optimizer in (own, patched):
+        gradients.clear(optimizer)
+    assert calls == [own, patched]
+
+
+def test_clip_by_norm(gradients):
+    one, none, other = parameters_with([3.0, 0.0], None, [4.0])
+    optimizer = sgd([one, none], [other])
+    norm = gradients.clip_(optimizer, 1.0, "norm")
+    assert (norm.item(), norm.dim()) == (5.0, 0)
+    torch.testing.assert_close(one.grad, torch.tensor([0.6, 0.0]))
+    torch.testing.assert_close(other.grad, torch.tensor([0.8]))
+    assert gradients.clip_(optimizer, 10.0, "norm", torch.inf).item() == pytest.approx(0.8)
+
+
+def test_clipping_may_be_mocked(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda *args: calls.append(args) or "no norm")
+    fit_and_watch(tmp_path, Regression(), make_batches(2), gradient_clip_val=1.0)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_clip_by_value(gradients, measure):
+    one, none = parameters_with([3.0, -4.0], None)
+    norm = gradients.clip_(sgd([one, none]), 0.5, "value", measure=measure)
+    assert (norm is None) is not measure
+    assert not measure or norm.item() == 5.0
+    assert torch.equal(one.grad, torch.tensor([0.5, -0.5]))
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_without_gradients(gradients, algorithm):
+    assert gradients.clip_(sgd(parameters_with(None)), 1.0, algorithm) is None
+    assert gradients.norm(sgd(parameters_with(None))) is None
+
+
+def test_a_norm_of_sparse_gradients(gradients):
+    table = nn.Embedding(4, 1, sparse=True)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    assert gradients.norm(torch.optim.SGD(table.parameters(), lr=0.1)).item() == pytest.approx(5**0.5)  # 2 and 1
+
+
+def test_gradients_set_aside_come_back(gradients):
+    one, none = parameters_with([1.0], None)
+    before = one.grad
+    with gradients.set_aside([one, none]):
+        assert one.grad is None
+        one.grad, none.grad = torch.ones(1), torch.ones(2)
+    assert one.grad is before
+    assert none.grad is None
+
+
+def test_a_backward_pass_that_fails_is_undone(gradients):
+    one, none = parameters_with([1.0], None)
+    before = one.grad
+
+    def fail():
+        with gradients.undone_on_error([one, none]):
+            one.grad, none.grad = torch.ones(1), torch.ones(2)
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    assert one.grad is before
+    assert torch.equal(before, torch.tensor([1.0]))
+    assert none.grad is None
+    with gradients.undone_on_error([one, none]):
+        one.grad, none.grad = torch.tensor([2.0]), torch.ones(2)
+    assert torch.equal(one.grad, torch.tensor([3.0]))
+    assert torch.equal(none.grad, torch.ones(2))
+
+
+def test_the_state_of_an_open_window():
+    one, other, frozen, again = parameters_with([1.0], [2.0], None, [0.0])
+    again.grad = None
+    names = {"one": one, "other": other, "frozen": frozen}
+    gradients = Gradients(LossScaler("cpu", init_scale=4.0))
+    state = gradients.state_dict(names.items(), [sgd([one, frozen])])
+    assert state == {"one": torch.tensor([1.0])}  # nobody waits for the other
+    gradients.load_state_dict([("one", again)], state)
+    assert torch.equal(again.grad, torch.tensor([1.0]))
+    gradients.unscale_(sgd([again]))  # it is taken for a scaled one
+    assert torch.equal(again.grad, torch.tensor([0.25]))
+
+
+def test_zero_loss_has_exact_zeros_for_every_trainable_parameter():
+    one, frozen, other = parameters_with(None, None, None)
+    frozen.requires_grad_(False)
+    with torch.no_grad():
+        other.fill_(float("inf"))
+    loss = zero_loss([one, frozen, other])
+    assert loss == 0
+    loss.backward()
+    assert torch.equal(one.grad, torch.zeros(2))
+    assert torch.equal(other.grad, torch.zeros(2))
+    assert frozen.grad is None

@@ -1,0 +1,81 @@
+"""What a process does about those that it has started; whole runs are in ``tests/distributed/test_failures.py``."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from trainer.engine import processes
+from trainer.engine.processes import ChildProcesses, _how, deadline_after
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildProcesses]:
+    """Rank 1 sleeps; rank 2 is done, well."""
+    monkeypatch.setattr(processes, "GRACE", 0.2)
+    monkeypatch.setattr(processes, "children", found := ChildProcesses())
+    found._processes = {1: subprocess.Popen(["sleep", "100"]), 2: subprocess.Popen([sys.executable, "-c", ""])}
+    found._processes[2].wait()
+    yield found
+    for process in found._processes.values():
+        process.kill()
+        process.wait()
+
+
+def test_how_a_process_has_ended() -> None:
+    assert _how(-signal.SIGKILL) == "was killed by SIGKILL"
+    assert _how(-200) == "was killed by signal 200"
+    assert _how(3).startswith("has ended with exit status 3")
+
+
+def test_who_fails_is_named_once(children: ChildProcesses, capfd: Any) -> None:
+    assert not children._any_has_failed()
+    children.send(signal.SIGTERM)
+    children._processes[1].wait()
+    assert children._any_has_failed()
+    assert children._any_has_failed()
+    pid = children._processes[1].pid
+    assert capfd.readouterr().err == f"\ntrainer: Rank 1 (process {pid}) was killed by SIGTERM. The others end, too.\n"
+    children.expected.add(-signal.SIGTERM)
+    assert not children._any_has_failed()
+    children.start_run()
+    assert children._any_has_failed()
+
+
+def test_at_the_end_of_a_program_that_did_not_fail_the_others_go_on(children: ChildProcesses) -> None:
+    children.exit()
+    assert children._processes[1].poll() is None
+
+
+def test_at_the_end_of_one_that_failed_they_end(
+    children: ChildProcesses, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(processes, "_exit", left.append)
+    with deadline_after(SystemExit(7), waited_for=True):
+        pass
+    children.exit()
+    assert children._processes[1].wait() == -signal.SIGKILL
+    assert "has not ended by itself, and is killed" in capfd.readouterr().err
+    time.sleep(0.4)  # what follows hangs
+    assert left == [7]
+
+
+def test_last_words_have_an_end(children: ChildProcesses, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(processes, "_exit", left.append)
+    monkeypatch.setattr(processes, "LAST_WORDS", 0.1)
+    with deadline_after(ValueError("too much"), waited_for=False):
+        time.sleep(0.3)
+    assert (left, children.has_failed) == ([], False)
+    with deadline_after(ValueError("too much"), waited_for=True):
+        time.sleep(0.3)  # a callback waits for the other rank
+    assert (left, children.has_failed) == ([1], True)
+    assert "ValueError: too much" in capfd.readouterr().err
+    assert children._processes[1].wait() == -signal.SIGKILL

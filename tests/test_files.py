@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from trainer.files import replacing, write_text
+
+
+def test_a_text_takes_the_place_of_the_old_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "file.txt"
+    for text in ("first", "zweite Fassung: größer"):
+        write_text(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert [one.name for one in path.parent.iterdir()] == ["file.txt"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_cannot_be_written_to_its_end_leaves_the_old_file(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def write_a_part() -> None:
+        with replacing(path, part=".unfinished", durable=durable) as file:
+            file.write(b"new, and cut sho")
+            assert [one.name.endswith(".unfinished") for one in tmp_path.glob(".*")] == [True]
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_a_part()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    with replacing(path, durable=durable) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    write_text(tmp_path / "link", "page")
+    assert (tmp_path / "secret").read_text() == "kept"
+    assert not (tmp_path / "link").is_symlink()

@@ -1,0 +1,97 @@
+"""Lightning's launchers of processes: processes that end together, and signals that reach all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from trainer.engine.processes import children, name_parent, parent_watched
+
+ENDING_SIGNALS = [signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGTERM]
+"""The signals that end a run; where several come, the last of these counts."""
+
+
+class WatchedLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher of scripts, whose processes end together."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other processes, and call ``function`` in this one."""
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            name_parent()
+            self._call_children_scripts()
+            first = environment.node_rank() * self.num_processes
+            children.watch({first + rank: process for rank, process in enumerate(self.procs, 1)})
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        children.start_run()
+        with parent_watched():
+            return function(*args, **kwargs)
+
+
+class PassOn:
+    """A signal handler of a process that only waits for those in which the run takes place: it passes signals on.
+
+    Args:
+        launcher: has started them.
+    """
+
+    def __init__(self, launcher: _MultiProcessingLauncher) -> None:
+        self._launcher = launcher
+        self._process = os.getpid()
+        self._interrupts = 0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        """A signal has come."""
+        if os.getpid() != self._process:  # a process that is just being forked has this handler, too
+            signal.signal(number, default_handler(number))
+            signal.raise_signal(number)
+        elif number != signal.SIGINT:
+            self._launcher.kill(signal.Signals(number))
+        elif self._interrupts:
+            raise KeyboardInterrupt
+        else:
+            self._interrupts += 1  # the terminal has sent the signal to all of them
+
+
+@contextmanager
+def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
+    """A context for the launch of processes in which a run takes place: signals to this process are sent to them.
+
+    Raises:
+        SystemExit, KeyboardInterrupt: a signal has ended the run there.
+    """
+    receive = PassOn(launcher)
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [n for n in ENDING_SIGNALS if is_main and signal.getsignal(n) == default_handler(n)]
+    for number in taken:
+        signal.signal(number, receive)
+    try:
+        yield
+    except ProcessExitedException as error:
+        ends = {128 + number: number for number in ENDING_SIGNALS}
+        if error.exit_code in ends:
+            raise exception_of(ends[error.exit_code]) from None
+        raise
+    finally:
+        for number in taken:
+            signal.signal(number, default_handler(number))
+
+
+def default_handler(number: int) -> Any:
+    """What Python does with a signal that has no other handler."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+
+
+def exception_of(number: int) -> BaseException:
+    """What a run raises that a signal has ended. Uncaught, the program exits as a shell would report the signal."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SIGTERMException(128 + number)

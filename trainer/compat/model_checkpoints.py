@@ -1,0 +1,158 @@
+"""Lightning's ModelCheckpoint callbacks: the folders they write into, and their state that they do not save themselves.
+
+A folder belongs to one run at a time. A run that resumes tells each ModelCheckpoint at which step it last saved, and
+whether it waits for a validation, which its own state leaves out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from trainer.checkpoint.files import EXTENSION
+from trainer.checkpoint.folders import LOCK, held
+from trainer.checkpoint.state import OUR_KEY
+from trainer.compat.checkpoint_io import files_of, local_path
+
+T = TypeVar("T")
+_STATES = "savers"
+
+
+def model_checkpoints_of(trainer: Any) -> list[ModelCheckpoint]:
+    """The ModelCheckpoints of ``trainer``."""
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def folders_of(trainer: Any) -> list[str]:
+    """Where each ModelCheckpoint of ``trainer`` writes or is going to write; paths and URLs. For rank 0.
+
+    Loggers that number their folders choose the number here, if they have not yet.
+    """
+    resolve = "_ModelCheckpoint__resolve_ckpt_dir"
+    return list(dict.fromkeys(str(getattr(one, resolve)(trainer)) for one in model_checkpoints_of(trainer)))
+
+
+def claim_folders(trainer: Any, session: ExitStack) -> None:
+    """Lock the folders that a fit writes into, for this run, until ``session`` closes.
+
+    Rank 0 does it, and all ranks raise if it fails.
+
+    Raises:
+        FolderInUseError: another run has locked one.
+        CheckpointWriteError: one cannot be made, or written to.
+    """
+
+    def claim() -> None:
+        folders = folders_of(trainer) if trainer.state.fn is TrainerFn.FITTING else []
+        if (files := files_of(trainer.strategy)) is not None:
+            savers = (saver for saver in trainer.checkpoint_callbacks if isinstance(saver, OnExceptionCheckpoint))
+            files.belong(folders, [saver.ckpt_path for saver in savers])
+        for folder in folders:
+            if (place := local_path(folder)) is not None:
+                session.enter_context(held(place))
+
+    if not trainer.fast_dev_run:
+        on_first_rank(trainer, claim)
+
+
+def on_first_rank(trainer: Any, work: Callable[[], T]) -> T:
+    """Call ``work`` on rank 0. All ranks return what it returns, or raise what it raises."""
+    result: Any = None
+    error: Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            result = work()
+        except Exception as problem:
+            error = problem
+    result, error = trainer.engine.broadcast((result, error))
+    if error is not None:
+        raise error
+    found: T = result
+    return found
+
+
+@contextmanager
+def without_needless_warnings(trainer: Any) -> Iterator[None]:
+    """A context for the ``setup`` hooks, in which ModelCheckpoint warns of folders that are not empty.
+
+    Not of those that hold our lock alone; and of no folder of a run that goes on where another one stopped.
+    """
+    with warnings.catch_warnings():
+        if trainer.is_global_zero and trainer.state.fn is TrainerFn.FITTING and not trainer.fast_dev_run:
+            for folder in folders_of(trainer):
+                if trainer.resume == "auto" or _is_empty(folder):
+                    what = f"Checkpoint directory {re.escape(folder)} exists and is not empty"
+                    warnings.filterwarnings("ignore", message=what)
+        yield
+
+
+def _is_empty(folder: str) -> bool:
+    place: Path | None = local_path(folder)
+    return place is not None and place.is_dir() and set(os.listdir(place)) <= {LOCK}
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def save_states(trainer: Any, checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Put into ``checkpoint``, which is about to be written to ``path``, what each ModelCheckpoint has done until then.
+
+    That is the step at which it has last saved, so that it does not save twice, and whether it waits for the metrics of
+    a validation. For the one that writes this checkpoint, it is its state after writing it.
+    """
+    states = {}
+    for saver in model_checkpoints_of(trainer):
+        step, waits = saver._last_global_step_saved, saver._defer_save_until_validation
+        if os.fspath(path) in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
+            step, waits = trainer.global_step, False
+        states[saver.state_key] = {"dirpath": str(saver.dirpath), "step": step, "waits": waits}
+    if states:
+        checkpoint["loops"][OUR_KEY][_STATES] = states
+
+
+def restore_states(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Put back what :func:`save_states` has put into ``checkpoint``; the step only if the folder is the same."""
+    states = checkpoint.get("loops", {}).get(OUR_KEY, {}).get(_STATES, {})
+    for saver in model_checkpoints_of(trainer):
+        if (state := states.get(saver.state_key)) is None:
+            continue
+        saver._defer_save_until_validation = state["waits"]
+        if state["dirpath"] == str(saver.dirpath):
+            saver._last_global_step_saved = state["step"]
+            saver.last_model_path = saver.last_model_path or _link_to(str(trainer.ckpt_path), str(saver.dirpath))
+
+
+def allow_removal(trainer: Any, session: ExitStack) -> None:
+    """Let ModelCheckpoint remove the checkpoint that the run goes on from, in its turn, until ``session`` closes.
+
+    ModelCheckpoint keeps the file of ``trainer.ckpt_path``, which usually the user has named.
+    """
+    for saver in model_checkpoints_of(trainer):
+        vars(saver)["_should_remove_checkpoint"] = partial(_should_remove, saver)
+        session.callback(vars(saver).pop, "_should_remove_checkpoint", None)
+
+
+def _should_remove(saver: ModelCheckpoint, trainer: Any, previous: str, current: str) -> bool:
+    named_none: Any = SimpleNamespace(ckpt_path=None)
+    return type(saver)._should_remove_checkpoint(saver, named_none, previous, current)
+
+
+def _link_to(path: str, folder: str) -> str:
+    """The link to ``path`` in ``folder`` (``save_last="link"``); "" for none."""
+    place = local_path(folder)
+    links = [] if place is None else [one for one in place.glob(f"*{EXTENSION}") if one.is_symlink()]
+    target = os.path.realpath(path)
+    return next((os.path.join(folder, link.name) for link in links if os.path.realpath(link) == target), "")

@@ -1,0 +1,635 @@
+"""Dataloaders whose pass can be resumed in another process.
+
+A :class:`ResumableLoader` stands around a dataloader and knows where the pass over it is. It follows torchdata's
+convention: ``state_dict`` returns where the pass is, and after ``load_state_dict`` the next iteration yields what is
+left of it: the same samples in the same order, prepared with the same random numbers, in the workers too. Of a pass
+that was over, the next iteration is the pass that follows it. There are three kinds:
+
+``MapStyleLoader``
+    A ``DataLoader`` with a map-style dataset. Its sampler is asked again for the indices, from the random state that it
+    started from; those of batches that have been trained are compared with what was seen, and dropped: no sample is
+    loaded.
+``StatefulLoader``
+    A loader that has ``state_dict`` and ``load_state_dict`` resumes itself.
+``ReplayedLoader``
+    Anything else: what has been trained is loaded again, and dropped.
+
+A state is of one process: how many of its batches were trained, and in ``set_up`` the batch size and how many
+processes shared the samples, which together say how many samples of the epoch all of them had used.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import weakref
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+from itertools import chain, cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import default_collate as _collate
+from torch.utils.data import default_convert as _convert
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from trainer.data.worker_random import Carrier, WorkerRandom
+from trainer.data.workers import bounded_like
+from trainer.state import random_states
+from trainer.state.random_states import Generator, State
+
+Batch = Any
+
+
+class ResumableLoader:
+    """A dataloader, and where the pass over it is.
+
+    Iterating it draws the same random numbers as iterating the dataloader.
+
+    Args:
+        loader: the dataloader.
+        generators: the random generators that it holds.
+
+    Attributes:
+        replays: whether the batches that were trained are loaded again to resume.
+    """
+
+    kind = ""
+    replays = False
+
+    def __init__(self, loader: Any, generators: list[Generator]) -> None:
+        self.loader = loader
+        self.generators = generators
+        self._begun: State = {}  # the random states when the pass began
+        self._batches = 0  # of the pass, that have been handed out
+        self._workers: dict[int, State] = {}  # the random states of the workers after those
+        self._resumed: Iterator[Batch] | None = None  # the pass of the next iteration
+        self._finished: State = {}  # the state of a pass that was over, until the next one begins
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a Trainer has no pass under way."""
+        return vars(self) | {"_resumed": None}
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        resumed, self._resumed, self._finished = self._resumed, None, {}
+        return self._begin() if resumed is None else resumed
+
+    def state_dict(self) -> State:
+        """Where the pass is: tensors and plain containers. {} before the first."""
+        state = self._finished or (self._here() if self._begun else {})
+        return {**state, "own": random_states.states_of(self.generators)} if state else {}
+
+    def load_state_dict(self, state: State) -> list[str]:
+        """Have the next iteration be what is left of a pass. Changes the random states of this process.
+
+        Args:
+            state: what :meth:`state_dict` returned, with these in addition where they hold: ``is_over``, the pass had
+                come to its end; ``inside``, the state is that of a later moment than ``batches``. A state of another
+                kind, with ``batches`` only, skips as many.
+
+        Returns:
+            Why what follows may not be what would have followed; empty where it is.
+        """
+        self._resumed, self._finished = None, {}
+        if not state:
+            return []
+        if state.get("is_over"):
+            self._finished = state
+            if state["kind"] == self.kind:
+                self._follow(state)
+                random_states.set_states(self.generators, state["own"])
+            return []
+        if state["kind"] != self.kind:
+            self._resumed = self._skip(state["batches"])
+            now = type(self.loader).__name__
+            return [f"the dataloader is of another kind than the one that was saved: it is now a {now}"]
+        reasons = _changes(state["set_up"], self.loader)
+        self._resumed = self._resume(state, reasons)
+        if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is ahead by another number
+            random_states.set_states(self.generators, state["own"])
+        return reasons
+
+    @property
+    def _prefetch_factor(self) -> int | None:
+        return getattr(self.loader, "prefetch_factor", None)
+
+    def _begin(self) -> Iterator[Batch]:
+        """A pass, from its beginning."""
+        raise NotImplementedError
+
+    def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
+        """What is left of the pass in ``state``. Adds to ``reasons`` why it may be something else."""
+        raise NotImplementedError
+
+    def _skip(self, batches: int) -> Iterator[Batch]:
+        """What is left of a new pass after its first ``batches``."""
+        raise NotImplementedError
+
+    def _follow(self, state: State) -> None:
+        """Take over what the pass after the one in ``state`` depends on, besides random generators."""
+
+    def _here(self) -> State:
+        return {
+            "kind": self.kind,
+            "batches": self._batches,
+            "begun": self._begun,
+            "set_up": _set_up_of(self.loader) if isinstance(self.loader, DataLoader) else {},
+            "prefetch_factor": self._prefetch_factor,
+        }
+
+    def note(self, carrier: Carrier) -> None:
+        """Note a worker's random states."""
+        if carrier.changes:
+            self._workers.setdefault(carrier.worker, {}).update(carrier.changes)
+
+    def _counted(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in iterator:
+            self._batches += 1
+            if isinstance(batch, Carrier):
+                self.note(batch)
+                yield batch.batch
+            else:
+                yield batch
+
+
+def resumable(loader: Any) -> ResumableLoader:
+    """``loader``, so that its passes can be resumed."""
+    if _has_state(loader):
+        return StatefulLoader(loader)
+    is_plain = (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and type(loader)._get_iterator is DataLoader._get_iterator
+    )
+    if is_plain and not isinstance(loader.dataset, IterableDataset):
+        return MapStyleLoader(loader)
+    return ReplayedLoader(loader)
+
+
+def _has_state(thing: Any) -> bool:
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class ReplayedLoader(ResumableLoader):
+    """Any iterable of batches: to resume, it loads what came before."""
+
+    kind = "replayed"
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader, random_states.find(loader))
+        self.replays = not isinstance(loader, Sequence)  # a list has its batches in memory
+
+    def _begin(self) -> Iterator[Batch]:
+        self._begun, self._batches = random_states.capture(own=self.generators), 0
+        return self._counted(iter(self.loader))
+
+    def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
+        random_states.restore(state["begun"], own=self.generators)
+        return self._skip(state["batches"])
+
+    def _skip(self, batches: int) -> Iterator[Batch]:
+        iterator = self._begin()
+        deque(islice(iterator, batches), maxlen=0)
+        return iterator
+
+
+class StatefulLoader(ReplayedLoader):
+    """A loader that has ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
+
+    The random states of its workers, which it does not keep, are kept here.
+    """
+
+    kind = "stateful"
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.replays = False
+        self._starts: dict[int, State] = {}
+        self._has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+        # a DataLoader begins each pass anew; but not, if it has no workers, its dataset
+        lasting: Any = loader.dataset if isinstance(loader, DataLoader) else loader
+        self._lasting: Any = None if self._has_workers or not _has_state(lasting) else lasting
+        # persistent workers prepare batches that nobody asks for
+        self._knows_workers = self._has_workers and not loader.persistent_workers
+
+    def _begin(self) -> Iterator[Batch]:
+        if not self._knows_workers:
+            return super()._begin()
+        loader, own = self.loader, (self.loader.worker_init_fn, self.loader.collate_fn)
+        in_worker = WorkerRandom(*own, self._starts)
+        self._starts, self._workers = {}, {}
+        loader.worker_init_fn, loader.collate_fn = in_worker.start, in_worker.collate
+        try:
+            return super()._begin()
+        finally:
+            loader.worker_init_fn, loader.collate_fn = own
+
+    def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
+        if state.get("inside"):
+            reasons.append(_INSIDE_A_BATCH)
+        if self._has_workers and not self._knows_workers and not _is_deterministic(self.loader):
+            reasons.append("what its persistent_workers had drawn is not known")
+        if self._knows_workers and "workers" in state:
+            replayed, is_from_start = _replayed_by_workers(state["state"])
+            self._starts = {} if is_from_start else state["workers"]
+            if replayed and not _is_deterministic(self.loader):
+                reasons.append(f"its snapshot_every_n_steps has workers prepare {replayed} batches again; 1 would not")
+        random_states.restore(state["begun"], own=self.generators)
+        self.loader.load_state_dict(state["state"])
+        iterator = self._begin()
+        self._begun, self._batches, self._workers = state["begun"], state["batches"], _copied(state.get("workers", {}))
+        return iterator
+
+    def _follow(self, state: State) -> None:
+        if self._lasting is not None and "lasting" in state:
+            self._lasting.load_state_dict(state["lasting"])
+
+    def _here(self) -> State:
+        state = {**super()._here(), "state": self.loader.state_dict()}
+        if self._knows_workers:
+            state["workers"] = _copied(self._workers)
+        if self._lasting is not None:
+            state["lasting"] = state["state"] if self._lasting is self.loader else self._lasting.state_dict()
+        return state
+
+
+def _replayed_by_workers(state: State) -> tuple[int, bool]:
+    """Of a StatefulDataLoader's state: how many batches its workers load again, and whether from the beginning."""
+    snapshot = state.get("_snapshot", {})
+    workers = snapshot.get("_worker_snapshots", {}).values()
+    fetchers = [one.get("fetcher_state") for one in workers if one.get("dataset_state") is None]
+    is_from_start = any(fetcher is not None and fetcher.get("dataset_iter_state") is None for fetcher in fetchers)
+    return state.get("_steps_since_snapshot", 0), is_from_start
+
+
+class MapStyleLoader(ResumableLoader):
+    """A map-style ``DataLoader``, of a class that iterates as ``DataLoader`` does."""
+
+    kind = "map-style"
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        dataset, samplers = loader.dataset, (loader.generator, loader.sampler, loader.batch_sampler)
+        super().__init__(
+            loader,
+            random_states.find(*samplers, except_in=dataset)
+            if loader.num_workers
+            else random_states.find(*samplers, dataset, loader.collate_fn),
+        )
+        kept = (loader.prefetch_factor or 0) * loader.num_workers + 2
+        self._sampler = _RecordedSampler(_index_sampler(loader), kept, self.generators)
+        self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
+        self._knows_workers = True
+        self._running: weakref.ref[_WorkerIterator] | None = None
+        # of a resumed pass with in_order=False: the numbers of the batches that the sampler had given and that had not
+        # arrived, and how many it had given
+        self._late: list[int] = []
+        self._drawn_before = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_running": None}
+
+    def begin_pass(self, *, with_old_workers: bool = False) -> None:
+        """A pass begins, with new workers or those of the last pass."""
+        self._begun, self._batches = random_states.capture(own=self.generators), 0
+        self._late, self._drawn_before = [], 0
+        if not with_old_workers:
+            self._started, self._workers = self._begun, {}
+
+    def take(self, carrier: Carrier) -> None:
+        """A batch has arrived from a worker."""
+        self._batches += 1
+        self.note(carrier)
+
+    def _begin(self) -> Iterator[Batch]:
+        loader = self.loader
+        if loader.num_workers and loader.persistent_workers and loader._iterator is not None:
+            iterator = loader._iterator
+            self._knows_workers = isinstance(iterator, _WorkerIterator) and iterator.owner() is self
+            if not self._knows_workers:  # somebody else has started them
+                self.begin_pass()
+            return iter(loader) if self._knows_workers else self._counted(iter(loader))
+        self.begin_pass()
+        return self._open({})
+
+    def _open(self, starts: dict[int, State], *, silent: bool = False) -> Iterator[Batch]:
+        """An iterator of the dataloader with our sampler in it. The dataloader itself is left as it is.
+
+        Args:
+            starts: random states to start the workers from.
+            silent: send the workers nothing yet.
+        """
+        loader, view = self.loader, copy.copy(self.loader)
+        vars(view).pop("_get_iterator", None)  # it would make an iterator of the original
+        vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._sampler
+        if not loader.num_workers:
+            return iter(view)
+        in_worker = WorkerRandom(loader.worker_init_fn, loader.collate_fn, starts)
+        vars(view).update(collate_fn=in_worker.collate, worker_init_fn=in_worker.start)
+        loader.check_worker_number_rationality()
+        self._sampler.is_silent = silent
+        iterator: _WorkerIterator = bounded_like(loader, _WorkerIterator(view, self))
+        self._sampler.is_silent = False
+        self._running = weakref.ref(iterator)
+        if loader.persistent_workers:
+            loader._iterator = iterator
+        return iterator
+
+    def _here(self) -> State:
+        sampler, loader = self._sampler, self.loader
+        if not loader.num_workers:
+            self._batches = sampler.drawn
+        state = {
+            **super()._here(),
+            "started": self._started,
+            "asked": sampler.asked,
+            "first": sampler.proof_of(0),
+            "last": sampler.proof_of(self._batches - 1) if loader.in_order else None,
+        }
+        if not loader.num_workers:
+            state["exhausted"] = sampler.exhausted
+        elif self._knows_workers:
+            state["workers"] = _copied(self._workers)
+        if loader.num_workers and not loader.in_order:
+            state["drawn"], state["late"] = self._out_of_order()
+        return state
+
+    def _out_of_order(self) -> tuple[int, list[int]]:
+        """How many batches the sampler has given, and which of them have not arrived."""
+        iterator = None if self._running is None else self._running()
+        if iterator is None:
+            return self._batches, []
+        late, before = self._late, self._drawn_before
+        numbers = [late[i] if i < len(late) else before + i - len(late) for i in iterator._task_info]
+        return self._sampler.drawn, sorted(numbers)
+
+    def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
+        loader, workers, is_fixed = self.loader, state.get("workers"), _is_deterministic(self.loader)
+        if len(state["own"]) != len(self.generators) and not reasons:
+            reasons.append(
+                f"the dataloader had {len(state['own'])} random generators of its own and has {len(self.generators)}"
+            )
+        if state.get("inside") and not is_fixed:
+            reasons.append(_INSIDE_A_BATCH)
+        self._knows_workers = not loader.num_workers or workers is not None or is_fixed
+        if not self._knows_workers:
+            reasons.append("what the worker processes had drawn is not known")
+        random_states.restore(state["started"], own=self.generators)
+        iterator = self._open(workers or {}, silent=True)
+        if state["begun"] != state["started"]:
+            random_states.restore(state["begun"], own=self.generators)
+            iter(self._sampler)
+        self._begun, self._started = state["begun"], state["started"]
+        self._workers = _copied(workers or {})
+        random_states.restore(state["asked"], own=self.generators)
+        late, batches = state.get("late", []), state["batches"]
+        if self._advance(iterator, batches, state["drawn"] if late else batches, late, state.get("exhausted", False)):
+            reasons.append("the sampler draws from the global random state during the epoch, as others do")
+        for which, number in {"first": 0, "last": batches - 1}.items() if batches else ():
+            was, now = state[which], self._sampler.proof_of(number)
+            if was is not None and was != now and not (which == "last" and state.get("inside")):
+                reasons.append(_other_order(which, was, now))
+                break
+        if not loader.in_order and loader.num_workers > 1:
+            reasons.append("with in_order=False the order of batches depends on how fast the workers are")
+        return iterator
+
+    def _advance(self, iterator: Iterator[Batch], batches: int, drawn: int, late: list[int], exhausted: bool) -> bool:
+        """Skip what the sampler has given already, in a pass that was just opened.
+
+        Args:
+            iterator: of the pass.
+            batches: that were handed out.
+            drawn: that the sampler had given; more than ``batches`` where it was asked ahead, and they got ``late``.
+            late: the numbers of those of them that were not handed out.
+            exhausted: whether the sampler was asked for one more than there are: a RandomSampler draws for that.
+
+        Returns:
+            Whether the sampler drew from the global random state after the first.
+        """
+        left, draws = self._sampler.skip(drawn + exhausted, late)
+        self._batches, self._late, self._drawn_before = batches, list(late), drawn
+        if isinstance(iterator, _WorkerIterator):
+            iterator.go_on(chain(left, self._sampler.rest()), batches % self.loader.num_workers)
+        return draws
+
+    def _skip(self, batches: int) -> Iterator[Batch]:
+        self.begin_pass()
+        iterator = self._open({}, silent=True)
+        self._advance(iterator, batches, batches, [], exhausted=False)
+        return iterator
+
+    def _follow(self, state: State) -> None:
+        stay = self.loader.num_workers and self.loader.persistent_workers and self.loader._iterator is None
+        if stay and state.get("workers") is not None and not _changes(state["set_up"], self.loader):
+            self._resume(state, [])  # starts the workers, which the loader keeps
+
+
+class _RecordedSampler:
+    """Takes the place of a dataloader's sampler, and remembers what it has given.
+
+    Args:
+        sampler: gives the indices of one batch after the other.
+        kept: how many of the last ones to remember.
+        generators: that it may draw from.
+
+    Attributes:
+        drawn: batches that it has given in this pass.
+        asked: the random states when it was first asked. {} before.
+        exhausted: whether it was asked for more than there was.
+        is_silent: give nothing.
+    """
+
+    def __init__(self, sampler: Any, kept: int, generators: list[Generator]) -> None:
+        self._sampler = sampler
+        self._generators = generators
+        self._recent: deque[Any] = deque(maxlen=kept)
+        self._first: State | None = None
+        self._indices: Iterator[Any] = iter(())
+        self.drawn = 0
+        self.asked: State = {}
+        self.exhausted = self.is_silent = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_indices": iter(())}
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.drawn, self.asked, self.exhausted, self._first = 0, {}, False, None
+        self._recent.clear()
+        self._indices = iter(self._sampler)
+        return iter(()) if self.is_silent else self.rest()
+
+    def rest(self) -> Iterator[Any]:
+        """What it has not given yet."""
+        if not self.drawn:
+            self.asked = random_states.capture(own=self._generators)
+        for indices in self._indices:
+            if not self.drawn:
+                self._first = _proof(indices)
+            self.drawn += 1
+            self._recent.append(indices)
+            yield indices
+        self.exhausted = True
+
+    def skip(self, count: int, except_of: Container[int]) -> tuple[list[Any], bool]:
+        """Have it give ``count`` batches.
+
+        Returns:
+            Those of them whose numbers are in ``except_of``, and whether it drew from the global random state after the
+            first.
+        """
+        kept, before = [], None
+        for number, indices in enumerate(islice(self.rest(), count)):
+            if number == 0:
+                before = random_states.capture()
+            if number in except_of:
+                kept.append(indices)
+        return kept, before is not None and before != random_states.capture()
+
+    def proof_of(self, number: int) -> State | None:
+        """What tells the indices of batch ``number`` from others; None where it was not given, or is forgotten."""
+        if number == 0:
+            return self._first
+        back = self.drawn - number
+        return _proof(self._recent[-back]) if number > 0 and 0 < back <= len(self._recent) else None
+
+
+class _WorkerIterator(_MultiProcessingDataLoaderIter):
+    """A pass with worker processes whose batches are carriers; it gives the batches.
+
+    Args:
+        loader: the dataloader, with a :class:`WorkerRandom`'s methods in it.
+        owner: is told what arrives.
+    """
+
+    def __init__(self, loader: DataLoader[Any], owner: MapStyleLoader) -> None:
+        # weak: a cycle would be left to the garbage collector, which runs in forked workers, too
+        self.owner = weakref.ref(owner)
+        super().__init__(loader)
+
+    def _next_data(self) -> Batch:
+        carrier = super()._next_data()  # type: ignore[no-untyped-call]
+        if (owner := self.owner()) is not None:
+            owner.take(carrier)
+        return carrier.batch
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        owner = self.owner()
+        if not first_iter and owner is not None:
+            self._sampler_iter = iter(())
+            for _ in range(len(self._task_info)):  # batches that nobody has asked for have drawn numbers, too
+                try:
+                    owner.note(super()._next_data())  # type: ignore[no-untyped-call]
+                except StopIteration:
+                    break
+                except Exception:  # an error in a batch that nobody asked for is not raised
+                    continue
+            owner.begin_pass(with_old_workers=True)
+        super()._reset(loader, first_iter)
+
+    def go_on(self, indices: Iterator[Any], worker: int) -> None:
+        """Send out ``indices``, the first of them to ``worker``; nothing has been sent before."""
+        self._sampler_iter = indices
+        self._worker_queue_idx_cycle = cycle([*range(worker, self._num_workers), *range(worker)])
+        for _ in range(self._prefetch_factor * self._num_workers):
+            self._try_put_index()
+
+
+_INSIDE_A_BATCH = "it was written inside a batch, which had been prepared already"
+
+
+def _copied(workers: dict[int, State]) -> dict[int, State]:
+    return {worker: dict(states) for worker, states in workers.items()}
+
+
+def _other_order(which: str, was: State, now: State | None) -> str:
+    def text(proof: State) -> str:
+        more = proof["count"] - len(proof["head"])
+        return f"{proof['head']}" + (f" and {more} more" if more > 0 else "")
+
+    given = "nothing" if now is None else text(now)
+    return (
+        f"the {which} trained batch of this epoch had the samples {text(was)}; the same dataset, sampler and seed would"
+        f" give them again, but here it is {given}"
+    )
+
+
+def _index_sampler(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _set_up_of(loader: DataLoader[Any]) -> State:
+    """What decides about the order and content of batches and can be named."""
+    dataset: Any = loader.dataset
+    sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+    return {
+        "num_workers": loader.num_workers,
+        "persistent_workers": bool(loader.persistent_workers and loader.num_workers),
+        "batch_size": getattr(loader.batch_sampler, "batch_size", loader.batch_size),
+        "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
+        "samples": None if isinstance(dataset, IterableDataset) else _length_of(dataset),
+        "world_size": getattr(sampler, "num_replicas", 1),
+        "in_order": loader.in_order,
+    }
+
+
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _changes(was: State, loader: Any) -> list[str]:
+    """What is set up in another way, so that other batches would follow."""
+    if not isinstance(loader, DataLoader):
+        return []
+    now = _set_up_of(loader)
+    names = {"samples": "the number of samples", "world_size": "the world size"}
+    harmless = {"num_workers", "in_order"} if _is_deterministic(loader) else set()
+    return [
+        f"{names.get(name, name)} was {was[name]} and is {now[name]}"
+        for name in now
+        if was.get(name) != now[name] and name not in harmless
+    ]
+
+
+def _is_deterministic(loader: DataLoader[Any]) -> bool:
+    """Whether no random number goes into a sample, as the classes show: torch's own, which hand out what they hold."""
+
+    def is_fixed(dataset: Any) -> bool:
+        if type(dataset) is Subset:
+            return is_fixed(dataset.dataset)
+        if type(dataset) is ConcatDataset:
+            return all(map(is_fixed, dataset.datasets))
+        if type(dataset) is StackDataset:
+            parts = dataset.datasets
+            return all(map(is_fixed, parts.values() if isinstance(parts, dict) else parts))
+        return type(dataset) in (TensorDataset, list, tuple, range)
+
+    return loader.collate_fn in (_collate, _convert) and is_fixed(loader.dataset)
+
+
+def _proof(indices: Any) -> State:
+    """What tells one batch's indices from another's."""
+    plain = _plain(indices)
+    flat = plain if isinstance(plain, list) else [plain]
+    head = [index if isinstance(index, int) else repr(index)[:40] for index in flat[:4]]
+    return {"head": head, "count": len(flat), "digest": hashlib.sha256(repr(plain).encode()).hexdigest()}
+
+
+def _plain(indices: Any) -> Any:
+    if isinstance(indices, torch.Tensor | np.ndarray | np.generic):
+        return indices.tolist()
+    if isinstance(indices, list | tuple):
+        return [_plain(index) for index in indices]
+    if isinstance(indices, dict):
+        return [[repr(key), _plain(value)] for key, value in indices.items()]
+    return indices if isinstance(indices, int | float | str | bytes | None) else type(indices).__qualname__

@@ -1,0 +1,279 @@
+"""Before the first batch: give the loops what belongs to one run, and choose the path that a batch takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.callbacks.gradient_clipping import GradientClipping
+from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
+from trainer.compat import callbacks as ordering
+from trainer.compat import modules
+from trainer.compat.base import TrainerBase
+from trainer.compat.data import move_training_batch
+from trainer.compat.loaders import DrawnLoaderSet
+from trainer.compat.logging import ModuleScope
+from trainer.compat.optimizers import with_closure
+from trainer.compat.profiling import Profiling
+from trainer.compat.views import MonitoredMetrics
+from trainer.data.batches import Loaders, TrainingBatches, Transfer
+from trainer.engine.optimizers import needs_closure, takes_closure
+from trainer.engine.protocol import ModuleCalls
+from trainer.errors import ConfigurationError
+from trainer.loops.closures import ClosureOptimization
+from trainer.loops.fit import Clip
+from trainer.loops.hooks import Hook, Hooks
+from trainer.loops.manual_optimization import ManualOptimization
+from trainer.loops.own_batches import draw_in_evaluation, draw_in_fit
+from trainer.loops.schedules import Schedules
+from trainer.loops.splitting import SplitBatches
+from trainer.precision.base import Precision
+
+
+class Preparation:
+    """Gives the loops what belongs to one run: hooks, batches, schedules, clipping, the path of a batch, a profiler.
+
+    Args:
+        trainer: the loops and their settings. Its module has been set up by the strategy.
+        session: for what has to be undone when the run ends.
+
+    Attributes:
+        hooks: what callbacks and the module do at each point.
+    """
+
+    def __init__(self, trainer: TrainerBase, session: ExitStack) -> None:
+        module = trainer.lightning_module
+        self._trainer = trainer
+        self._module = module
+        self._session = session
+        self._profiling = Profiling.of(trainer)
+        self._path: ManualOptimization | ClosureOptimization | None = None
+        self.hooks = Hooks(
+            trainer,
+            module,
+            trainer.callbacks,
+            ModuleScope(module),
+            ordering.overrides,
+            ordering.monitors,
+            ordering.saves,
+            None if self._profiling is None else self._profiling.hook,
+        )
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    def fit(self, *, validate: Callable[[], None] | None, resume: Callable[[], None] | None) -> None:
+        """Prepare the fit loop.
+
+        Args:
+            validate: runs a validation; None for none.
+            resume: puts back what a checkpoint has of this process; None without one.
+        """
+        trainer, loop, profiling = self._trainer, self._trainer.loop, self._profiling
+        # `estimated_stepping_batches` may have made them before a checkpoint said which epoch this is
+        loaders = trainer.data.loaders(RunningStage.TRAINING, anew=trainer.data.is_due(RunningStage.TRAINING))
+        if loaders is not None:
+            self.schedule_validation(loaders)
+            self._warn_of_missing_rows(loaders)
+        if trainer.enable_validation and loop.limits.epoch_validates():
+            self.validation()
+        epochs = trainer.progress.epochs_trained
+        batches = TrainingBatches(
+            loaders,
+            self.renewed_loaders,
+            None if profiling is None else profiling.training_epoch,
+            # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
+            epochs if trainer.ckpt_path is not None or not epochs else -1,
+        )
+        if (resumed := trainer.data.resumed) is not None:
+            trainer.data.resumed = None
+            batches.load_state_dict(resumed, exact=trainer.exact_resume)
+        loop.prepare(
+            hooks=self.hooks,
+            batches=batches,
+            transfer=self._transfer(move_training_batch),
+            schedules=self._schedules(),
+            clip_gradients=self._clipping() if self._module.automatic_optimization else None,
+            validate=validate,
+            resume=resume,
+        )
+        self._choose_path()
+        loop.choose_path = self._follow_optimizers
+        if (halving := ordering.first_of(trainer.callbacks, HalveOnOutOfMemory)) is not None:
+            halving.check(self._path, isinstance(loaders, DrawnLoaderSet))
+            parts = SplitBatches(loop, halving.limit, halving.measure, halving.split, halving.announce)
+            loop.train = parts.train_batch
+        if isinstance(loaders, DrawnLoaderSet):
+            draw_in_fit(loop, loaders, ends_epoch=self._module.automatic_optimization)
+        if profiling is not None:
+            profiling.watch_fit(loop, self.hooks, self._path)
+            self._session.callback(profiling.leave_fit, loop)
+
+    def _choose_path(self) -> None:
+        """Set the path of a batch that module, optimizers and engine want."""
+        trainer, loop, engine = self._trainer, self._trainer.loop, self._trainer.engine
+        path: ManualOptimization | ClosureOptimization | None = None
+        backward: Callable[..., None] | None = None
+        if not self._module.automatic_optimization:
+            path = ManualOptimization(loop)
+            backward = path.backward
+        elif self._wants_closure:
+            optimizer_step = with_closure(self.hooks.of_module("optimizer_step"))
+            path = ClosureOptimization(loop, optimizer_step, lambda: engine.wrapped_optimizers)
+        step = None if path is None else path.step
+        engine.module_calls = ModuleCalls(backward, step, loop.clip_for_module)
+        trainer.process.kept_batches = path if isinstance(path, ClosureOptimization) else None
+        self._path = path
+        usual = engine.batch_path(loop) or loop.train_batch
+        loop.train = usual if path is None else path.train_batch
+
+    def _follow_optimizers(self) -> None:
+        """Choose the path again, if the optimizers have been exchanged and the new ones want another one."""
+        before, wants, trainer = self._path, self._wants_closure, self._trainer
+        again = any(map(needs_closure, trainer.optimizers))
+        if isinstance(before, ManualOptimization) or (
+            not wants if before is None else wants and before.evaluates_again == again
+        ):
+            return
+        draws = isinstance(trainer.loop.batches.loaders, DrawnLoaderSet)
+        halves = ordering.first_of(trainer.callbacks, HalveOnOutOfMemory) is not None
+        if trainer.progress.in_batch or draws or self._profiling or halves:
+            names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
+            raise ConfigurationError(
+                f"The optimizers have been exchanged for {names}, one of which evaluates the loss itself, or did so"
+                " before. Do this in `on_train_epoch_start` or between two epochs; and not with a profiler,"
+                " `HalveOnOutOfMemory` or a `training_step` that draws its own batches."
+            )
+        self._choose_path()
+
+    @property
+    def _wants_closure(self) -> bool:
+        """Whether the module or the optimizer evaluates the loss, by a closure.
+
+        An optimizer that may have a closure or not gets none beside other optimizers, or where the scaler or the
+        halving of batches has to come between backward pass and step.
+        """
+        if self.hooks.override_of("optimizer_step"):
+            return True
+        trainer, optimizers = self._trainer, self._trainer.engine.optimizers
+        halves = ordering.first_of(trainer.callbacks, HalveOnOutOfMemory) is not None
+        may = len(optimizers) == 1 and not trainer.scaler.skips_steps and not halves
+        return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
+
+    def _schedules(self) -> Schedules:
+        revocable = self.hooks.override_of("lr_scheduler_step") is None  # the effects of a module's own are unknown
+        step, metrics = self.hooks.of_module("lr_scheduler_step"), partial(MonitoredMetrics, self._trainer)
+        by_module = not self._module.automatic_optimization
+        return Schedules(self._trainer.engine.schedules, step, metrics, revocable, self._trainer.progress, by_module)
+
+    def _clipping(self) -> Clip | None:
+        """What clips the gradients: the module's own method, the callbacks, or nothing."""
+        own = self.hooks.override_of("configure_gradient_clipping")
+        if own is not None:
+            return partial(_clip_by_module, own, self._trainer)
+        clippers = [callback for callback in self._trainer.callbacks if isinstance(callback, GradientClipping)]
+        if len(clippers) < 2:
+            return clippers[0].clip if clippers else None
+        return partial(_clip_in_turn, clippers)
+
+    def renewed_loaders(self) -> Loaders | None:
+        """The training's dataloaders for an epoch that begins, if they are due to be made anew; otherwise None."""
+        data = self._trainer.data
+        if not data.is_due(RunningStage.TRAINING):
+            return None
+        loaders = data.loaders(RunningStage.TRAINING, anew=True)
+        if loaders is not None:
+            self.schedule_validation(loaders)
+        return loaders
+
+    def schedule_validation(self, loaders: Loaders) -> None:
+        """Set after which batches of an epoch of ``loaders`` a validation is due."""
+        trainer = self._trainer
+        knows_its_end = loaders.has_length and not isinstance(loaders, DrawnLoaderSet)
+        trainer.loop.limits.schedule_validation(
+            trainer.val_check_interval, loaders.num_batches(), knows_its_end, validates=bool(trainer.limit_val_batches)
+        )
+
+    def _warn_of_missing_rows(self, loaders: Loaders) -> None:
+        num_batches, every = loaders.num_batches(), self._trainer.log_every_n_steps
+        if self._trainer.loggers and 0 < num_batches < every and not self._trainer.fast_dev_run:
+            rank_zero_warn(
+                f"The number of training batches ({num_batches}) is smaller than the logging interval"
+                f" Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps if you want to see logs"
+                " for the training epoch.",
+                category=PossibleUserWarning,
+            )
+
+    # --- evaluation -------------------------------------------------------------------------------------------
+
+    def evaluation(self, stage: RunningStage, *, inference_mode: bool) -> None:
+        """Prepare the loop of ``stage``.
+
+        Args:
+            stage: validating, testing or predicting.
+            inference_mode: run in ``torch.inference_mode`` instead of ``torch.no_grad``.
+        """
+        module, loop = self._module, self._trainer.eval_loops[stage]
+        has_step = stage is RunningStage.PREDICTING or ordering.overrides(module, f"{loop.stage}_step")
+        loaders = self._trainer.data.loaders(stage) if has_step else None
+        if loaders is not None:
+            modules.verify_dataloader_idx(module, loop.stage, stage, loaders)
+        loop.prepare(
+            hooks=self.hooks,
+            module=module,
+            transfer=self._transfer(),
+            loaders=loaders,
+            inference_mode=inference_mode,
+        )
+        if isinstance(loaders, DrawnLoaderSet):
+            draw_in_evaluation(loop, loaders)
+        if self._profiling is not None:
+            self._profiling.watch_evaluation(loop)
+
+    def validation(self) -> None:
+        """Prepare the validation inside a fit, with new dataloaders if these are due."""
+        data, state = self._trainer.data, self._trainer.state
+        if data.is_due(RunningStage.VALIDATING):
+            outer, state.stage = state.stage, RunningStage.VALIDATING
+            data.loaders(RunningStage.VALIDATING, anew=True)
+            state.stage = outer
+        self.evaluation(RunningStage.VALIDATING, inference_mode=False)
+
+    def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
+        """What moves a batch to the device, by the hooks of the user that there are."""
+        engine, scope = self._trainer.engine, ModuleScope(self._module)
+        converts = type(engine.precision).convert_batch is not Precision.convert_batch
+
+        def hook(name: str) -> Hook | None:
+            own = self._trainer.data.transfer_hook(name)
+            if own is not None and self._profiling is not None:
+                own = self._profiling.hook(getattr(own, "__self__", self._module), name, own)
+            return None if own is None else Hook(name, scope, module=own)
+
+        return Transfer(
+            engine.device,
+            engine.precision.convert_batch if converts else None,
+            move,
+            hook("on_before_batch_transfer"),
+            hook("transfer_batch_to_device"),
+            hook("on_after_batch_transfer"),
+        )
+
+
+def _clip_by_module(clip: Hook, trainer: TrainerBase, optimizer: Optimizer) -> None:
+    limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    clip.of_module(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
+
+
+def _clip_in_turn(clippers: list[GradientClipping], optimizer: Optimizer) -> Tensor | None:
+    norms = [clipper.clip(optimizer) for clipper in clippers]
+    return norms[0]  # before any clipping

@@ -1,0 +1,355 @@
+"""The order of a run: set up, train or evaluate, tear down; and what happens when it fails.
+
+``Trainer.fit``, ``validate``, ``test`` and ``predict`` do the same: inside of ``Run.started``, ``Run.attach`` takes in
+what the run is about, and the engine calls the ``Run`` in each process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from trainer import arguments, diagnosis, redaction
+from trainer.compat import callbacks as ordering
+from trainer.compat import defaults, hparams, model_checkpoints, modules
+from trainer.compat.averaging import attach_averaging, detach_averaging
+from trainer.compat.base import TrainerBase
+from trainer.compat.checkpoints import CheckpointConnector
+from trainer.compat.errors import TunerExit
+from trainer.compat.logging import attach_log, detach_log
+from trainer.compat.signals import Signals
+from trainer.errors import ConfigurationError
+from trainer.preparation import Preparation
+from trainer.state.metrics import to_scalars
+
+STAGES = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}
+"""The stage that a run begins and ends with."""
+
+
+class Run:
+    """Runs what a Trainer consists of, one run at a time.
+
+    Args:
+        trainer: the parts, and the settings.
+        signals: ends a run when a signal comes.
+        connector: chooses and restores checkpoints.
+        inference_mode: whether evaluation runs in ``torch.inference_mode``, where possible.
+        detect_anomaly: whether a fit runs in torch's anomaly mode, unless the loss is scaled.
+
+    Attributes:
+        session: what has to be undone when the run ends: locks, methods that are replaced, contexts.
+        preparation: has given the loops what belongs to the run. None until the strategy is set up.
+        process_state: what the checkpoint has of this process; None without one, and once it is restored.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerBase,
+        signals: Signals,
+        connector: CheckpointConnector,
+        *,
+        inference_mode: bool,
+        detect_anomaly: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._signals = signals
+        self._connector = connector
+        self._inference_mode = inference_mode
+        self._detect_anomaly = detect_anomaly
+        self.session = ExitStack()
+        self.preparation: Preparation | None = None
+        self.process_state: dict[str, Any] | None = None
+
+    # --- in the process that calls fit, validate, test or predict ---------------------------------------------
+
+    @contextmanager
+    def started(self, fn: TrainerFn) -> Iterator[None]:
+        """A context for a run: the Trainer's state says that it runs; if it raises, callbacks and others are told."""
+        state = self._trainer.state
+        state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
+        try:
+            yield
+        except TunerExit:
+            modules.call_teardown_hooks(self._trainer)
+            self._release()
+        except KeyboardInterrupt as error:
+            rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
+            with self._signals.ending(error):
+                self._fail(error)
+                self._trainer.engine.kill()
+            sys.exit(1)
+        except BaseException as error:
+            named = diagnosis.explain(error, self._trainer)
+            with self._signals.ending(error):
+                self._fail(named or error)
+            if named is not None:
+                raise named from error
+            raise
+        state.status, state.stage = TrainerStatus.FINISHED, None
+        self._signals.end_late()
+
+    def attach(
+        self,
+        model: LightningModule | None,
+        given: dict[RunningStage, Any],
+        datamodule: LightningDataModule | None,
+        ckpt_path: str | Path | None,
+    ) -> LightningModule:
+        """Take in what a run is about. Returns the module.
+
+        Args:
+            model: the module; None for that of an earlier run.
+            given: dataloaders by stage. The first may be a datamodule.
+            datamodule: in the place of dataloaders.
+            ckpt_path: as given to ``fit``.
+        """
+        trainer, first = self._trainer, next(iter(given.values()))
+        arguments.refuse_other_package("datamodule", datamodule)
+        arguments.refuse_other_package("dataloaders", *given.values())
+        if isinstance(first, LightningDataModule):  # fit(model, datamodule)
+            datamodule, given = first, {}
+        if datamodule is not None and any(loaders is not None for loaders in given.values()):
+            raise ConfigurationError(
+                f"You cannot pass both dataloaders and a datamodule to `Trainer.{trainer.state.fn.value}`. Got"  # type: ignore[union-attr]
+                f" {type(datamodule).__name__} and {sorted(stage.value for stage in given)} dataloaders."
+            )
+        module = modules.attach(trainer, model)
+        trainer.data.attach(module, given, datamodule)
+        if trainer.state.fn is TrainerFn.FITTING:
+            trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # those of an earlier `validate`
+        self._connector.select(ckpt_path, model_given=model is not None)
+        return module
+
+    # --- in each process of the run ---------------------------------------------------------------------------
+
+    def __call__(self, module: LightningModule, weights_only: bool | None) -> Any:
+        """The run in this process. Returns what an evaluation has logged, for each dataloader.
+
+        The module is an argument because launchers look there for modules whose memory processes must not share.
+        """
+        trainer = self._trainer
+        module.trainer = trainer  # again: a module and a datamodule are sent to another process without their trainer
+        if trainer.datamodule is not None:
+            trainer.datamodule.trainer = trainer
+        fitting, result = trainer.state.fn is TrainerFn.FITTING, None
+        preparation = self._set_up(module, weights_only, fitting=fitting)
+        if fitting:
+            self._check_sanity(preparation)
+            self._prepare_fit(preparation)
+            with self._signals.saving():
+                trainer.loop.run()
+            _ = trainer.fit_loop.done  # says why
+        else:
+            assert trainer.state.stage is not None
+            loop = trainer.eval_loops[trainer.state.stage]
+            preparation.evaluation(trainer.state.stage, inference_mode=self._may_infer)
+            result = [to_scalars(metrics) for metrics in loop.run()]
+        self._release()
+        if fitting:
+            preparation.hooks.on_fit_end()
+        modules.call_teardown_hooks(trainer)
+        return result
+
+    def _set_up(self, module: LightningModule, weights_only: bool | None, *, fitting: bool) -> Preparation:
+        """Everything before the first batch: callbacks, loggers, the strategy, optimizers, the checkpoint."""
+        trainer, engine = self._trainer, self._trainer.engine
+        if fitting:
+            trainer.loop.limits.fill_in(self._default_max_epochs())
+        if trainer.barebones:
+            rank_zero_info(
+                "`Trainer(barebones=True)` started running. The progress bar is disabled so you might want to manually"
+                " print the progress in your model."
+            )
+        hparams.drop_unpicklable(module)
+        engine.connect(module)
+        ordering.attach_model_callbacks(trainer)
+        modules.verify(trainer, module)
+        attach_log(module, trainer)
+        self.session.callback(detach_log, module, trainer.callbacks)
+        engine.setup_environment()
+        if fitting and trainer.resume and not trainer.fast_dev_run:
+            self._connector.find_newest(self.session)  # before a logger chooses its folder
+        modules.set_up_profiler(trainer, module)
+        trainer.data.prepare_data()
+        self._call_setup_hooks()
+        modules.configure_model(trainer)
+        engine.convert_module()
+        if not engine.restores_after_setup:
+            self._connector.restore_module_and_callbacks(weights_only)
+        trainer.published.clear()
+        for metrics in (trainer.loop.metrics, *(loop.metrics for loop in trainer.eval_loops.values())):
+            metrics.clear()  # of an interrupted run, or of another module
+        attach_averaging(trainer)
+        self.session.callback(detach_averaging, trainer.callbacks)
+        engine.setup(fitting=fitting)
+        # after the set-up, which may replace modules (sync_batchnorm)
+        self.session.enter_context(engine.precision.session(module, engine.device))
+        engine.precision.check_optimizers(engine.optimizers)
+        preparation = self.preparation = Preparation(trainer, self.session)
+        if fitting:
+            preparation.hooks.on_fit_start()
+        if trainer.enable_autolog_hparams:
+            hparams.log_hyper_parameters(trainer)
+        if fitting and trainer.checkpoint_callbacks and trainer.is_global_zero:
+            hparams.announce(module, trainer.datamodule)
+        if engine.restores_after_setup:
+            self._connector.restore_module_and_callbacks(weights_only)
+        if fitting:
+            self.process_state = self._connector.restore_fit()
+        self._connector.forget()
+        self._signals.register_signal_handlers()
+        engine.barrier("run-stage")
+        module.zero_grad()
+        return preparation
+
+    def _default_max_epochs(self) -> int:
+        limits = self._trainer.loop.limits
+        if limits.max_steps != -1 or ordering.first_of(self._trainer.callbacks, Timer) is not None:
+            return -1
+        if limits.max_epochs is None:
+            rank_zero_warn(
+                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
+                " `max_epochs=-1`.",
+                category=PossibleUserWarning,
+            )
+        return 1000
+
+    def _call_setup_hooks(self) -> None:
+        for logger in defaults.in_opening_order(self._trainer.loggers):
+            _ = getattr(logger, "experiment", None)
+        model_checkpoints.claim_folders(self._trainer, self.session)
+        with model_checkpoints.without_needless_warnings(self._trainer):
+            modules.call_setup_hooks(self._trainer)
+
+    def _check_sanity(self, preparation: Preparation) -> None:
+        """Run a few validation batches before training, so that a mistake there shows now and not after an epoch."""
+        trainer = self._trainer
+        state, loop = trainer.state, trainer.eval_loops[RunningStage.SANITY_CHECKING]
+        # as in Lightning, a run that counts steps resumes inside an epoch
+        resumes = trainer.ckpt_path is not None and (trainer.progress.batches_this_epoch or trainer.max_steps != -1)
+        if not trainer.enable_validation or not trainer.num_sanity_val_steps or resumes:
+            return
+        with isolate_rng():  # also from the random numbers that making the dataloaders takes
+            state.stage, loop.sanity_checking = RunningStage.SANITY_CHECKING, True
+            preparation.hooks.on_sanity_check_start()
+            preparation.evaluation(RunningStage.VALIDATING, inference_mode=False)
+            loop.run(limit=trainer.num_sanity_val_steps)
+            preparation.hooks.on_sanity_check_end()
+            state.stage, loop.sanity_checking = RunningStage.TRAINING, False
+        trainer.published.clear()
+
+    def _prepare_fit(self, preparation: Preparation) -> None:
+        trainer = self._trainer
+        torch.set_grad_enabled(True)
+        if not trainer.loop.limits.ends_fit():
+            modules.warn_of_eval_mode(trainer.lightning_module)
+        trainer.process.begin_fit()
+        if self._detect_anomaly and not trainer.scaler.is_enabled():  # if it is, AnomalyDetection does this
+            self.session.enter_context(torch.autograd.set_detect_anomaly(True))
+        preparation.fit(
+            validate=self._validate if trainer.enable_validation else None,
+            resume=None if self.process_state is None else self._restore_process,
+        )
+
+    def _validate(self) -> None:
+        """The validation inside a fit."""
+        trainer, preparation = self._trainer, self.preparation
+        assert preparation is not None
+        trainer.process.begin_validation()
+        trainer.state.stage = RunningStage.VALIDATING
+        if not trainer.loop.window.is_open:
+            preparation.hooks.of_module("on_validation_model_zero_grad")()  # gradients would only take memory
+        loop = trainer.eval_loops[RunningStage.VALIDATING]
+        if trainer.data.is_due(RunningStage.VALIDATING) or loop.loaders is None:
+            preparation.validation()
+        loop.progress.begin_epoch(trainer.progress.epoch)
+        self._signals.start_validation(loop.loaders)
+        loop.run()
+        trainer.loop.limits.restart_validation_clock()
+        trainer.state.stage = RunningStage.TRAINING
+
+    def _restore_process(self) -> None:
+        """Put back what a checkpoint has of this process. Nothing may draw random numbers after that."""
+        trainer, state = self._trainer, self.process_state
+        self.process_state = None
+        assert state is not None
+        trainer.process.load(state, stops=trainer.resume == "auto")
+        if trainer.resume == "auto" and state["should_stop"]:
+            rank_zero_info(
+                "resume='auto': the run had decided to stop, and so it does. To train on, name its checkpoint to a"
+                f" Trainer without resume='auto': fit(ckpt_path={redaction.text(str(trainer.ckpt_path))!r})."
+            )
+
+    def repeat(self, stage: RunningStage) -> None:
+        """Run the loop of ``stage`` inside a hook of the run, with the callbacks, limits and dataloaders of now."""
+        preparation = self.preparation = Preparation(self._trainer, self.session)
+        if stage is RunningStage.TRAINING:
+            self._prepare_fit(preparation)
+            self._trainer.loop.run()
+        else:
+            loop = self._trainer.eval_loops[stage]
+            preparation.evaluation(stage, inference_mode=loop.inference_mode)
+            loop.run()
+
+    @property
+    def _may_infer(self) -> bool:
+        """Whether evaluation may run in ``torch.inference_mode``, whose tensors gloo cannot send."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return self._inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        """Release what a run holds: the device, the module's wrapper, contexts. Safe to call twice."""
+        trainer = self._trainer
+        if trainer.state.fn is TrainerFn.PREDICTING:
+            loop = trainer.eval_loops[RunningStage.PREDICTING]
+            loop.predictions = move_data_to_device(loop.predictions, torch.device("cpu"))
+        if (metrics := trainer.active_metrics) is not None:  # a batch has raised, perhaps in this process alone
+            with suppress(ConfigurationError):  # perhaps raised by the metrics
+                trainer.published.take(metrics.current(on_step=True))
+            metrics.end_batch()  # the batch may be large
+        trainer.published.take_to_cpu()
+        try:
+            trainer.engine.teardown()  # raises if a save in the background has failed
+        finally:
+            self.session.close()
+            trainer.data.release()
+            self._signals.teardown()
+
+    def _fail(self, error: BaseException) -> None:
+        """The run has raised ``error``: tell callbacks, datamodule, strategy and loggers, then release everything."""
+        trainer = self._trainer
+        trainer.state.status = TrainerStatus.INTERRUPTED
+        try:
+            with suppress(Exception):  # `error` is what is raised; but the last outcome is of interest
+                trainer.loop.resolve_outcome()
+            for callback in trainer.callbacks:
+                callback.on_exception(trainer, trainer.lightning_module, error)
+            if trainer.datamodule is not None:
+                trainer.datamodule.on_exception(error)
+            trainer.engine.on_exception(error)
+            for logger in trainer.loggers:
+                logger.finalize("failed")
+        finally:
+            if trainer.lightning_module is not None:
+                self._release()
+            trainer.eval_loops[RunningStage.SANITY_CHECKING].sanity_checking = False
+            trainer.state.stage = None
