@@ -49,7 +49,7 @@ ALLOWED = {
     "trainer/pytorch_lightning.py": {"multiprocessing.current_process()._config"},
     "trainer/state/metric_objects.py": {"metric._computed", "metric._update_count"},
     # of torch's DataLoader, which has no public name for the workers of a pass and for the batches on their way
-    "trainer/data/position.py": {
+    "trainer/data/resumable.py": {
         "DataLoader._get_iterator",
         "type(loader)._get_iterator",
         "iterator._task_info",
@@ -66,7 +66,7 @@ ALLOWED = {
         "iterator._workers",
         "signal_handling._remove_worker_pids",
         "type(iterator)._try_get_data",
-        "type(loader)._get_iterator",
+        "type(self._loader)._get_iterator",
     },
     "trainer/state/metrics.py": {"metric._forward_cache"},  # torchmetrics keeps a step's value nowhere else
 }
