@@ -474,7 +474,6 @@ def test_impossible_settings(arguments, message):
         LossScaler("cpu", **arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_on_a_machine_without_it():
     with pytest.raises(PrecisionError, match=r"'cuda', but CUDA is not available.*accelerator='cpu'"):
         LossScaler("cuda")
