@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -58,25 +59,21 @@ def read_rows(file: Path) -> dict[str, Curve]:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return {}
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    rows = csv.reader(line for line in whole if "\0" not in line)
-    names = next(rows, [])
-    if "step" not in names:
-        return {}
-    at = names.index("step")
-    columns = list(zip(*_complete(rows, len(names)), strict=True))
-    if not columns:
-        return {}
-    steps = [_number(cell) for cell in columns[at]]
-    found = {}
-    for name, column in zip(names, columns, strict=True):
-        if name in ("step", "epoch") or not name:
-            continue
-        points = [(x, _number(cell)) for x, cell in zip(steps, column, strict=True) if cell]
-        curve = _ascending((x, y) for x, y in points if x is not None and y is not None)
-        if curve:
-            found[name] = curve
-    return found
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    points: dict[str, dict[float, float]] = {}
+    with suppress(csv.Error):  # a field without an end
+        rows = csv.reader(line for line in lines if "\0" not in line)
+        names = next(rows, [])
+        at = names.index("step") if "step" in names else len(names)
+        for row in rows:
+            step = _number(row[at]) if len(row) == len(names) > at else None
+            if step is None:
+                continue
+            for name, cell in zip(names, row, strict=True):
+                if cell and (value := _number(cell)) is not None:
+                    points.setdefault(name, {})[step] = value
+    columns = {name: sorted(found.items()) for name, found in points.items() if name not in ("step", "epoch", "")}
+    return {name: Curve([x for x, _ in found], [y for _, y in found]) for name, found in columns.items()}
 
 
 def thin(curve: Curve, most: int) -> Curve:
@@ -101,22 +98,6 @@ def thin(curve: Curve, most: int) -> Curve:
             kept.add(int(start + finite[start:end].argmin()))
     chosen = sorted(kept)
     return Curve([curve.steps[i] for i in chosen], [curve.values[i] for i in chosen])
-
-
-def _complete(rows: Iterable[list[str]], columns: int) -> Iterator[list[str]]:
-    try:
-        for row in rows:
-            if len(row) == columns:
-                yield row
-    except csv.Error:  # a field without an end
-        return
-
-
-def _ascending(points: Iterable[tuple[float, float]]) -> Curve:
-    listed = list(points)
-    if any(later[0] <= earlier[0] for earlier, later in pairwise(listed)):
-        listed = sorted(dict(listed).items())
-    return Curve([x for x, _ in listed], [y for _, y in listed])
 
 
 def _number(cell: str) -> float | None:
