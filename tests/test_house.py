@@ -15,6 +15,8 @@ def foreign_private_names(source: str) -> list[str]:
     """``object._name`` where the object is not ``self`` or ``cls``, and imports of private names or modules."""
     found = []
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("_asdict", "_fields", "_make", "_replace"):
+            continue  # public names of named tuples
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
