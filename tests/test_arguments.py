@@ -51,6 +51,7 @@ def test_every_default_and_every_choice_is_all_right():
         {"limit_val_batches": False, "limit_train_batches": 3.0, "max_steps": 1e6, "num_nodes": np.int64(1)},
         {"gradient_clip_algorithm": "NORM", "profiler": "Simple", "max_epochs": INF, "gradient_clip_val": INF},
         {"max_time": timedelta(hours=1), "default_root_dir": Path("x"), "enable_progress_bar": 0, "benchmark": 1},
+        {"profiler": False, "gradient_clip_val": False, "sync_batchnorm": None, "inference_mode": None},
         {"strategy": ModelParallelStrategy(), "devices": "0,1", "accelerator": CPUAccelerator()},
     ],
 )

@@ -249,6 +249,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         sys.executable = os.environ.get("WARM_PYTHON_AGAIN", sys.executable)
+        named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:0] = [entry for entry in named if entry not in sys.path]
         status = _execute(request["words"])
     except SystemExit as end:
         if isinstance(end.code, str):

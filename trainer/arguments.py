@@ -100,7 +100,7 @@ class Kind(NamedTuple):
     """A kind of values, and their range.
 
     Attributes:
-        words: what it is called in messages.
+        words: what it is called in messages; "" where it goes without saying.
         includes: whether a value is of this kind.
         type: that of a config's key; Any where OmegaConf has none.
         least: the smallest number that it may be.
@@ -151,9 +151,10 @@ TIME = Kind(
     lambda value: seconds(value) is not None,
 )
 DEVICES = Kind("a number of devices of at least 1, a list of their indices such as [0,1], -1 for all", _is_devices)
-OBJECT = Kind("an object", _is_object)
+OBJECT = Kind("", _is_object)
+OFF = Kind("", lambda value: value is False, NoneType)  # as Lightning allows: False for none
 SWITCH = (True, False)
-AMOUNT = (WHOLE.at_least(0), NUMBER._replace(is_share=True))
+AMOUNT = (WHOLE.at_least(0), NUMBER._replace(is_share=True), OFF)
 
 
 def _between_validations(kind: Kind) -> Kind:
@@ -186,12 +187,13 @@ class Argument:
 
     @property
     def expected(self) -> str:
-        """What it may be; that it may be an object goes without saying.
+        """What it may be.
 
         >>> ARGUMENTS["benchmark"].expected
         'true, false or null'
         """
-        words = [one.words if isinstance(one, Kind) else describe(one) for one in self.accepts if one is not OBJECT]
+        words = [one.words if isinstance(one, Kind) else describe(one) for one in self.accepts]
+        words = [word for word in words if word]
         return either(words if len(words) < 10 else [*words[:3], "another of Lightning's"])
 
     def mistake(self, value: Any, key: str | None = None, registered: Collection[str] = ()) -> str | None:
@@ -200,8 +202,8 @@ class Argument:
         Args:
             value: what was given.
             key: where it stands in a config, such as ``trainer.devices``. None for an argument in Python: the sentence
-                has None for ``null`` then, and what only Lightning allows is no mistake: False for no batches, 2.0 for
-                two of them, words in capitals.
+                has None for ``null`` then, and what only Lightning allows is no mistake: None for False, 2.0 for two
+                batches, words in capitals.
             registered: words that it may be, too.
         """
         if key is None:
@@ -211,8 +213,10 @@ class Argument:
         return wanted and f"{key} is {describe(value)}, expected {wanted}"
 
     def _is_lightnings(self, value: Any) -> bool:
+        if value is None:
+            return self.accepts == SWITCH
         if any(isinstance(one, Kind) and one.is_share for one in self.accepts):
-            return value is False or (isinstance(value, float) and value > 1 and value.is_integer())
+            return isinstance(value, float) and value > 1 and value.is_integer()
         return self.any_case and isinstance(value, str) and value.lower() in self.accepts
 
     def _wanted(self, value: Any, registered: Collection[str]) -> str | None:
@@ -276,7 +280,7 @@ _TABLE = (
     Argument("enable_progress_bar", None, "whether there is a progress bar, and a summary at the end", (*SWITCH, None)),
     Argument("enable_model_summary", None, "whether a table of the layers is printed", (*SWITCH, None)),
     Argument("accumulate_grad_batches", 1, "batches that make one optimizer step", (WHOLE.at_least(1), None)),
-    Argument("gradient_clip_val", None, "the largest norm of the gradients; null: any", (COUNT, NUMBER, None)),
+    Argument("gradient_clip_val", None, "the largest norm of the gradients; null: any", (COUNT, NUMBER, OFF, None)),
     Argument(
         "gradient_clip_algorithm",
         None,
@@ -288,7 +292,7 @@ _TABLE = (
     Argument("benchmark", None, "true: have cuDNN try which convolution is fastest", (*SWITCH, None)),
     Argument("inference_mode", True, "whether evaluation runs in torch.inference_mode", SWITCH),
     Argument("use_distributed_sampler", True, "whether each process gets its share of the data", SWITCH),
-    Argument("profiler", None, "simple, advanced, pytorch, or null", (*PROFILERS, None, OBJECT), any_case=True),
+    Argument("profiler", None, "simple, advanced, pytorch, or null", (*PROFILERS, None, OFF, OBJECT), any_case=True),
     Argument("detect_anomaly", False, "true: stop at the operation whose backward made the first NaN; slow", SWITCH),
     Argument("barebones", False, "true: without anything that costs time", SWITCH),
     Argument("plugins", None, "parts of a strategy: a cluster environment, a checkpoint IO, ..."),

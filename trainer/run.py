@@ -102,6 +102,7 @@ class Run:
             if named is not None:
                 raise named from error
             raise
+        state = self._trainer.state  # a launcher of processes has replaced it by that of the run
         state.status, state.stage = TrainerStatus.FINISHED, None
         self._signals.end_late()
 

@@ -240,14 +240,10 @@ class Trainer(TrainerBase):
             RunningStage.TESTING: EvalLoop("test", **shared, fit_progress=self.progress),
             RunningStage.PREDICTING: EvalLoop("predict", **shared, fit_progress=self.progress),
         }
-        evaluations = [
-            (self.eval_loops[stage], stage, fn) for fn, stage in STAGES.items() if fn is not TrainerFn.FITTING
-        ]
-        in_fit = EvalLoopView(self, validation, RunningStage.VALIDATING, TrainerFn.FITTING)
-        self.fit_loop = FitLoopView(self, self.loop, in_fit)
-        self.validate_loop = EvalLoopView(self, *evaluations[0])
-        self.test_loop = EvalLoopView(self, *evaluations[1])
-        self.predict_loop = PredictLoopView(self, *evaluations[2])
+        self.fit_loop = FitLoopView(self)
+        self.validate_loop = EvalLoopView(self, RunningStage.VALIDATING, TrainerFn.VALIDATING)
+        self.test_loop = EvalLoopView(self, RunningStage.TESTING, TrainerFn.TESTING)
+        self.predict_loop = PredictLoopView(self, RunningStage.PREDICTING, TrainerFn.PREDICTING)
         self._signal_connector = Signals(self, self.loop.limits, list(self.eval_loops.values()))
         self._checkpoint_connector = CheckpointConnector(self)
         self._logger_connector = LoggerConnector(self)
@@ -376,7 +372,7 @@ class Trainer(TrainerBase):
             self.engine.save(checkpoint, filepath, storage_options)
 
     def reload_dataloaders(self, train: bool = True, val: bool = False) -> None:
-        """Have dataloaders made anew, by the same methods: for a curriculum, or after a change of the datamodule.
+        """Make dataloaders again, by the same methods: for a curriculum, or after a change of the datamodule.
 
         Args:
             train: training's, when the next epoch begins.
@@ -396,7 +392,7 @@ class Trainer(TrainerBase):
 
     @property
     def step_outcome(self) -> StepOutcome | None:
-        """What became of the last weight update; None before the first.
+        """The outcome of the last weight update; None before the first.
 
         With a fused optimizer on a GPU, asking right after an update waits for the device; see ``settled_outcome``.
         """
@@ -431,7 +427,7 @@ class Trainer(TrainerBase):
 
     @property
     def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
-        """``"norm"`` or ``"value"``; None where nobody said, which is ``"norm"``. May be set between two runs."""
+        """``"norm"`` or ``"value"``; None if it was not given, which means ``"norm"``. May be set between two runs."""
         clipping = ordering.first_of(self.callbacks, GradientClipping)
         is_ours = clipping is None or self._gradient_clip_val is not None
         algorithm = self._gradient_clip_algorithm if is_ours else clipping.algorithm
@@ -443,7 +439,7 @@ class Trainer(TrainerBase):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Weight updates that the whole fit will attempt, for schedules that need to know; inf where nobody does."""
+        """Weight updates that the whole fit will attempt, for schedules that need the number; inf if it is unknown."""
         loop = self.loop
         if loop.limits.max_epochs in (None, -1):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
@@ -496,7 +492,7 @@ class Trainer(TrainerBase):
         self.callbacks = ordering.in_order([*others, *defaults.build_clipping(limit, algorithm)])
 
     def _announce(self) -> None:
-        """Say what the arguments mean that change much, and what the machine has."""
+        """Print what ``barebones``, ``detect_anomaly`` and ``fast_dev_run`` change, and which devices there are."""
         if self.barebones:
             rank_zero_info(
                 "You are running in `Trainer(barebones=True)` mode. All features that may impact raw speed have been"

@@ -122,10 +122,11 @@ class Bench:
         folder: for everything; each case gets folders in it.
         kills: how often the case that kills at random instants does.
         seed: of these instants.
+        python: runs the programs.
     """
 
-    def __init__(self, folder: Path, kills: int = 40, seed: int = 0) -> None:
-        self.folder, self.kills, self.random = folder, kills, random.Random(seed)
+    def __init__(self, folder: Path, kills: int = 40, seed: int = 0, python: str = sys.executable) -> None:
+        self.folder, self.kills, self.random, self.python = folder, kills, random.Random(seed), python
         self.runs: list[Run] = []
         self._references: dict[str, Reference] = {}
         self._number = 0
@@ -138,7 +139,7 @@ class Bench:
     def server(self) -> subprocess.Popen[bytes]:
         """Started when somebody asks."""
         if self._server is None:
-            command = [sys.executable, "-m", "_faults.server"]
+            command = [self.python, "-m", "_faults.server"]
             pipe = subprocess.PIPE
             self._server = subprocess.Popen(command, env=self.environment, cwd=self.folder, stdin=pipe, stdout=pipe)
             assert self._server.stdout is not None
@@ -173,7 +174,7 @@ class Bench:
         where = self.new_folder("run")
         with (where / "log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "_faults.program", json.dumps(given)], cwd=folder,
+                [self.python, "-m", "_faults.program", json.dumps(given)], cwd=folder,
                 env=self.environment | (environment or {}), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip

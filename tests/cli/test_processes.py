@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import atexit
+import gc
+import sys
 from pathlib import Path
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
+from trainer.cli import main
 from trainer.cli.arguments import UsageError, read
-from trainer.cli.processes import agree, clean_environment, is_first
+from trainer.cli.processes import agree, clean_environment, imports_only, is_first
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim, quoted
 
@@ -107,3 +112,32 @@ def test_of_a_failure_of_all_processes_one_tells(project, python):
     assert "Traceback" not in done.stderr
     for name in ("fit.log", "fit_rank_1.log"):
         assert "RuntimeError: asked to fail" in Path("run", name).read_text()
+
+
+def test_a_run_is_composed_once(project, monkeypatch):
+    composed = []
+    compose = ConfigLoaderImpl.load_configuration
+    monkeypatch.setattr(
+        ConfigLoaderImpl, "load_configuration", lambda *given, **more: composed.append(1) or compose(*given, **more)
+    )
+    assert main(["fit", "+recipe=line", "hydra.run.dir=here"]) == 0
+    with_a_setting = len(composed)
+    assert main(["fit", "+recipe=line"]) == 0
+    assert (with_a_setting, len(composed) - with_a_setting) == (2, 1)  # a setting is held against what it changes
+    written = OmegaConf.load("here/.hydra/hydra.yaml").hydra
+    assert (written.run.dir, written.mode) == ("here", "RUN")
+    assert written.overrides.hydra[-1] == "hydra.run.dir='here'"
+
+
+def test_no_garbage_is_collected_while_torch_is_imported(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    monkeypatch.setattr(atexit, "register", lambda function: frozen.append(function))
+    with imports_only():
+        assert gc.isenabled()  # torch is there already
+    assert frozen == []
+    monkeypatch.delitem(sys.modules, "torch")
+    with imports_only():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert frozen == [False, gc.unfreeze]

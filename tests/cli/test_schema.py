@@ -43,7 +43,7 @@ MISTAKES = {
     "gradient_clip_algorithm": {"nrom": "norm, value or null. Did you mean 'norm'?"},
     "deterministic": {"wran": "true, false, warn or null. Did you mean 'warn'?"},
     "benchmark": {"ture": "true, false or null. Did you mean 'true'?"},
-    "inference_mode": {"x": "true or false.", None: "true or false."},
+    "inference_mode": {"x": "true or false."},
     "use_distributed_sampler": {"x": "true or false."},
     "profiler": {"simpel": "simple, advanced, pytorch, xla or null. Did you mean 'simple'?"},
     "detect_anomaly": {"x": "true or false."},

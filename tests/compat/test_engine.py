@@ -22,7 +22,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tests.parity import QUIET, Learner, data, ours, run_both, weights
 from trainer import Trainer
 from trainer.compat.engine import LightningEngine
+from trainer.engine.gradients import Gradients
+from trainer.engine.protocol import Engine
 from trainer.errors import PrecisionError, UnsupportedError
+from trainer.precision.scaler import LossScaler
 
 
 def engine_of(**options: Any) -> LightningEngine:
@@ -320,3 +323,59 @@ def test_torchs_flags_are_set_as_by_lightning(
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
+
+
+class Recorded(Gradients):
+    """Notes what is done to gradients."""
+
+    def __init__(self, scaler: LossScaler, done: list[str]) -> None:
+        super().__init__(scaler)
+        self._done = done
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in ("clear", "backward", "multiply_", "unscale_", "norm", "clip_", "step", "update", "resolve_outcome"):
+            self._done.append(name)
+        return found
+
+
+def test_a_trainer_may_have_another_engine_which_does_all_that_is_done_to_gradients() -> None:
+    done: list[str] = []
+
+    class Watched(LightningEngine):
+        def build_gradients(self, scaler: LossScaler) -> Gradients:
+            return Recorded(scaler, done)
+
+    class WatchedTrainer(Trainer):
+        def _build_engine(self, precision: Any, plugins: Any, **options: Any) -> Engine:
+            return Watched(self, precision, plugins, **options)
+
+    trainer = WatchedTrainer(**QUIET, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    trainer.fit(module := Learner(), data(6))  # three batches: a window of two, and one of one
+    step = ["unscale_", "clip_", "step", "update", "resolve_outcome"]
+    assert done == ["clear", "backward", "backward", *step, "clear", "backward", *step]
+    usual = Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    usual.fit(other := Learner(), data(6))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights(module), weights(other), strict=True))
+
+
+def test_an_engine_may_take_backward_and_step_together() -> None:
+    """As DeepSpeed does: it says which path a batch takes through the loop."""
+
+    class AtOnce(LightningEngine):
+        def batch_path(self, loop: Any) -> Any:
+            def train_batch(batch: Any, batch_idx: int, is_last: bool) -> None:
+                batch = loop.start_batch(batch, batch_idx, is_last)
+                loss = loop.run_training_step(batch, batch_idx)
+                seen.append(batch_idx)
+                loop.end_batch({"loss": loss.detach()}, batch, batch_idx)
+
+            return train_batch
+
+    class AtOnceTrainer(Trainer):
+        def _build_engine(self, precision: Any, plugins: Any, **options: Any) -> Engine:
+            return AtOnce(self, precision, plugins, **options)
+
+    seen: list[int] = []
+    AtOnceTrainer(**QUIET, max_epochs=1).fit(Learner(), data(6))
+    assert seen == [0, 1, 2]

@@ -28,7 +28,7 @@ from tests.checkpoint.test_inert import KINDS, a_noted_list
 from tests.parity import Classifier, data, lightning, lightnings_noise_ignored
 from tests.support import make_trainer
 from trainer import CheckpointFiles, redaction
-from trainer.compat.hparams import plain
+from trainer.checkpoint.plain_form import plain
 
 
 class Colour(enum.Enum):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,8 @@ from _faults.cases import CASES, EACH, EVERYTHING, SMALL, at_each, run_case
 from _faults.scoreboard import Outcome, Row, markdown
 from _faults.training import Setup, differences
 
+from tests.warm_python import WarmPython
+
 ROOT = Path(__file__).parents[2]
 
 FAST = (
@@ -26,8 +26,8 @@ FAST = (
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    bench = Bench(tmp_path_factory.mktemp("faults"), kills=3)
+def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Iterator[Bench]:
+    bench = Bench(tmp_path_factory.mktemp("faults"), kills=3, python=str(python.executable))
     yield bench
     bench.close()
 
@@ -68,14 +68,12 @@ def test_a_run_that_hangs_is_an_outcome(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_the_script(tmp_path: Path) -> None:
+def test_the_script(tmp_path: Path, python: WarmPython) -> None:
     page, table = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text("<!-- fault_suite: start -->\nold\n<!-- fault_suite: end -->\n")
-    command = [sys.executable, str(ROOT / "scripts" / "fault_suite"), "--only", "unwritable", "--folder", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--markdown", str(page), "--json", str(table)],
-        capture_output=True, text=True, timeout=200, env={**tools.os.environ, "AMP_BENCH": "1"}, check=False,
-    )  # fmt: skip
+    command = [str(ROOT / "scripts" / "fault_suite"), "--only", "unwritable", "--folder", str(tmp_path)]
+    words = ["--markdown", str(page), "--json", str(table)]
+    done = python.run(*command, *words, env={**tools.os.environ, "AMP_BENCH": "1"})
     assert done.returncode == 0, done.stderr
     assert "1 of 1 of ours are as promised." in done.stdout
     assert "| The folder cannot be written | **refused**: before the first batch |" in page.read_text()

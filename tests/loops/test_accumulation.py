@@ -110,7 +110,7 @@ def accumulate(batches, *, size, known=True, weigh=float, engine=None, stop=None
     engine = engine or Processes()
     optimizer = torch.optim.SGD([p], lr=1.0)
     window, shares = AccumulationWindow(size), []
-    window.start_run(is_shared=engine.replicas > 1)
+    window.start_run(engine.replicas)
     for i, x in enumerate(batches):
         window.advance(len(batches) - i if known else math.inf, i + 1 == len(batches) and stop is None)
         weight = None if x is None else weigh(len(x))
@@ -262,7 +262,7 @@ def test_the_mean_goes_over_the_processes_too():
 def test_weights_are_measured_by_the_mean_of_the_last_window():
     engine = Processes([2.0, 6.0])
     window, loss = AccumulationWindow(2), torch.tensor(1.0)
-    window.start_run(is_shared=True)
+    window.start_run(2)
     for weight in (4.0, 8.0):
         window.advance(9, False)
         window.share(loss, weight)
@@ -272,7 +272,7 @@ def test_weights_are_measured_by_the_mean_of_the_last_window():
     window.share(loss, 10.0)
     assert window.factor == pytest.approx(10 / 5 / 2)  # the mean of 4, 8, 2 and 6 is 5
     restored = AccumulationWindow(2)
-    restored.start_run(is_shared=True)
+    restored.start_run(2)
     restored.load_state_dict(window.state_dict(is_open=False), torch.device("cpu"))
     restored.advance(7, False)
     restored.share(loss, 10.0)

@@ -75,7 +75,7 @@ def test_whose_turn_it_is():
     assert advance("step", 3, on_plateau=True) == [("step plateau", 1)]
     assert advance("epoch", 3, on_plateau=True) == [("epoch plateau", 2)]
     configs.clear()  # a live list
-    assert not schedules
+    assert not schedules.stepped
     assert advance("step", 1) == []
 
 

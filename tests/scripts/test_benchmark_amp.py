@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
-import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -33,12 +33,12 @@ def benchmark():
         gc.unfreeze()
 
 
-def test_writes_its_tables(tmp_path):
+def test_writes_its_tables(tmp_path, python):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- benchmark_amp cpu: start -->\nold\n<!-- benchmark_amp cpu: end -->\nafter\n")
     sizes = "--batch 8 --width 16 --layers 2 --batches 3 --epochs 1 --rounds 2 --square 32"
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", *sizes.split(), "--markdown", str(page)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    command = [str(SCRIPT), "--device", "cpu", *sizes.split(), "--markdown", str(page)]
+    done = python.run(*command, env={**os.environ, "AMP_BENCH": "1"})  # stay in this environment
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 layers of width 16, batch 8, 1 epoch of 3 batches; 20 variants." in done.stderr
     text = page.read_text()

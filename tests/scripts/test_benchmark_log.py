@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_writes_its_table(tmp_path: Path) -> None:
+def test_writes_its_table(tmp_path: Path, python: WarmPython) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- benchmark_log: start -->\nold\n<!-- benchmark_log: end -->\nafter\n")
     words = ["--steps", "2", "--warmup", "1", "--repeats", "1", "--calls", "2", "--markdown", str(page)]
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark_log"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    command = [str(ROOT / "scripts" / "benchmark_log"), *words]
+    done = python.run(*command, env={**os.environ, "AMP_BENCH": "1"})  # stay in this environment
     assert done.returncode == 0, done.stderr[-2000:]
     text = page.read_text()
     assert text.startswith("before\n")

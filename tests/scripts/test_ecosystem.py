@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -67,14 +65,14 @@ def case_killed(run):
 '''
 
 
-def test_runs_a_program_with_both_and_names_what_differs(tmp_path):
+def test_runs_a_program_with_both_and_names_what_differs(tmp_path, python):
     program = tmp_path / "tiny.py"
     program.write_text(PROGRAM)
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- ecosystem: start -->\nold\n<!-- ecosystem: end -->\nafter\n")
     words = ["--here", "--program", program, "--keep", tmp_path / "kept", "--markdown", page]
-    command = [sys.executable, str(ROOT / "scripts" / "ecosystem"), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    script = str(ROOT / "scripts" / "ecosystem")
+    done = python.run(script, *map(str, words))
     assert done.returncode == 1, done.stderr[-2000:]
     row, killed = json.loads((tmp_path / "kept" / "results.json").read_text())
     assert row["errors"] == {}
@@ -89,7 +87,7 @@ def test_runs_a_program_with_both_and_names_what_differs(tmp_path):
     assert "\nold\n" not in text
     words = ["--table-only", "--merge", tmp_path / "kept" / "results.json", "--markdown", page]
     page.write_text("<!-- ecosystem: start -->\n<!-- ecosystem: end -->\n")
-    assert subprocess.run([*command[:2], *map(str, words)], capture_output=True, timeout=60).returncode == 1
+    assert python.run(script, *map(str, words)).returncode == 1
     assert page.read_text().strip() in text  # the same table again
     assert "| tiny | killed | fails |" in text
     saved = torch.load(tmp_path / "kept" / "tiny" / "tiny" / "ours" / "record.pt", weights_only=False)
@@ -100,9 +98,8 @@ def test_runs_a_program_with_both_and_names_what_differs(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["unheard_of"], ["--program", "nowhere.py"]])
-def test_says_what_it_does_not_know(words):
-    command = [sys.executable, str(ROOT / "scripts" / "ecosystem"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+def test_says_what_it_does_not_know(words, python):
+    done = python.run(str(ROOT / "scripts" / "ecosystem"), *words)
     assert done.returncode == 1
     assert words[-1] in done.stderr
     assert "expected" in done.stderr

@@ -1,12 +1,11 @@
-"""Are the gradients the derivatives of the loss? Asked with finite differences, for every parameter."""
+"""Check with finite differences that the gradient of each parameter is the derivative of the loss."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from torch.func import functional_call
 
 from trainer.data.samples import part_of
 from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean
+from trainer.postmortem.replay import silence, undisturbed
 
 _ROWS = 20
 
@@ -84,14 +84,15 @@ class GradientCheck(Callback):
         """What came out, for each parameter in the module's order."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Check on the first batch there is."""
+        """Check on the first batch."""
         if trainer.should_stop:
             return
         trainer.should_stop = True
         names = self._choose(trainer, pl_module)
         rank_zero_info(f"Comparing the gradients of {len(names)} parameters with finite differences.")
         began = time.monotonic()
-        with _silent(pl_module), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        with undisturbed(trainer):
+            silence(pl_module)  # it would log hundreds of times a batch
             loss = _Loss(trainer, pl_module, part_of(batch, 0, self.samples), batch_idx)
             self._check_repeatable(loss)
             self.results = self._check(loss, names)
@@ -293,29 +294,6 @@ class _TrainingStep(nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         return self.module.training_step(*arguments)
-
-
-@contextmanager
-def _silent(module: nn.Module) -> Iterator[None]:
-    """``self.log`` does nothing: it would be called hundreds of times a batch."""
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    for part in module.modules():
-        if isinstance(part, LightningModule):
-            for name in ("log", "log_dict"):
-                replaced.append((vars(part), name, vars(part).get(name)))
-                vars(part)[name] = _nothing
-    try:
-        yield
-    finally:
-        for attributes, name, before in replaced:
-            if before is None:
-                del attributes[name]
-            else:
-                attributes[name] = before
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Going on where memory runs out: with parts of a batch, one after the other."""
+"""Continue a fit in which memory runs out, by running a batch in parts."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ class HalveOnOutOfMemory(Callback):
         return {} if self.limit is None else {"limit": self.limit}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the limit that the checkpoint's run had found."""
+        """Restore the limit that the run of the checkpoint had found."""
         self.limit = state_dict["limit"]

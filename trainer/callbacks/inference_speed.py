@@ -78,7 +78,7 @@ class InferenceSpeed(Callback):
         return {} if self.result is None else {"inference_speed": self.result}
 
     def on_predict_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Starts afresh."""
+        """Forgets an earlier prediction."""
         self.result = None
         self._kept = []
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError, LossScaleCollapse
+from trainer.files import write_text
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of
@@ -99,8 +100,8 @@ class OverflowReport(Callback):
         return {**vars(self), "_demand": None, "_recorder": None, "_before": None}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Start afresh."""
-        self._let_go()
+        """Forget an earlier run."""
+        self._drop_recordings()
         self.reports = []
         self._history.clear()
         self._history.append((trainer.global_step, trainer.scaler.current_scale))
@@ -130,12 +131,12 @@ class OverflowReport(Callback):
                 self._report(trainer, step, outcome, demanded)
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the batches."""
-        self._let_go()
+        """Drop the recorded batches."""
+        self._drop_recordings()
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the batches."""
-        self._let_go()
+        """Drop the recorded batches."""
+        self._drop_recordings()
 
     def _take_skip(self, trainer: Any, step: int, outcome: StepOutcome) -> None:
         """Count one skipped step; report, and end the run, where it is time to."""
@@ -163,7 +164,7 @@ class OverflowReport(Callback):
             self._recorder.stop()
             self._recorder = None
 
-    def _let_go(self) -> None:
+    def _drop_recordings(self) -> None:
         self._end_skips()
         if self._demand is not None:
             self._demand.stop()
@@ -244,7 +245,7 @@ class _BeforeSkips:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in trainer.lightning_module.buffers()]
 
     def restore(self, trainer: Any) -> None:
-        """Put them back. The scale grows again when a whole ``growth_interval`` has passed."""
+        """Restore them. The scale grows again when a whole ``growth_interval`` has passed."""
         for buffer, content in self._buffers:
             buffer.data.copy_(content)
         trainer.scaler.load_state_dict({"scale": self._scale, "_growth_tracker": 0})
@@ -281,8 +282,7 @@ def _newest_checkpoint(trainer: Any, before: float) -> Path | None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write_text(path, text)
     except OSError as problem:  # no reason to end a run
         warnings.warn(f"The overflow report could not be written to {path}: {problem}", stacklevel=2)
 

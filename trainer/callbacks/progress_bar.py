@@ -209,7 +209,7 @@ class ProgressBar(LightningProgressBar):
     on_test_end = on_validation_end
     on_predict_end = on_validation_end
 
-    # Whatever happens, the terminal is given back
+    # Restoring the terminal, also after errors
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Stops, and reads nothing: the device may be what failed."""
@@ -248,7 +248,7 @@ class ProgressBar(LightningProgressBar):
         if not terminal or console.is_dumb_terminal:
             self._due = time.monotonic() + self._seconds_between_lines
             return
-        # Somebody who sends stderr elsewhere (`2> errors.txt`) wants it there and not above the bar.
+        # A stderr that is redirected (`2> errors.txt`) is left alone: it is not printed above the bar.
         redirect_stderr = sys.stderr is not None and sys.stderr.isatty()
         self._live = Live(self._display, console=console, auto_refresh=False, redirect_stderr=redirect_stderr)
         self._live.start()

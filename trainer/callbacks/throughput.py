@@ -1,4 +1,4 @@
-"""Samples per second of training that has got going, and whether two runs were given the same batches."""
+"""Samples per second of training after its first batches, and whether two runs were given the same batches."""
 
 import statistics
 import time
@@ -51,8 +51,8 @@ class Throughput(Callback):
         self._warmup_batches = warmup_batches
         self._clock = time.perf_counter
         self._warmup: float = 0  # batches still to come before measuring starts
-        self._resumed: float | None = None  # when the clock last went on; None while it stands
-        self._left = 0.0  # when the last batch ended, or the clock went on
+        self._resumed: float | None = None  # when the clock was last started; None while it is stopped
+        self._left = 0.0  # when the last batch ended, or the clock was started
         self._waited = 0.0  # seconds
         self._seconds = 0.0  # measured in this epoch; likewise:
         self._samples = 0
@@ -81,23 +81,23 @@ class Throughput(Callback):
         }
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Starts afresh."""
+        """Forgets the rates of an earlier fit."""
         self.rates, self.batches = [], []
         self.train_seconds = self._waited = 0.0
         self.measured_batches = 0
         self._warmup = min(self._warmup_batches, trainer.num_training_batches // 2)
         self._resumed = None
-        self._count_anew()
+        self._reset_counts()
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the clock: waiting for the first batch is part of an epoch."""
-        self._count_anew()
+        self._reset_counts()
         self._resume(trainer)
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Lets the clock go on after a validation."""
+        """Starts the clock again after a validation."""
         if self._resumed is None:
             self._resume(trainer)
         else:
@@ -115,7 +115,7 @@ class Throughput(Callback):
         self._batches += 1
         if self._batches == self._warmup:
             self._stop(trainer)
-            self._count_anew()
+            self._reset_counts()
             self._warmup = 0
             self._resume(trainer)
         self._left = self._clock()
@@ -134,7 +134,7 @@ class Throughput(Callback):
             self.measured_batches += self._batches
         self._warmup = 0  # an epoch too short for it
 
-    def _count_anew(self) -> None:
+    def _reset_counts(self) -> None:
         self._seconds = 0.0
         self._samples = self._batches = 0
 

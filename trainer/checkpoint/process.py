@@ -1,8 +1,8 @@
-"""What each process has for itself, so that a resumed run goes on to the bit as if nothing had happened.
+"""The state that each process has of its own, which a resumed run needs to go on to the bit as if never interrupted.
 
-That is what Lightning's format has no place for: random states, where the data stands, the gradients of an open
-accumulation window, what has been logged in an epoch that is not over, metric objects. It stands in a checkpoint under
-``loops["amp_trainer"]["processes"]``, one entry for each, in plain containers and tensors.
+Lightning's format has no place for it: random states, the position in the data, the gradients of an open accumulation
+window, what has been logged in an epoch that is not over, metric objects. A checkpoint has it under
+``loops["amp_trainer"]["processes"]``, one entry for each process, in plain containers and tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from trainer.checkpoint import modes
 from trainer.checkpoint.snapshot import on_host
 from trainer.engine.gradients import Gradients
+from trainer.engine.protocol import Engine
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore
@@ -33,7 +34,7 @@ class KeptBatches(Protocol):
 
 
 class ProcessState:
-    """Takes and puts back what a process has for itself.
+    """Saves and restores the state that a process has of its own.
 
     Args:
         run: the Trainer: ``loop``, ``eval_loops``, ``engine``, ``published``, ``lightning_module``.
@@ -50,11 +51,11 @@ class ProcessState:
         self._training_modes: modes.Modes = {}
 
     def begin_fit(self) -> None:
-        """Everything is set up: what is changed about the module from here on is the run's doing."""
+        """Note the module's modes at the beginning of the run: a checkpoint holds what the run has changed of them."""
         self._first_modes = modes.modes_of(self._run.lightning_module)
 
     def begin_validation(self) -> None:
-        """A validation inside a fit begins: a checkpoint that breaks it off has it begin again from here."""
+        """Note the state before a validation inside a fit: a run resumed in the middle of it repeats it from here."""
         run = self._run
         self._training_modes = modes.modes_of(run.lightning_module)
         counts = MetricObjects(run.lightning_module).counts()
@@ -63,7 +64,8 @@ class ProcessState:
     def dump(self) -> dict[str, Any]:
         """The state of this process, as it is between two batches."""
         run, loop = self._run, self._run.loop
-        engine, progress, window = run.engine, loop.progress, loop.window
+        engine: Engine = run.engine
+        progress, window = loop.progress, loop.window
         metrics = MetricObjects(run.lightning_module)
         is_over = progress.epochs_trained > progress.epoch  # what was logged is about to be forgotten
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
@@ -102,14 +104,17 @@ class ProcessState:
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
         """Put back what :meth:`dump` returned. Everything is set up, and everybody's ``on_train_start`` is over.
 
+        The position in the data is not among it: the training batches have it from the beginning of the run.
+
         Args:
             state: of this process.
             stops: whether a run that had decided to stop stays stopped.
         """
         run, loop = self._run, self._run.loop
-        device, metrics = run.engine.device, MetricObjects(run.lightning_module)
+        engine: Engine = run.engine
+        device, metrics = engine.device, MetricObjects(run.lightning_module)
         metrics.load_state_dict(state["metric_objects"], device)
-        loop.metrics.load_state_dict(state["metrics"], metrics.by_name.get, run.engine.reduce, device)
+        loop.metrics.load_state_dict(state["metrics"], metrics.by_name.get, engine.reduce, device)
         for name, values in state["published"].items():
             published = getattr(run.published, name)
             published.update({k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})

@@ -1,4 +1,4 @@
-"""The packages that are the user's own word: trusted by name, or installed from a folder. Imports none of them.
+"""Which packages the user trusts: by name, or because they were installed from a folder. Imports none of them.
 
 Pip notes down which packages the user has installed from a folder. Others are trusted once and for good, in a file of
 the user's configuration folder; never in a project, which may come from somebody else.

@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trainer.cli import compare, objective, permissions, plugins
+from trainer.cli import objective, permissions, plugins
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
 from trainer.cli.folders import packaged_conf
@@ -68,6 +68,8 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
     if (job := next(_jobs(overrides))) != first:  # what the config sweeps over is in it now
         config = composer.compose(job)
     if arguments.command == "compare":
+        from trainer.cli import compare  # which takes a moment
+
         compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     HydraConfig.instance().set_config(config)  # for ${hydra:...}
     permissions.check_hydra(composer, config, overrides)

@@ -1,11 +1,11 @@
-"""Lightning's weight averaging, told of skipped steps.
+"""Lightning's weight averaging, without skipped steps.
 
 ``WeightAveraging`` averages in ``on_train_batch_end``, after each optimizer step that ``trainer.global_step`` counts:
-skipped ones too. Here the same method runs when an update's outcome is known, unless it was skipped. The weights are
-then those that the update left, also where the outcome arrives late.
+skipped ones too. Here the same method runs when the outcome of an update is known, unless it was skipped. The weights
+are still those of that update, also if the outcome arrives late.
 
-A subclass with an ``on_train_batch_end`` of its own is called after each batch, as its author expects. Its
-``should_update`` is asked about steps that were not skipped only; a late outcome is waited for.
+A subclass that overrides ``on_train_batch_end`` is called after each batch, as usual. Its ``should_update`` is only
+called for steps that were not skipped, which waits for a late outcome.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def detach_averaging(callbacks: Iterable[Any]) -> None:
 
 @contextmanager
 def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Iterator[None]:
-    """A context for checkpoints: the module has the weights that it trains, though an evaluation sees the average."""
+    """A context for checkpoints: the module has its training weights, also during an evaluation of the average."""
     swaps = [vars(callback).get(_SWAP) for callback in callbacks if isinstance(callback, WeightAveraging)]
     swapped = [swap for swap in swaps if swap is not None and swap.is_swapped]
     for swap in swapped:
@@ -64,7 +64,7 @@ def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Itera
 
 
 class _Swap:
-    """``WeightAveraging._swap_models`` of one callback, which remembers how things stand."""
+    """``WeightAveraging._swap_models`` of one callback, which counts whether the models are swapped."""
 
     def __init__(self, callback: WeightAveraging) -> None:
         self.is_swapped = False

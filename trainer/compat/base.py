@@ -26,7 +26,7 @@ from trainer.compat.engine import LightningEngine
 from trainer.compat.errors import adopt
 from trainer.compat.logging import LoggerConnector
 from trainer.compat.signals import Signals
-from trainer.compat.views import EvalLoopView, FitLoopView, LoopPlace, PredictLoopView, alias
+from trainer.compat.views import EvalLoopView, FitLoopView, LoopAttribute, PredictLoopView, alias
 from trainer.engine.protocol import Engine
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
@@ -58,10 +58,10 @@ class TrainerBase(LightningTrainer):
     """Logs a value as the module's ``self.log`` does, with its arguments, whatever overrides that; for callbacks."""
 
     # the parts of Lightning's Trainer, which what is inherited asks
-    fit_loop = LoopPlace[FitLoopView]()
-    validate_loop = LoopPlace[EvalLoopView]()
-    test_loop = LoopPlace[EvalLoopView]()
-    predict_loop = LoopPlace[PredictLoopView]()
+    fit_loop = LoopAttribute[FitLoopView]()
+    validate_loop = LoopAttribute[EvalLoopView]()
+    test_loop = LoopAttribute[EvalLoopView]()
+    predict_loop = LoopAttribute[PredictLoopView]()
     _signal_connector: Signals  # type: ignore[assignment]
     _checkpoint_connector: CheckpointConnector
     _logger_connector: LoggerConnector

@@ -18,11 +18,11 @@ _BASES = (Callback, LightningModule, LightningDataModule)
 
 
 def overrides(owner: Any, name: str) -> bool:
-    """Whether ``owner``'s method ``name`` is its own, not the empty one of Lightning's base class.
+    """Whether ``owner`` overrides the method ``name`` of Lightning's base class.
 
-    What is set on the instance counts, also where it only watches the base's (a spy is to be called); but a step that
-    is set to None does not. ``on_validation_model_train`` and its kin are another matter: the base's does less than
-    what is done in its place, so whatever ends up there does not count.
+    An attribute of the instance counts, even if it only wraps the base's method (a test's spy has to be called), but
+    not a step that is set to None. A wrapper of ``on_validation_model_train`` and the like does not count: our loop
+    does more than the base's method.
     """
     if name in vars(owner):
         return vars(owner)[name] is not None and (not name.endswith("_model_train") or is_overridden(name, owner))
@@ -34,17 +34,17 @@ def overrides(owner: Any, name: str) -> bool:
 
 
 def monitors(callback: Any) -> bool:
-    """Whether a callback's ``on_train_epoch_end`` comes after the module's: it reads metrics logged there."""
+    """Whether a callback's ``on_train_epoch_end`` runs after the module's, whose metrics it reads."""
     return isinstance(callback, (EarlyStopping, Checkpoint))
 
 
 def saves(callback: Any) -> bool:
-    """Whether a callback writes checkpoints, and so is to come when everything else is over."""
+    """Whether a callback writes checkpoints, and so has to run last."""
     return isinstance(callback, Checkpoint)
 
 
 def in_order(callbacks: Sequence[Any]) -> list[Any]:
-    """Tuners first, those that save checkpoints last, the others between them as they were given.
+    """``callbacks`` with tuners first and those that save checkpoints last, otherwise in the order given.
 
     Raises:
         RuntimeError: two callbacks with a state have the same ``state_key``: one's would take the other's place in a

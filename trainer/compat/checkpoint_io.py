@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, verified before they are read, and the last good one is kept."""
+"""Lightning's CheckpointIO, over files that are written atomically, verified when read, and not removed too early."""
 
 from __future__ import annotations
 
@@ -31,25 +31,24 @@ _HANDED_OVER = ".temp.ckpt"  # in which Lightning's launchers hand weights to th
 
 _LIGHTNINGS = TorchCheckpointIO.save_checkpoint
 _LAST = "there is no other good one."
-_removing = threading.RLock()  # whoever wraps a CheckpointFiles may save in one thread and remove in another
+_removing = threading.RLock()  # a wrapper of a CheckpointFiles may save in one thread and remove in another
 
 Identity = tuple[int, int, int]
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """How checkpoints reach the disk and come back; a Trainer's own where no other checkpoint IO is given.
+    """Writes, reads and removes checkpoints. A Trainer uses it unless another checkpoint IO is given.
 
-    A local file is written beside its place, brought to the disk and renamed, with a manifest at its end that holds a
-    SHA-256 (:mod:`trainer.checkpoint.files`); it is verified before it is read. Removing leaves alone what is not a
-    checkpoint of this run, and the last good one. Files elsewhere (``s3://...``) are written as by Lightning, with the
-    manifest.
+    A local file is written beside its place, synchronised and renamed, with a manifest at its end that holds a SHA-256
+    (:mod:`trainer.checkpoint.files`); it is verified before it is read. Only checkpoints of this run are removed, and
+    not the last good one. Files elsewhere (``s3://...``) are written as by Lightning, with the manifest.
 
     Args:
         asynchronous: write in the background. Saving copies the state to host memory and returns; the next save,
             loading and the end of the run wait until it is written, and raise what went wrong. Removing waits its turn.
-        when_full: what a disk without room means: ``"stop"`` raises, ``"continue"`` warns and trains on. Either way the
-            older files are kept, and so are those that the one that is missing should have replaced. A ModelCheckpoint
-            does not know: its ``best_model_path`` may name a file that is missing, until the next one is written.
+        when_full: what happens if the disk is full: ``"stop"`` raises, ``"continue"`` warns and trains on. Either way
+            the older files are kept, also those that the missing one was to replace. A ModelCheckpoint does not know of
+            it: its ``best_model_path`` may name a missing file until the next one is written.
 
     Raises:
         ConfigurationError: an unknown ``when_full``.
@@ -72,7 +71,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self._pending: list[Future[list[str]]] = []  # a save, and the removals that came after it
 
     def belong(self, folders: Iterable[str | Path], others: Iterable[str | Path]) -> None:
-        """Take note of what is a run's and may be removed; paths or URLs.
+        """Set which checkpoints belong to the run and may be removed; paths or URLs.
 
         Args:
             folders: where its checkpoints are; in local ones the last good one is kept.
@@ -91,7 +90,7 @@ class CheckpointFiles(TorchCheckpointIO):
             TypeError: there are ``storage_options``, for which there is no use.
             CheckpointWriteError: there is no room, or the folder cannot be written to.
         """
-        if TorchCheckpointIO.save_checkpoint is not _LIGHTNINGS:  # somebody has put another one there
+        if TorchCheckpointIO.save_checkpoint is not _LIGHTNINGS:  # a program has replaced it
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         if storage_options is not None:
@@ -103,11 +102,11 @@ class CheckpointFiles(TorchCheckpointIO):
         self.wait()
         copied = checkpoint
         if self.asynchronous:
-            with suppress(Exception):  # an object among the hyper-parameters may be such as can be pickled, not copied
+            with suppress(Exception):  # an object among the hyper-parameters may be picklable, but not copyable
                 copied = on_host(checkpoint)
         self._do(self._save, copied, path)
         if copied is checkpoint:
-            self.wait()  # nobody may change it before it is written
+            self.wait()  # it must not change before it is written
 
     def wait(self) -> None:
         """Wait for what is written in the background.
@@ -141,7 +140,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return {**vars(self), "_writer": None}
 
     def _do(self, work: Callable[..., list[str]], *arguments: Any) -> None:
-        """Do it in the background, after what is under way there, or at once. What it returns are warnings."""
+        """Call ``work`` in the background, after earlier work, or at once. It returns warnings."""
         if not self.asynchronous:
             for warning in work(*arguments):
                 rank_zero_warn(warning)
@@ -193,7 +192,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only is not False)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint of this run. What is not one, and the last good one, is kept, with a warning."""
+        """Remove a checkpoint of this run. Any other file, and the last good one, is kept, with a warning."""
         self._do(self._remove_locked, path)
 
     def _remove_locked(self, path: str | Path) -> list[str]:
@@ -206,7 +205,7 @@ class CheckpointFiles(TorchCheckpointIO):
             return []
         if reason := self._reason_to_keep(local, name):
             if reason == _LAST and self._saver not in (None, threading.get_ident()):
-                self._due.add(path)  # what takes its place is being written by another thread (AsyncCheckpointIO)
+                self._due.add(path)  # its successor is being written by another thread (AsyncCheckpointIO)
                 return []
             return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
         if local is None:
@@ -237,7 +236,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return _LAST if self._is_last(Path(name)) else ""
 
     def _is_last(self, path: Path) -> bool:
-        """Whether ``path`` is good, and there is no other to go on from in the run's folders."""
+        """Whether ``path`` is the only good checkpoint in the run's folders."""
         others = (other for other in [*self._good, *files.in_order(self._folders)] if other != path)
         return not any(self._is_good(other) for other in others) and self._is_good(path)
 
@@ -256,14 +255,14 @@ class CheckpointFiles(TorchCheckpointIO):
         return True
 
     def _remember(self, path: Path) -> None:
-        """``path`` is whole: as long as nobody touches it, it need not be read again to know that."""
+        """Note that ``path`` is good, so that it is not read again to find out while it does not change."""
         self._good[path.resolve()] = _identity(path)
 
 
 def adopt(strategy: Strategy) -> None:
-    """Make `CheckpointFiles` what ``strategy`` saves with, where the user has chosen nothing else."""
+    """Have ``strategy`` save by a `CheckpointFiles`, unless the user has chosen another checkpoint IO."""
     if type(strategy).checkpoint_io is not Strategy.checkpoint_io:
-        return  # it has a way of its own
+        return  # it chooses by itself
     given = strategy._checkpoint_io
     if given is None:
         strategy.checkpoint_io = CheckpointFiles()
@@ -272,7 +271,7 @@ def adopt(strategy: Strategy) -> None:
 
 
 def files_of(strategy: Strategy) -> CheckpointFiles | None:
-    """What ``strategy`` saves with, below what is wrapped around it; None where that is not ours."""
+    """The `CheckpointFiles` that ``strategy`` saves with, below wrappers; None if it uses another checkpoint IO."""
     found: Any = strategy.checkpoint_io
     while isinstance(found, _WrappingCheckpointIO):
         found = found.checkpoint_io
@@ -289,20 +288,20 @@ def without_objects(strategy: Strategy, path: str | Path) -> Iterator[None]:
         own.wait()
     with ExitStack() as opened:
         if not str(path).startswith("http"):
-            with suppress(Exception):  # of any file system; told when it is read
+            with suppress(Exception):  # of any file system; the error is reported when the file is read
                 file = opened.enter_context(get_filesystem(path).open(str(path), "rb"))
                 opened.enter_context(inert(file))
         yield
 
 
 def local_path(path: str | Path) -> Path | None:
-    """``path`` in this machine's file system, where it is there; None for one elsewhere."""
+    """``path`` in this machine's file system; None for one elsewhere."""
     file_system, place = url_to_fs(str(path))
     return Path(place) if isinstance(file_system, LocalFileSystem) else None
 
 
 def _name(path: str | Path) -> str:
-    """One name for a file, however it is given; of a link the link's own."""
+    """The canonical name of a file, however it is given. A link is not resolved."""
     local = local_path(path)
     return str(path) if local is None else os.path.join(os.path.realpath(local.parent), local.name)
 
@@ -318,7 +317,7 @@ def _saving(checkpoint: Any) -> Callable[[Any], None]:
         return partial(torch.save, checkpoint)
 
     def save(stream: Any) -> None:
-        buffer = BytesIO()  # what somebody has put in its place gets what Lightning gives it
+        buffer = BytesIO()  # a replacement of `torch.save` gets the arguments that Lightning passes
         torch.save(checkpoint, buffer)
         stream.write(buffer.getbuffer())
 
@@ -326,7 +325,7 @@ def _saving(checkpoint: Any) -> Callable[[Any], None]:
 
 
 def _facts(checkpoint: Any) -> dict[str, Any]:
-    """What the manifest says of a checkpoint, besides that it is whole."""
+    """What the manifest says of a checkpoint, beside its size and hash."""
     if not isinstance(checkpoint, dict):
         return {}
     numbers = {"epoch": checkpoint.get("epoch"), "step": checkpoint.get("global_step")}
@@ -335,14 +334,14 @@ def _facts(checkpoint: Any) -> dict[str, Any]:
 
 
 def _upload(save: Callable[[Any], None], path: str | Path, facts: dict[str, Any]) -> None:
-    """Write to a file system elsewhere: whole or not at all, as far as it can do that."""
+    """Write to a file system elsewhere, atomically if it supports that."""
     buffer = BytesIO()
     stream = files.Sealing(buffer, facts)
     save(stream)
     stream.seal()
     file_system, place = url_to_fs(str(path))
     file_system.makedirs(os.path.dirname(place), exist_ok=True)
-    with file_system.transaction:  # a temporary file and a move, where there is such a thing
+    with file_system.transaction:  # a temporary file and a move, on file systems that have them
         if _is_object_storage(file_system) and "abfs" not in file_system.protocol:  # which is slower this way
             file_system.pipe(place, buffer.getvalue())
         else:

@@ -32,9 +32,9 @@ def up_to_date(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
 
 
 class CheckpointConnector(_CheckpointConnector):
-    """``trainer._checkpoint_connector``: Lightning's; what it writes, reads and puts back is ours.
+    """``trainer._checkpoint_connector``: chooses a checkpoint as Lightning's does; writes, reads and restores ours.
 
-    Who uses it, beside the Trainer: the tuner's finders and programs that dump a checkpoint.
+    Beside the Trainer, the tuner's finders use it, and programs that dump a checkpoint.
     """
 
     trainer: Any
@@ -79,7 +79,7 @@ class CheckpointConnector(_CheckpointConnector):
             self._ckpt_path = resuming.newest_checkpoint(self.trainer, session)
 
     def restore_module_and_callbacks(self, weights_only: bool | None) -> None:
-        """Read the run's checkpoint, if it has one, and put back what has to be there before the strategy's set-up."""
+        """Read the run's checkpoint, if it has one, and restore what has to be there before the strategy's set-up."""
         self._loaded_checkpoint = {}
         if self._ckpt_path is None:
             return
@@ -91,7 +91,7 @@ class CheckpointConnector(_CheckpointConnector):
         self._note_foreign()
 
     def restore_fit(self) -> dict[str, Any] | None:
-        """Put back counters, optimizers and schedules. Returns what the checkpoint has of this process."""
+        """Restore counters, optimizers and schedules. Returns what the checkpoint has of this process."""
         trainer, checkpoint = self.trainer, self._loaded_checkpoint
         if not checkpoint:
             trainer.progress.start_anew()
@@ -113,16 +113,16 @@ class CheckpointConnector(_CheckpointConnector):
         return state
 
     def forget(self) -> None:
-        """Everything is put back: say so, and free the memory."""
+        """After everything is restored: say so, and free the memory."""
         if self._loaded_checkpoint:
             done = "Restored all states" if self.trainer.state.fn is TrainerFn.FITTING else "Loaded model weights"
             rank_zero_info(f"{done} from the checkpoint at {redaction.text(str(self._ckpt_path))}")
         self._loaded_checkpoint = {}
 
     def _note_foreign(self) -> None:
-        """After a restore: a best checkpoint that is in none of this run's folders is not read by itself.
+        """Remember which ``best_model_path`` of a restored callback is outside of the run's folders.
 
-        These are where ModelCheckpoints write, and where the checkpoint that was read is.
+        These are where ModelCheckpoints write, and where the checkpoint is that was read.
         """
         callbacks = self.trainer.checkpoint_callbacks
         folders = [callback.dirpath for callback in callbacks if getattr(callback, "dirpath", None)]
@@ -145,19 +145,19 @@ class CheckpointConnector(_CheckpointConnector):
         return loop_state.loops_of(self.trainer)
 
     def restore_callbacks(self) -> None:
-        """Put back the callbacks' states."""
+        """Restore the callbacks' states."""
         super().restore_callbacks()
         _call_callbacks_load_state_dict(self.trainer, self._ours)
 
     def restore_loops(self) -> None:
-        """Put back the counters."""
+        """Restore the counters."""
         super().restore_loops()
         if self.trainer.state.fn is TrainerFn.FITTING and "progress" in self._ours:
             self.trainer.progress.load_state_dict(self._ours["progress"])
 
     @property
     def _ours(self) -> dict[str, Any]:
-        """What the checkpoint that is read has beside Lightning's parts."""
+        """What the loaded checkpoint has beside Lightning's parts."""
         ours: dict[str, Any] = self._loaded_checkpoint.get("loops", {}).get(checkpoints.OUR_KEY, {})
         return ours
 
@@ -171,17 +171,17 @@ class CheckpointConnector(_CheckpointConnector):
         outer = scope.enter("on_save_checkpoint")
         checkpoint = checkpoints.dump(trainer, as_lightning, weights_only=bool(weights_only))
         scope.enter(outer)
-        hparams.settle(checkpoint, module, trainer.datamodule)  # after the hooks, which may have changed them
+        hparams.make_loadable(checkpoint, module, trainer.datamodule)  # after the hooks, which may have changed them
         return checkpoint
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
-        """Read a checkpoint, for the methods that put back parts of it."""
+        """Read a checkpoint, for the methods that restore parts of it."""
         self._ckpt_path = checkpoint_path
         if checkpoint_path:
             self._loaded_checkpoint = checkpoints.read(self.trainer.engine, checkpoint_path, weights_only)
 
     def restore(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
-        """Put back everything that a checkpoint of this run holds."""
+        """Restore everything that a checkpoint of this run holds."""
         if not checkpoint_path:
             return
         trainer = self.trainer
@@ -190,7 +190,7 @@ class CheckpointConnector(_CheckpointConnector):
         if trainer.state.fn is not TrainerFn.FITTING:
             return
         if "lr_schedulers" in checkpoint and len(checkpoint["lr_schedulers"]) != len(trainer.engine.schedules):
-            checkpoint["lr_schedulers"] = []  # a finder that failed has left a schedule of its own; that error counts
+            checkpoint["lr_schedulers"] = []  # a finder has failed and left its own schedule: its error is reported
             trainer.engine.schedules.clear()
         checkpoints.restore_training(trainer, checkpoint, loop_state.progress_from)
 

@@ -223,7 +223,7 @@ def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
 
 def build_profiler(given: Profiler | str | None) -> Profiler:
     """The profiler that ``given`` names; None is one that costs nothing."""
-    if given is None:
+    if not given:
         return PassThroughProfiler()
     if not isinstance(given, str):
         refuse_other_package("profiler", given)

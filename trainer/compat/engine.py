@@ -116,7 +116,7 @@ class LightningEngine:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The bare optimizers; a live list."""
-        return self.strategy.optimizers
+        return self.strategy._optimizers  # asked for at every step, so without Lightning's property around it
 
     @property
     def wrapped_optimizers(self) -> list[Any]:
@@ -209,7 +209,7 @@ class LightningEngine:
         return step
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:
-        """The module's step by the wrapper's forward. It asks for the wrapper: nobody keeps that beyond the run."""
+        """The module's step by the wrapper's forward. The wrapper is looked up each time: it ends with the run."""
         strategy = self.strategy
         assert strategy.model is not None
         assert strategy.lightning_module is not None
@@ -255,14 +255,14 @@ class LightningEngine:
         return self.strategy.reduce_boolean_decision(decision, all=False)
 
     def agreement(self, count: int) -> Agreement | None:
-        """On gloo, in a group of its own: what is sent to several GPUs stands in line behind their work."""
+        """On gloo, in a group of its own: on NCCL it would be queued behind the GPUs' work."""
         distributed = torch.distributed
         if self._ddp is None or self.world_size == 1:
             return None
         if not distributed.is_initialized() or not distributed.is_gloo_available():
             return None
         if (before := self._agreement_group()) is not None:
-            with suppress(ValueError):  # somebody has destroyed all groups since
+            with suppress(ValueError):  # all groups have been destroyed since
                 distributed.destroy_process_group(before)
         group: Any = distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
         self._agreement_group = weakref.ref(group)

@@ -1,4 +1,4 @@
-"""Our configuration errors are Lightning's, too: code that catches ``MisconfigurationException`` goes on to catch them.
+"""Our configuration errors are Lightning's, too: code that catches ``MisconfigurationException`` catches them.
 
 ``trainer.errors`` may not import Lightning, which takes seconds: the command line answers typos with it.
 """
@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from trainer.errors import ConfigurationError
 
 TunerExit = _TunerExitException
-"""Raised by Lightning's BatchSizeFinder and LearningRateFinder: they have what they wanted, the run is over."""
+"""Raised by Lightning's BatchSizeFinder and LearningRateFinder to end the run once they have a result."""
 
 
 def adopt() -> None:

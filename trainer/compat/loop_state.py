@@ -1,8 +1,8 @@
-"""The counters in Lightning's shape: for checkpoints, so that either side resumes the other's, and for views.
+"""Our counters as Lightning's: for views, and for checkpoints that either side can resume.
 
 Lightning counts four moments of an event (ready, started, processed, completed), since the run began (``total``) and
-since the epoch did (``current``). All of it follows from our counters and from where the loop is. What the tuner, or
-who puts a Trainer into a state by hand, writes to them is passed on to our counters where they are the same thing.
+since the epoch began (``current``). All of them follow from our counters. A number that the tuner or a program assigns
+to one of Lightning's counters is assigned to ours, if there is one that means the same.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def schedules_of(fit: FitProgress) -> _SchedulerProgress:
 def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: bool) -> _OptimizationProgress:
     """``fit_loop.epoch_loop.automatic_optimization.optim_progress``.
 
-    A batch that is under way has its step ahead where it is its window's last.
+    The last batch of a window is ready for its step while it is in progress.
     """
     if not automatic:
         return _OptimizationProgress()
@@ -71,7 +71,7 @@ def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: boo
 def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
     """``fit_loop.epoch_loop.manual_optimization.optim_step_progress``, whose ``current`` is the run's, too.
 
-    A module that steps optimizers past their wrappers adds to ``total.completed``, or else nothing would be saved.
+    A module that steps optimizers directly, not through their wrappers, adds its steps to ``total.completed``.
     """
     total, current = (_two((fit.optimizer_steps - fit.own_steps) * by_hand) for _ in range(2))
     total.completed = fit.optimizer_steps * by_hand
@@ -149,7 +149,7 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     progress.in_batch = total["ready"] > total["completed"]
     progress.is_trained = total["ready"] == total["processed"]
     progress.closing = False
-    # one of them is 0, but in checkpoints from before 1.6.5, brought up to date, which have both
+    # one of them is 0, except in checkpoints from before 1.6.5, which have both
     progress.optimizer_steps = max(automatic["total"]["completed"], manual["total"]["completed"])
     progress.own_steps = manual["total"]["completed"] - manual["total"]["ready"]
     windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
@@ -203,7 +203,7 @@ def evaluation_from(fit: dict[str, Any], val: EvalProgress, progress: FitProgres
 
 
 def resume_validation(val: EvalProgress, progress: FitProgress) -> None:
-    """Have a validation in whose middle a checkpoint was written run again: all of it, since what it logged is gone.
+    """Have the validation run again in which a checkpoint was written: all of it, since what it had logged is lost.
 
     Args:
         val: the counters of the validation inside a fit, as restored.
@@ -240,7 +240,7 @@ def _no_steps() -> _Progress:
 
 
 class _PassesOn:
-    """Counts that hand on what is written to some of them."""
+    """Counts that call a function when one of them is assigned."""
 
     def __init__(self, counts: _BaseProgress, written: Mapping[str, Callable[[int], None]]) -> None:
         vars(self).update(asdict(counts), _written=written)
@@ -255,8 +255,8 @@ class _PassesOn:
 
 
 class _Moments(_PassesOn, _ProcessedTracker):
-    """The four of an epoch or a batch."""
+    """The four counts of an epoch or a batch."""
 
 
 class _Steps(_PassesOn, _ReadyCompletedTracker):
-    """The two of a step."""
+    """The two counts of a step."""

@@ -146,8 +146,8 @@ def allow_removal(trainer: Any, session: ExitStack) -> None:
 
 
 def _should_remove(saver: ModelCheckpoint, trainer: Any, previous: str, current: str) -> bool:
-    named_none: Any = SimpleNamespace(ckpt_path=None)
-    return type(saver)._should_remove_checkpoint(saver, named_none, previous, current)
+    without_path: Any = SimpleNamespace(ckpt_path=None)
+    return type(saver)._should_remove_checkpoint(saver, without_path, previous, current)
 
 
 def _link_to(path: str, folder: str) -> str:

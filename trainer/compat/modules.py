@@ -1,4 +1,4 @@
-"""Modules: what may be passed as one, what it must have to be run, and its bookkeeping around a run."""
+"""Modules: what may be passed as one, what a run requires of it, and Lightning's calls of its hooks around a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ call_teardown_hooks = _call_teardown_hook
 
 
 def attach(trainer: Any, model: Any) -> LightningModule:
-    """Make ``model`` the Trainer's module; None stands for that of an earlier run. Returns it.
+    """Make ``model`` the Trainer's module, or keep that of an earlier run if it is None. Returns the module.
 
     Args:
         trainer: the Trainer.
@@ -71,7 +71,7 @@ def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStag
 
 
 def warn_of_eval_mode(module: LightningModule) -> None:
-    """Training begins, and parts of the module are in eval mode: frozen ones, or forgotten ones."""
+    """Warn if training begins while parts of the module are in eval mode."""
     evaluating = sum(not part.training for part in module.modules())
     if evaluating:
         rank_zero_warn(
@@ -82,7 +82,7 @@ def warn_of_eval_mode(module: LightningModule) -> None:
 
 
 def set_up_profiler(trainer: Any, module: LightningModule) -> None:
-    """Tell the profiler whose run it watches."""
+    """Tell the profiler which module it profiles, and where to write."""
     trainer.profiler._lightning_module = module
     rank = trainer.local_rank if trainer.world_size > 1 else None
     trainer.profiler.setup(stage=trainer.state.fn, local_rank=rank, log_dir=trainer.log_dir)

@@ -1,8 +1,8 @@
-"""From what ``configure_optimizers`` returns to optimizers and schedules; and how ``optimizer_step`` is called.
+"""Makes optimizers and schedules of what ``configure_optimizers`` returns; and calls ``optimizer_step``.
 
-As ``Strategy.setup_optimizers`` does it, but for two things. Several optimizers are welcome in automatic optimization:
-each of them steps on the gradients of the one loss (one optimizer for the matrices, say, and one for the rest). And a
-schedule's interval may be ``"batch"``, which counts batches where ``"step"`` counts weight updates.
+As ``Strategy.setup_optimizers`` does, with two differences. Automatic optimization may have several optimizers, which
+all step on the gradients of one loss (one for the matrices, say, and one for the rest). And the interval of a schedule
+may be ``"batch"``, which counts batches, while ``"step"`` counts weight updates.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
 
 
 def with_closure(optimizer_step: Callable[..., Any]) -> Callable[[int, int, Any, Callable[[], Tensor | None]], None]:
-    """``LightningModule.optimizer_step``, given its closure as Lightning's ``Closure``.
+    """``LightningModule.optimizer_step``, with its closure as Lightning's ``Closure``.
 
-    It returns the loss without its graph, and tells (a MisconfigurationException) if nobody has called it.
+    That returns the loss without its graph, and raises a MisconfigurationException if it has not been called.
     """
 
     def step(epoch: int, batch_idx: int, optimizer: Any, evaluate: Callable[[], Tensor | None]) -> None:

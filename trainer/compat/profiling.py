@@ -1,7 +1,7 @@
-"""A profiler's view of a run: what is timed, under the names that Lightning's Trainer gives to it.
+"""What a profiler times, under the names that Lightning's Trainer uses.
 
-Without a profiler nothing of this is made, and the loops call what they call directly. (The fetching of batches is
-timed in ``loaders``, the hooks around a run in ``callbacks``.) Two actions hold something else than with Lightning:
+Without a profiler, the loops make their calls directly. (The fetching of batches is timed in ``loaders``, the hooks
+around a run by Lightning.) Two actions hold something else than with Lightning:
 ``run_training_batch`` is all of a batch, from its transfer to ``on_train_batch_end``; and ``optimizer_step`` of a
 module that leaves it to the loop is the weight update alone, without forward and backward.
 """
@@ -37,7 +37,7 @@ class Profiling:
 
     @classmethod
     def of(cls, trainer: Any) -> Profiling | None:
-        """That of ``trainer``'s next run; None where there is nothing to do."""
+        """For the run of ``trainer`` that begins; None without a profiler."""
         return None if isinstance(trainer.profiler, PassThroughProfiler) else cls(trainer)
 
     def action(self, name: str, call: Call) -> Call:
@@ -75,7 +75,7 @@ class Profiling:
 
     @staticmethod
     def leave_fit(loop: FitLoop) -> None:
-        """The loop calls its weight update directly again; the others, each run chooses for itself."""
+        """Undo what :meth:`watch_fit` did to the weight update. Everything else is set by each run."""
         vars(loop).pop("update_weights", None)
 
     def watch_evaluation(self, loop: EvalLoop) -> None:

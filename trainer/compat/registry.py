@@ -1,7 +1,7 @@
 """Lightning's model registry: ``Trainer(model_registry=...)`` and ``ckpt_path="registry:..."``.
 
-It is the work of the package ``litmodels``. Without it both are taken as Lightning takes them: the first is of no
-consequence, the second is a file's name.
+Both need the package ``litmodels``. Without it, as with Lightning, the first has no effect, and the second is a file's
+name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def model_name(given: str | None) -> str | None:
 
 
 def default_checkpoint(model_registry: str | None) -> Callable[[], Checkpoint]:
-    """What makes the default checkpoint callback: one that uploads, where there is a registry."""
+    """Makes the default checkpoint callback; one that uploads, if there is a registry."""
     if not model_registry or not RequirementCache("litmodels >=0.1.7"):
         return ModelCheckpoint
     from litmodels.integrations.checkpoints import LightningModelCheckpoint  # type: ignore[import-not-found]

@@ -1,4 +1,4 @@
-"""``Trainer(resume="auto")``: the same command, run again, goes on where the run before it stopped."""
+"""``Trainer(resume="auto")``: the same command, run again, continues the run before it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ _ROWS = "rows"
 
 
 def newest_checkpoint(trainer: Any, session: ExitStack) -> str | None:
-    """The newest good checkpoint in the folders of this run; None to start anew. The same on all ranks.
+    """The newest good checkpoint in the folders of this run; None for none. The same on all ranks.
 
-    The folders are this run's alone from here on, until ``session`` closes: before a file is touched. Loggers that
-    number their folders are set to that of the run that wrote it, and those that we know how to continue go on in its
-    files.
+    The folders are locked before that, until ``session`` closes. Loggers that number their folders get the number of
+    the run that wrote the checkpoint, and the loggers that we know continue its files.
 
     Raises:
         FolderInUseError: another run has one of the folders.
@@ -52,7 +51,7 @@ def _choose(trainer: Any, session: ExitStack) -> tuple[str | None, dict[int, Any
     """The checkpoint, and the version of each logger that is numbered."""
     loggers = {index: logger for index, logger in enumerate(trainer.loggers) if log_files.is_numbered(logger)}
     former = None
-    if 0 in loggers:  # it says where checkpoints are
+    if 0 in loggers:  # its folder holds the checkpoints
         former = log_files.newest_version(loggers[0], log_files.CHECKPOINTS)
         log_files.take_version(loggers[0], former)
     folders = folders_of(trainer)
@@ -66,7 +65,7 @@ def _choose(trainer: Any, session: ExitStack) -> tuple[str | None, dict[int, Any
     if (own := files_of(trainer.strategy)) is not None:
         own.wait()
     for folder in folders:
-        if os.path.isdir(folder):  # one that is not there has nothing to offer, and may not be the one to be made
+        if os.path.isdir(folder):
             session.enter_context(held(folder))
     path = files.newest_good(folders, lambda file: checkpoints.read(trainer.engine, file, None))
     if path is None:
@@ -78,7 +77,7 @@ def _choose(trainer: Any, session: ExitStack) -> tuple[str | None, dict[int, Any
 
 
 def note_rows(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Note in ``checkpoint`` how many rows each logger has written until now: a run that goes on keeps these."""
+    """Put the number of rows that each logger has written into ``checkpoint``: a run that continues keeps these."""
     for logger in trainer.loggers:
         logger.save()
     if trainer.is_global_zero:  # which writes the files
@@ -87,7 +86,7 @@ def note_rows(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | None]]:
     """The step of the next row after the checkpoint ``path``, and the rows that each logger had written."""
-    with suppress(Exception):  # told when it is loaded; a file of another form breaks its readers in any way
+    with suppress(Exception):  # a file of another format raises anything; the error is reported when it is loaded
         with open(path, "rb") as file, inert(file):
             loops = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["loops"]
         if OUR_KEY not in loops:

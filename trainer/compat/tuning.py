@@ -1,8 +1,8 @@
-"""What ``lightning.pytorch.tuner`` and its callbacks do to a Trainer: run its loop inside a hook, and put all back.
+"""A run inside a hook of a run, as ``lightning.pytorch.tuner`` and its callbacks need it.
 
 The finders save a checkpoint, change callbacks, loggers, limits and schedules, run the loop a few times, and restore
-the checkpoint. All of that happens in a hook of the run they belong to (``on_fit_start``, ``on_validation_start``,
-``on_train_epoch_start``), which then goes on as if nothing had happened.
+the checkpoint. They do so in a hook of a run (``on_fit_start``, ``on_validation_start``, ``on_train_epoch_start``),
+which continues afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rerun(trainer: Any, stage: RunningStage) -> None:
 
 
 def set_up_training_data(trainer: Any) -> None:
-    """Have the loop iterate the training dataloaders of now: new ones, if they have been forgotten."""
+    """Have the fit loop iterate the current training dataloaders; new ones, if a finder has dropped them."""
     loop, loaders = trainer.loop, _loaders(trainer, RunningStage.TRAINING)
     if loaders is None or loop.batches.loaders is None:
         return
@@ -36,7 +36,7 @@ def set_up_training_data(trainer: Any) -> None:
 
 
 def set_up_evaluation_data(trainer: Any, stage: RunningStage) -> None:
-    """Have the loop of ``stage`` iterate its dataloaders of now: new ones, if they have been forgotten."""
+    """Have the loop of ``stage`` iterate its current dataloaders; new ones, if a finder has dropped them."""
     if stage is RunningStage.VALIDATING and trainer.state.fn is TrainerFn.FITTING and not trainer.enable_validation:
         return
     loop, loaders = trainer.eval_loops[stage], _loaders(trainer, stage)
@@ -45,14 +45,14 @@ def set_up_evaluation_data(trainer: Any, stage: RunningStage) -> None:
 
 
 def _loaders(trainer: Any, stage: RunningStage) -> Any:
-    """The dataloaders of ``stage``. Where there were none, because of a limit of 0, they are asked for again."""
+    """The dataloaders of ``stage``. If there were none, because of a limit of 0, they are asked for again."""
     loaders = trainer.data.loaders(stage)
     return trainer.data.loaders(stage, anew=True) if loaders is None else loaders
 
 
 @contextmanager
 def _set_aside(trainer: Any) -> Iterator[None]:
-    """Keep what the run, one of whose hooks runs another, will need to go on."""
+    """A context for the inner run: keeps and restores the state of the outer one."""
     engine, state, module = trainer.engine, trainer.state, trainer.lightning_module
     loops = [trainer.loop, *trainer.eval_loops.values()]
     owners = [*loops, trainer.loop.limits, state]

@@ -1,8 +1,8 @@
-"""``trainer.fit_loop`` and its relatives, as stock callbacks, loggers and the tuner read and write them.
+"""``trainer.fit_loop`` and the other loops, as stock callbacks, loggers and the tuner read and write them.
 
-Each view is one of Lightning's loops whose state is that of our loop: what Lightning's constructor assigns is a
-property here. What Lightning derives from that state (``done``, ``batch_idx``, ``max_batches``, ...) is inherited. The
-methods that would run something call our loop.
+Each view is a subclass of one of Lightning's loops, over the state of our loop: what Lightning's constructor assigns is
+a property here. What Lightning derives from that state (``done``, ``batch_idx``, ``max_batches``, ...) is inherited.
+Methods that run something call our loop.
 """
 
 # mypy: disable-error-code="override"
@@ -63,7 +63,7 @@ def is_automatic(trainer: Any) -> bool:
     return trainer.lightning_module is None or bool(trainer.lightning_module.automatic_optimization)
 
 
-class LoopPlace(Generic[View]):
+class LoopAttribute(Generic[View]):
     """The attribute of a Trainer or of a loop that holds one of its loops: a view.
 
     A program may assign a loop of Lightning's to it. Its table of results is used, and it may override nothing else:
@@ -74,12 +74,12 @@ class LoopPlace(Generic[View]):
         self._name = name
 
     def __get__(self, holder: Any, owner: type | None = None) -> View:
-        place: Any = self if holder is None else vars(holder)[self._name]
-        view: View = place
+        value: Any = self if holder is None else vars(holder)[self._name]
+        view: View = value
         return view
 
     def __set__(self, holder: Any, loop: Any) -> None:
-        if type(loop).__module__ == __name__ or not isinstance(loop, _Loop):  # a view, or nothing that could run
+        if type(loop).__module__ == __name__ or not isinstance(loop, _Loop):  # a view, or a test's double
             vars(holder)[self._name] = loop
             return
         own = _overrides_of(loop)
@@ -94,7 +94,7 @@ class LoopPlace(Generic[View]):
 
 
 def _overrides_of(loop: Any) -> set[str]:
-    """What the loop's class, or those between it and Lightning's, define anew."""
+    """The methods of Lightning's loop that the loop's class, or a class between the two, overrides."""
     own: set[str] = set()
     for cls in type(loop).__mro__:
         if cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
@@ -111,9 +111,9 @@ class _EvaluationView(_Loop):
     inference_mode: bool = alias("_loop.inference_mode", writable=True)
     _has_run: bool = alias("_loop.progress.has_run")
 
-    def __init__(self, trainer: Any, loop: EvalLoop, stage: RunningStage, fn: TrainerFn) -> None:
+    def __init__(self, trainer: Any, stage: RunningStage, fn: TrainerFn) -> None:
         _Loop.__init__(self, trainer)
-        self._loop = loop
+        self._loop: EvalLoop = trainer.eval_loops[stage]
         self._stage = stage
         self._trainer_fn = fn
 
@@ -135,7 +135,7 @@ class _EvaluationView(_Loop):
         return getattr(self._loop.loaders, "fetcher", None)
 
     def setup_data(self) -> None:
-        """Make the dataloaders, where there are none yet."""
+        """Make the dataloaders, if there are none yet."""
         tuning.set_up_evaluation_data(self.trainer, self._stage)
 
     def reset(self) -> None:
@@ -147,7 +147,7 @@ class _EvaluationView(_Loop):
         return {"state_dict": {}, "batch_progress": self.batch_progress.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
         loop_state.batches_from(state_dict["batch_progress"], self._loop.progress)
 
     @property
@@ -159,7 +159,7 @@ class _EvaluationView(_Loop):
 
     @property
     def run(self) -> Callable[[], Any]:
-        """One pass, from inside a hook of another. What is assigned takes the place of every pass of the loop."""
+        """One pass, inside a hook of another. A function that is assigned replaces every pass of the loop."""
         return vars(self._loop).get("run") or partial(tuning.rerun, self.trainer, self._stage)
 
     @run.setter
@@ -171,7 +171,7 @@ class _EvaluationView(_Loop):
         del self._loop.run
 
     def _limits(self) -> list[float]:
-        """Batches to run of each dataloader, as soon as there are dataloaders."""
+        """Batches to run of each dataloader; [] before there are dataloaders."""
         data = self.trainer.data
         loaders = data.loaders(self._stage) if data.is_ready(self._stage) else self._loop.loaders
         return [] if loaders is None else loaders.limits
@@ -188,9 +188,9 @@ class EvalLoopView(_EvaluationView, _EvaluationLoop):
 
     @property
     def _max_batches(self) -> list[float]:
-        """Of the validation inside a fit: none while ``validate`` runs, which has the same loop of ours."""
-        is_anothers = self._trainer_fn is TrainerFn.FITTING and self.trainer.state.fn is TrainerFn.VALIDATING
-        return [] if is_anothers else self._limits()
+        """Batches to run of each dataloader; [] for the validation of a fit while ``validate`` uses the same loop."""
+        in_use = self._trainer_fn is TrainerFn.FITTING and self.trainer.state.fn is TrainerFn.VALIDATING
+        return [] if in_use else self._limits()
 
     def print_results(self, results: list[Mapping[str, float]]) -> None:
         """Print what a run has logged as a table, a column for each dataloader."""
@@ -216,18 +216,18 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
 
     @property
     def epoch_batch_indices(self) -> list[list[list[int]]]:
-        """The dataset's indices in each batch so far, of each dataloader; empty unless a writer waits for the end."""
+        """The dataset's indices in each batch so far, of each dataloader; empty unless a writer needs them."""
         indices = self._batch_indices()
         return indices if self.is_written_at_the_end else [[] for _ in indices]
 
     @property
     def current_batch_indices(self) -> list[int]:
-        """The dataset's indices in the current batch; empty where nobody knows them."""
+        """The dataset's indices in the current batch; empty if they are unknown."""
         seen = [batches for batches in self._batch_indices() if batches]
         return seen[-1][-1] if seen else []
 
     def _batch_indices(self) -> list[list[list[int]]]:
-        """Indices by dataloader and batch: as far as batches have run, since samplers are ahead of them."""
+        """Indices by dataloader and batch, of the batches that have run: samplers are ahead of them."""
         loaders, left = self._loop.loaders, self._loop.progress.batches
         if loaders is None:
             return []
@@ -247,13 +247,13 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
 
     @property
     def is_written_at_the_end(self) -> bool:
-        """Whether a callback will write all predictions at the end, and they have to be kept for it."""
+        """Whether a callback writes all predictions at the end of the epoch, so that they have to be kept."""
         callbacks = self.trainer.callbacks
         return any(isinstance(one, BasePredictionWriter) and one.interval.on_epoch for one in callbacks)
 
 
 class AutomaticOptimizationView(_AutomaticOptimization):
-    """``epoch_loop.automatic_optimization``: Lightning's, which runs a batch for who asks it to; with our counts."""
+    """``epoch_loop.automatic_optimization``: Lightning's, which programs may call to train a batch; with our counts."""
 
     trainer: Any
 
@@ -287,17 +287,17 @@ class EpochLoopView(_TrainingEpochLoop):
     """``fit_loop.epoch_loop``."""
 
     trainer: Any
-    val_loop = LoopPlace[EvalLoopView]()
+    val_loop = LoopAttribute[EvalLoopView]()
     min_steps: int | None = alias("_loop.limits.min_steps", writable=True)
     max_steps: int = alias("_loop.limits.max_steps", writable=True)
     global_step: int = alias("_loop.progress.optimizer_steps")
     _batches_that_stepped: int = alias("_loop.progress.updates")
     _warning_cache = _warnings
 
-    def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoopView) -> None:
+    def __init__(self, trainer: Any) -> None:
         _Loop.__init__(self, trainer)
-        self._loop = loop
-        self.val_loop = val_loop
+        self._loop: FitLoop = trainer.loop
+        self.val_loop = EvalLoopView(trainer, RunningStage.VALIDATING, TrainerFn.FITTING)
         self.automatic_optimization = AutomaticOptimizationView(trainer)
         self.manual_optimization = ManualOptimizationView(trainer)
 
@@ -316,7 +316,7 @@ class EpochLoopView(_TrainingEpochLoop):
         return ResultsView(self.trainer, self._loop.metrics)
 
     def reset(self) -> None:
-        """Give up a batch that is under way."""
+        """Give up the batch in progress."""
         self._loop.progress.give_up_batch()
 
     def _should_accumulate(self) -> bool:
@@ -324,7 +324,7 @@ class EpochLoopView(_TrainingEpochLoop):
 
 
 class MonitoredMetrics(Mapping[str, Any]):
-    """What schedules may watch: ``trainer.callback_metrics``, looked up where Lightning looks it up."""
+    """The metrics that schedules may monitor: ``trainer.callback_metrics``, by the method that Lightning calls."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -345,15 +345,15 @@ class FitLoopView(_FitLoop):
     """``trainer.fit_loop``."""
 
     trainer: Any
-    epoch_loop = LoopPlace[EpochLoopView]()
+    epoch_loop = LoopAttribute[EpochLoopView]()
     min_epochs: int | None = alias("_loop.limits.min_epochs", writable=True)
     max_epochs: int | None = alias("_loop.limits.max_epochs", writable=True)
 
-    def __init__(self, trainer: Any, loop: FitLoop, val_loop: EvalLoopView) -> None:
+    def __init__(self, trainer: Any) -> None:
         _Loop.__init__(self, trainer)
-        self._loop = loop
-        self._usual_train = loop.train  # while a callback wants forward passes only
-        self.epoch_loop = EpochLoopView(trainer, loop, val_loop)
+        self._loop: FitLoop = trainer.loop
+        self._usual_train = self._loop.train  # kept while `_skip_backward` is set
+        self.epoch_loop = EpochLoopView(trainer)
 
     @property
     def restarting(self) -> bool:
@@ -413,15 +413,15 @@ class FitLoopView(_FitLoop):
         return loop_state.epochs_of(self._loop.progress)
 
     def setup_data(self) -> None:
-        """Make the dataloaders, where there are none yet."""
+        """Make the dataloaders, if there are none yet."""
         tuning.set_up_training_data(self.trainer)
 
     def run(self) -> None:
-        """Train, from inside a hook of another run."""
+        """Train, inside a hook of another run."""
         tuning.rerun(self.trainer, RunningStage.TRAINING)
 
     def reset(self) -> None:
-        """Give up a batch that is under way; an epoch goes on."""
+        """Give up the batch in progress; the epoch continues."""
         self.epoch_loop.reset()
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
@@ -430,7 +430,7 @@ class FitLoopView(_FitLoop):
         return loop_state.fit_loop_of(loop.progress, validation.progress, loop.window, is_automatic(self.trainer))
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
         progress = self._loop.progress
         loop_state.progress_from(state_dict, progress)
         validation = self.trainer.eval_loops[RunningStage.VALIDATING]

@@ -1,7 +1,7 @@
-"""What signals do to a dataloader's worker processes, which are sent those that are meant for the run, too.
+"""Worker processes of dataloaders that do not end by the signals that ask the run to end.
 
-A Ctrl-C reaches everything that the terminal runs, a cluster's SIGTERM every process of the job. A worker that died of
-it would take the step down that is to be finished.
+A Ctrl-C is sent to everything that the terminal runs, a cluster's SIGTERM to every process of the job. The run finishes
+its step first, and needs its workers for that.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 _SECONDS = 120
-"""How long a worker outlives a SIGTERM: a step and a save take less, and a cluster gives less."""
+"""How long a worker outlives a SIGTERM: a step and a save take less time, and a cluster allows less."""
 
 
 class Outliving:
-    """A dataloader's ``worker_init_fn``, around its own: the workers outlive the signals, and end with the run.
+    """A ``worker_init_fn`` around a dataloader's own one: the workers outlive the signals, and end with the run.
 
     Args:
         init: the dataloader's own; None for none.
@@ -35,7 +35,7 @@ class Outliving:
 
 
 def outlive_signals(loader: Any) -> None:
-    """Have the workers of ``loader``, where it starts any, outlive the signals that are meant for the run."""
+    """Let the workers that ``loader`` starts outlive the signals that are meant for the run."""
     if getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, Outliving):
         loader.worker_init_fn = Outliving(loader.worker_init_fn)
 
@@ -45,7 +45,7 @@ def _do_nothing(number: int, frame: Any) -> None:
 
 
 def _do_nothing_once(number: int, frame: Any) -> None:
-    """The next one ends it; or time, where the process that has started the worker sends no other, and waits."""
+    """The next SIGTERM ends the worker; or an alarm, if the process that started it waits and sends none."""
     signal.signal(number, signal.SIG_DFL)
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

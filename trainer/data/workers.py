@@ -18,20 +18,20 @@ DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) (?P<how>is killed by signal: [\w ]+|exited unexpectedly)"
 )
 """What torch says of a worker that has died."""
-_LAST_BREATH = 2.0
-"""Seconds until the system knows how a worker has died, at most."""
+_EXIT_TIMEOUT = 2.0
+"""Seconds to wait, at most, for the exit codes of workers that have died."""
 
 
 @contextmanager
 def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
-    """Let iterators of dataloaders with workers that are made inside wait for a batch no longer than this.
+    """Limit how long the iterators that dataloaders make in a ``with`` block wait for a batch from their workers.
 
-    torch's default is to wait for ever. Its own ``timeout`` would do, but with it torch stops looking for workers that
-    have died, and hears of them by a signal only, which reaches neither threads nor those who have taken the signal.
+    By default torch waits for ever. With its own ``timeout`` it does not check any more whether the workers live, and
+    learns of dead ones from a signal only, which threads, and programs with a handler of their own, do not get.
 
     Args:
         loaders: of any kind; those without workers, and those whose ``timeout`` somebody has set, are left alone.
-        seconds: 0 for no bound.
+        seconds: 0 for no limit.
     """
     chosen = [loader for loader in loaders if seconds and _can_be_bounded(loader)]
     for loader in chosen:
@@ -98,7 +98,7 @@ class _Patience:
                 raise
             if not isinstance(error, RuntimeError):  # a worker died while its batch was on the way
                 for worker in getattr(iterator, "_workers", ()):
-                    worker.join(_LAST_BREATH / len(iterator._workers))  # type: ignore[union-attr]
+                    worker.join(_EXIT_TIMEOUT / len(iterator._workers))  # type: ignore[union-attr]
             message = _signals_of(iterator)
             _kill_workers(iterator)
             if message:

@@ -1,4 +1,4 @@
-"""Gradients: what computes and changes them. Nobody else touches a parameter's ``grad``.
+"""Gradients: what computes and changes them. No other module touches a parameter's ``grad``.
 
 In a training step, in this order::
 
@@ -135,17 +135,17 @@ class Gradients:
         """Step the optimizer, unless a gradient is not finite or there are none."""
         self.scaler.step(optimizer, **kwargs)
 
-    def update(self) -> None:
-        """Adjust the loss scale, once for all the steps since the last time."""
-        self.scaler.update()
+    def update(self) -> bool:
+        """Adjust the loss scale, once for all the steps since the last time.
 
-    @property
-    def knows_outcome(self) -> bool:
-        """Whether :meth:`resolve_outcome` would not wait for the device."""
+        Returns:
+            Whether the outcome is known: whether :meth:`resolve_outcome` would not wait for the device.
+        """
+        self.scaler.update()
         return self.scaler.knows_outcome
 
     def resolve_outcome(self) -> UpdateOutcome:
-        """What became of the last :meth:`update` and the steps before it. May wait for the device."""
+        """The outcome of the last :meth:`update` and the steps before it. May wait for the device."""
         return self.scaler.resolve_outcome()
 
     # --- looking at them, keeping them ----------------------------------------------------------------------

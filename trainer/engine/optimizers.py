@@ -16,7 +16,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def takes_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer is to be given a closure that trains: its ``step`` takes one, and is not torch's own.
 
-    What another's does with it, nobody can know: evaluate the loss twice (SAM), pass it on (Lookahead), insist on it.
+    Another library's may evaluate the loss twice with it (SAM), pass it on (Lookahead), or require it.
     """
     step = type(optimizer).step
     parameters = inspect.signature(step).parameters

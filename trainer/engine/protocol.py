@@ -136,7 +136,7 @@ class Engine(Protocol):
     def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
         """What takes the place of ``FitLoop.train_batch``, where backward, step and update are one for the engine.
 
-        DeepSpeed is such an engine. Asked when a fit starts, and where somebody has exchanged the optimizers.
+        DeepSpeed is such an engine. Called when a fit starts, and when the optimizers have been exchanged.
 
         Args:
             loop: the fit loop.

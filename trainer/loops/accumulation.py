@@ -26,7 +26,7 @@ class AccumulationWindow:
     ``sum(w * g) / sum(w)`` of the gradients ``g`` of its batches' losses, over all processes. A batch's weight ``w`` is
     1 unless ``training_step`` returned one; a batch whose ``training_step`` returned None is not counted.
 
-    Nobody knows ``sum(w)`` before the window's last forward pass. So each loss gets the share that is likely
+    ``sum(w)`` is not known before the window's last forward pass. So each loss is multiplied by its expected share
     (:meth:`share`): its weight relative to a usual one, the unit, over the window's size. Thus the loss keeps its
     ordinary size while it is scaled for float16, whatever the unit of the weights. After the last backward pass the
     gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1.
@@ -36,7 +36,7 @@ class AccumulationWindow:
 
     Args:
         batches: ``accumulate_grad_batches``, the number of batches in a full window.
-        straddles_epochs: whether a window goes on in the next epoch. By default an epoch's end closes it.
+        straddles_epochs: whether a window continues in the next epoch. By default an epoch's end closes it.
 
     Attributes:
         batches: may be changed at any time; the next window follows it.
@@ -64,6 +64,7 @@ class AccumulationWindow:
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
         self._position = -1
+        self._replicas = 1
         self._shared_unit: Weight | None = None  # of all processes; None on one
         self._unit: Weight = 1.0  # of the current window; 1 where its batches have no weights
         self._total: Weight = 0.0  # sum of the weights
@@ -75,10 +76,11 @@ class AccumulationWindow:
         """Whether batches have been accumulated that no weight update has used yet."""
         return not self.is_last
 
-    def start_run(self, *, is_shared: bool) -> None:
-        """A fit begins; ``is_shared`` where several processes make up each window."""
+    def start_run(self, replicas: int) -> None:
+        """A fit begins, in which each window has batches of this many processes."""
         self.reset()
-        self._shared_unit = 1.0 if is_shared else None
+        self._replicas = replicas
+        self._shared_unit = 1.0 if replicas > 1 else None
 
     def reset(self) -> None:
         """Forget the current window; the next batch opens a new one."""
@@ -86,10 +88,10 @@ class AccumulationWindow:
         self.is_last = True
 
     def advance(self, batches_left: float, is_last_batch: bool, is_final_epoch: bool = True) -> None:
-        """Take in one more batch.
+        """Start the next batch.
 
         Args:
-            batches_left: batches of the epoch from this one on, itself included; inf where nobody knows.
+            batches_left: batches of the epoch from this one on, itself included; inf if unknown.
             is_last_batch: whether this is the epoch's last batch.
             is_final_epoch: whether no other epoch follows that the window might go on in.
         """
@@ -177,17 +179,16 @@ class AccumulationWindow:
         """
         total: Weight = self._total / self._unit
         count: Weight = float(self.backwards)
-        replicas = engine.replicas
-        if replicas > 1:
+        if self._replicas > 1:
             total, count = engine.sum(total, count)
         # A process that had no loss in the whole window looks whether the others had one; the others need not look.
         # A host-device synchronisation, but for empty windows alone.
-        if not self.backwards and not (replicas > 1 and float(count)):
+        if not self.backwards and not (self._replicas > 1 and float(count)):
             return False
         if self._shared_unit is not None:
             self._shared_unit = _positive(self._shared_unit * total / count)
         total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
-        self.correction = self.size * replicas / total
+        self.correction = self.size * self._replicas / total
         if isinstance(self.correction, Tensor) or self.correction != 1.0:
             engine.gradients.multiply_(optimizers, self.correction)
         return True

@@ -70,7 +70,7 @@ class ClosureOptimization:
                 for optimizer in self._wrapped():
                     self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, partial(self._close_window, this))
                     loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
-                self._earlier.clear()  # nobody will want them again
+                self._earlier.clear()  # they are not evaluated again
             else:
                 self._evaluate(this)
                 if self.evaluates_again:
@@ -92,7 +92,7 @@ class ClosureOptimization:
         """Keep the batches that :meth:`state_dict` returned.
 
         Raises:
-            ResumeError: it could not return them, and ``exact`` is set. Otherwise the window goes on without them.
+            ResumeError: it could not return them, and ``exact`` is set. Otherwise the window continues without them.
         """
         if state["batches"] is None:
             reason = (
@@ -104,7 +104,7 @@ class ClosureOptimization:
                     f"{reason} Resume from one that was written between two windows, or go on without these batches:"
                     " Trainer(exact_resume=False)."
                 )
-            warnings.warn(f"{reason} The window goes on without them.", stacklevel=2)
+            warnings.warn(f"{reason} The window continues without them.", stacklevel=2)
         for batch, batch_idx, mark, share in _moved(state["batches"] or [], device):
             self._earlier.append(one := _Pass(batch, batch_idx, mark))
             one.share = share
@@ -156,10 +156,10 @@ class ClosureOptimization:
 
 def refuse_scaled_closures(loop: FitLoop) -> None:
     """Refuse an optimizer that evaluates the loss several times a step, where the loss is scaled."""
-    greedy = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
-    if greedy and loop.gradients.scaler.is_enabled():
+    refused = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
+    if refused and loop.gradients.scaler.is_enabled():
         raise ConfigurationError(
-            f"Got the optimizer {greedy[0]} with precision={loop.precision.name!r}, expected one that takes a"
+            f"Got the optimizer {refused[0]} with precision={loop.precision.name!r}, expected one that takes a"
             " single gradient: it evaluates the loss itself, several times a step, which loss scaling cannot"
             " follow. Use precision='bf16-mixed' or '32-true'."
         )
@@ -198,7 +198,7 @@ class _Pass:
 
     Args:
         batch, batch_idx: what ``training_step`` is given.
-        mark: where the window stands when it is.
+        mark: the state of the window before it.
 
     Attributes:
         share: its loss's share of the window's mean loss, when it was evaluated last; None where it had none.

@@ -81,7 +81,7 @@ class EvalLoop:
         loaders: Loaders | None,
         inference_mode: bool,
     ) -> None:
-        """Take in what belongs to one run.
+        """Set what belongs to one run.
 
         Args:
             hooks: what callbacks and the module do at each point.
@@ -214,7 +214,7 @@ class EvalLoop:
         self.hooks.of_module(f"on_{self.stage}_model_eval")()
         try:
             yield
-        except BaseException:  # whoever goes on with the module trains it
+        except BaseException:  # a caller that continues with the module trains it
             _put_back(modes)
             raise
         put_back = self.hooks.override_of(f"on_{self.stage}_model_train")

@@ -66,7 +66,7 @@ class FitLoop:
         self.limits = limits
         self.outcome: StepOutcome | None = None
         self.grad_norms: dict[Optimizer, Tensor] = {}
-        self.unresolved: tuple[int, ...] = ()  # the optimizers whose last step has an outcome that nobody knows yet
+        self.unresolved: tuple[int, ...] = ()  # optimizers (indices) whose last step has no known outcome yet
         self.skipped: list[Optimizer] = []
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
         # what belongs to one run
@@ -79,7 +79,7 @@ class FitLoop:
         self.validate: Callable[[], None] | None = None  # one validation, where there is anything to validate
         self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has of this process
         self.train: Callable[[Any, int, bool], None] = self.train_batch
-        self.choose_path: Callable[[], Any] = as_it_is  # sets `train` anew, where exchanged optimizers want that
+        self.choose_path: Callable[[], Any] = as_it_is  # sets `train` again where exchanged optimizers need that
         self.training_step: Callable[..., Any] = as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
@@ -95,11 +95,11 @@ class FitLoop:
         validate: Callable[[], None] | None,
         resume: Callable[[], None] | None,
     ) -> None:
-        """Take in what belongs to one run: see ``__init__``. Another path may replace ``train`` afterwards."""
+        """Set what belongs to one run: see ``__init__``. Another path may replace ``train`` afterwards."""
         self.hooks, self.batches, self.transfer = hooks, batches, transfer
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
-        self.window.start_run(is_shared=self.engine.replicas > 1)
+        self.window.start_run(self.engine.replicas)
         self.schedules, self.choose_path = schedules, as_it_is
         self.take_optimizers()
         self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
@@ -111,7 +111,7 @@ class FitLoop:
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
 
     def take_optimizers(self) -> None:
-        """Use what the engine has from here on: somebody may exchange optimizers in the middle of a run."""
+        """Use the engine's optimizers and schedules from here on: callbacks may exchange them during a run."""
         self.resolve_outcome()
         self.optimizers = self.engine.optimizers
         self.schedules.follow(self.engine.schedules)
@@ -120,7 +120,7 @@ class FitLoop:
     # --- epochs ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until the last epoch, the last step, or until somebody sets ``should_stop``."""
+        """Train until the last epoch, the last step, or until ``should_stop`` is set."""
         limits = self.limits
         if not self.batches or (limits.fit_is_done() and self.resume is None):
             return
@@ -240,7 +240,8 @@ class FitLoop:
         else:
             if self.optimizers is not self.engine.optimizers or self.schedules.configs is not self.engine.schedules:
                 self.take_optimizers()
-            self.window.advance(self.batches.num_batches - batch_idx, is_last, self.limits.is_final_epoch())
+            is_final_epoch = not self.window.straddles_epochs or self.limits.is_final_epoch()
+            self.window.advance(self.batches.num_batches - batch_idx, is_last, is_final_epoch)
         return batch
 
     def clear_gradients(self) -> None:
@@ -274,7 +275,7 @@ class FitLoop:
         progress.is_trained, progress.closing = True, closes_window
         if progress.is_last_batch or self.limits.logging_is_due():
             self.resolve_outcome()  # an epoch's metrics and a row for the loggers do not wait for the next update
-        if self.schedules:
+        if self.schedules.stepped:
             self.advance_schedules()
         self.hooks.on_train_batch_end(outputs, batch, batch_idx)
         self.metrics.end_batch()
@@ -290,7 +291,7 @@ class FitLoop:
         if validates and (progress.owes_validation or limits.validation_is_due()):
             self.run_validation()
         if self.window.is_last:
-            if self.schedules and self.has_updated:
+            if self.has_updated and self.schedules.stepped:
                 self.advance_by_step(on_plateau=True)
             progress.updates += 1
             progress.closing = False
@@ -315,7 +316,7 @@ class FitLoop:
             self.grad_norms[optimizer] = norm
 
     def clip_for_module(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
-        """``LightningModule.clip_gradients``: on true gradients, also when nobody has unscaled them yet."""
+        """``LightningModule.clip_gradients``: on true gradients, also when they are not unscaled yet."""
         self.resolve_outcome()
         self.gradients.unscale_(optimizer)
         if (norm := self.gradients.clip_(optimizer, limit, algorithm)) is not None:
@@ -323,16 +324,16 @@ class FitLoop:
 
     def finish_update(self, stepped: tuple[int, ...]) -> None:
         """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
-        self.gradients.update()
+        is_known = self.gradients.update()
         self.unresolved, self.skipped, self.has_updated = stepped, [], True
-        if self.gradients.knows_outcome:
+        if is_known:
             self.resolve_outcome()
 
     def resolve_outcome(self) -> None:
-        """Find out what became of the last weight update, if nobody has yet, and tell everybody.
+        """Determine the outcome of the last weight update, unless it is known, and call the hooks that wait for it.
 
         A fused optimizer decides on the device whether it skips. There, this is put off until just before the next
-        update, or until somebody asks: the device is long past the answer, and has a backward pass left to do.
+        update, or until the outcome is asked for: by then the device has computed it, and has a backward pass queued.
         """
         if not self.unresolved:
             return

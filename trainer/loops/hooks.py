@@ -26,7 +26,7 @@ have as well, ``+`` what Lightning does not have::
                 * configure_gradient_clipping
                   (the optimizer steps)
                 + on_after_optimizer_step    with the StepOutcome; of a fused optimizer on a GPU, just before the next
-                                             update or when somebody asks, whichever is first
+                                             update or when it is asked for, whichever is first
                 * lr_scheduler_step          unless the step was skipped
                   on_train_batch_end         those that save checkpoints: after the module, and the row for the loggers
                   validation, where it is due:
@@ -43,7 +43,7 @@ have as well, ``+`` what Lightning does not have::
     test and predict are as validation, with their own names; predict has no loss and logs nothing.
     on_exception runs where anything above raises.
 
-Who overrides what is looked up once, when a run starts: a hook that nobody overrides costs one test.
+Overrides are looked up once, when a run starts: a hook without any costs one test.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ class Schedules:
 
     Attributes:
         configs: the schedules.
+        stepped: those that are stepped here: all of them, or none.
         by_batch: whether one of the schedules follows batches, not weight updates.
     """
 
@@ -49,13 +50,10 @@ class Schedules:
         self._tentative: list[_Step] = []
         self.follow(configs)
 
-    def __bool__(self) -> bool:
-        return bool(self._stepped)
-
     def follow(self, configs: list[ScheduleConfig]) -> None:
         """Step these from here on."""
         self.configs = configs
-        self._stepped = [] if self._by_module else configs
+        self.stepped = [] if self._by_module else configs
         self.by_batch = any(config.interval == "batch" for config in configs)
 
     def advance(
@@ -76,12 +74,12 @@ class Schedules:
             on_plateau: step those that watch a metric, or those that do not. The former come later, when
                 validation has logged it.
             except_of: optimizers that skipped; their schedules stay.
-            tentatively: nobody knows yet which optimizers skipped: :meth:`confirm` will say.
+            tentatively: it is not known yet which optimizers skipped: :meth:`confirm` will say.
 
         Raises:
             ConfigurationError: a plateau schedule's metric has not been logged.
         """
-        for config in self._stepped:
+        for config in self.stepped:
             if config.reduce_on_plateau is not on_plateau or config.interval != interval:
                 continue
             if number % config.frequency or (except_of and _belongs(config, except_of)):
@@ -99,7 +97,7 @@ class Schedules:
             self._progress.schedule_steps += 1
 
     def confirm(self, except_of: Collection[Optimizer] = ()) -> None:
-        """Take back the tentative steps of the schedules of these optimizers; let the others stand."""
+        """Undo the tentative steps of these optimizers' schedules; keep the others."""
         for step in reversed(self._tentative):
             if except_of and _belongs(step.config, except_of):
                 step.take_back()
@@ -153,7 +151,7 @@ class _Step:
                     self._changes.append((group, key, before.get(key), after))
 
     def take_back(self) -> None:
-        """Put the schedule back, and what it changed, where nobody has set it to something else since."""
+        """Restore the schedule, and what it changed, unless that has been set to something else since."""
         self.config.scheduler.load_state_dict(self._state)
         for group, key, before, after in self._changes:
             if isinstance(before, Tensor):

@@ -1,7 +1,7 @@
 """Another way through a batch: in parts, where memory does not suffice for the whole of it.
 
-``SplitBatches`` stands in the place of ``FitLoop.train_batch``, chosen when a run is set up
-(:class:`~trainer.callbacks.HalveOnOutOfMemory`). A run without it knows nothing of this.
+``SplitBatches`` replaces ``FitLoop.train_batch`` when a run is set up
+(:class:`~trainer.callbacks.HalveOnOutOfMemory`). A run without it is not affected.
 """
 
 from __future__ import annotations

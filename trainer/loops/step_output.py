@@ -14,13 +14,14 @@ from trainer.engine.protocol import Weight
 from trainer.errors import ConfigurationError
 
 NOTHING: Mapping[str, Any] = {"loss": torch.zeros(()), "weight": 0.0}
-"""What stands for the output of a batch that is None, which no ``training_step`` has seen."""
+"""The output of a batch that is None, for which ``training_step`` is not called."""
 
 
 def loss_in(output: Any) -> tuple[Tensor | None, Weight | None]:
     """The loss in what ``training_step`` returned, and the weight beside it.
 
-    None stands for "nothing to learn from this batch", and draws a warning; so does a weight of 0, without.
+    None means that there is nothing to learn from this batch. ``training_step`` returning None draws a warning; a
+    weight of 0 does not.
 
     Raises:
         ConfigurationError: something else than a tensor, a dict with one, or None; or a weight that is no number.

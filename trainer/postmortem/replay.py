@@ -78,9 +78,7 @@ def run(trainer: Any, recorded: RecordedBatch, on_loss: OnLoss) -> None:
     each ``manual_backward``.
     """
     module = trainer.lightning_module
-    for part in module.modules():
-        if isinstance(part, LightningModule):
-            vars(part).update(log=_nothing, log_dict=_nothing)
+    silence(module)
 
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with torch.autocast(loss.device.type, enabled=False):
@@ -95,6 +93,13 @@ def run(trainer: Any, recorded: RecordedBatch, on_loss: OnLoss) -> None:
     loss, weight = loss_in(output)
     if loss is not None:
         on_loss(copy(recorded.window).share(loss, weight))
+
+
+def silence(module: nn.Module) -> None:
+    """Have ``self.log`` do nothing, in the module and in those inside of it, until `undisturbed` ends."""
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            vars(part).update(log=_nothing, log_dict=_nothing)
 
 
 def backward(

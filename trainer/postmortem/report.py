@@ -132,7 +132,7 @@ class Report:
         return advice
 
     def rows(self) -> list[tuple[str, str]]:
-        """Labels and what stands beside them."""
+        """The rows of the table, each a label and a value."""
         finding = self.finding
         batch = f"batch_idx {finding.batch_idx}"
         if finding.window > 1:
@@ -172,13 +172,13 @@ class Report:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether the scaler is about to mend it, without going so low that small gradients vanish."""
+        """Whether the scaler will reach a scale that fits, without going so low that small gradients vanish."""
         finding = self.finding
         fits = finding.largest_scale >= max(self.min_scale, _LOW)
         return self.phase == "backward" and fits and not finding.broken_weights
 
     def table(self, path: Path | None = None) -> Table:
-        """For the terminal; without the numbers where the scaler is about to mend it.
+        """For the terminal; without the numbers where the overflow is harmless.
 
         Args:
             path: of the file that has them.

@@ -37,7 +37,7 @@ class StepGuard(LossScaler):
         return outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Look whether the gradients are finite, if nobody has since the last ``step``."""
+        """Check whether the gradients are finite, once for each ``step``."""
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:  # another step before one update; what was found stays in _checks
             state["stage"] = OptState.READY
@@ -52,7 +52,7 @@ class StepGuard(LossScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Send what was found on its way to the host; see ``resolve_outcome``."""
-        self.resolve_outcome()  # of the update before, if nobody has asked
+        self.resolve_outcome()  # of the update before, if it was not asked for
         checks, self._checks = self._checks, []
         self._per_optimizer_states.clear()
         self._send(checks)

@@ -9,7 +9,7 @@ from torch import Tensor
 class Readback:
     """Copies a few numbers to the host. :meth:`start` never waits; :meth:`wait` does, if they are not there yet.
 
-    On CUDA the copy goes into pinned memory, with an event behind it; by the time somebody asks, the device has long
+    On CUDA the copy goes into pinned memory, with an event behind it; when they are asked for, the device has long
     passed that event, and has later work queued that keeps it busy meanwhile. Elsewhere the numbers are read when they
     are asked for.
 

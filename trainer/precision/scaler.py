@@ -28,7 +28,7 @@ from trainer.precision.readback import Readback
 
 
 class UpdateOutcome(NamedTuple):
-    """What became of one ``update`` and the steps before it.
+    """The outcome of one ``update`` and of the steps before it.
 
     Attributes:
         skipped: the optimizers that skipped a step, each once.
@@ -165,7 +165,7 @@ class LossScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self.resolve_outcome()  # of the update before, if nobody has asked
+        self.resolve_outcome()  # of the update before, if it was not asked for
         checks, self._checks = self._checks, []
         self._per_optimizer_states.clear()
         if new_scale is not None:
@@ -195,7 +195,7 @@ class LossScaler(torch.amp.GradScaler):
         return self.readback.arrives_at_once or all(check.overflowed is not None for check in self._unresolved)
 
     def resolve_outcome(self) -> UpdateOutcome:
-        """What became of the last ``update``; asked again, nothing new.
+        """The outcome of the last ``update``, once: a second call returns one without skips.
 
         A plain optimizer's answer is on the host already: it was read to decide. A fused one's was sent by
         ``update``; if the device has not got that far, this waits for it.
@@ -205,7 +205,7 @@ class LossScaler(torch.amp.GradScaler):
         return outcome or UpdateOutcome((), self._host_scale, self._host_scale)
 
     def _resolve(self) -> None:
-        """Read what the last ``update`` sent, if nobody has, and keep the answer for :meth:`resolve_outcome`."""
+        """Read what the last ``update`` sent, unless that was done, and keep the answer for :meth:`resolve_outcome`."""
         checks, self._unresolved = self._unresolved, []
         if not checks:
             return

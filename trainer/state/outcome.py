@@ -1,4 +1,4 @@
-"""What became of a weight update."""
+"""The outcome of a weight update."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class StepOutcome(NamedTuple):
-    """What became of one weight update.
+    """The outcome of one weight update.
 
     Attributes:
         skipped: whether the weights were left alone because a gradient was not finite. With several optimizers:

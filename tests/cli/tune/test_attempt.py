@@ -83,7 +83,7 @@ def test_out_of_memory_is_told_apart(settings, capsys):
         {"fails.py": raises, "conf/model/fails.yaml": "_target_: fails.Fails\noptimizer: ${optimizer}\nerror: value\n"},
     )
     message = tried(settings("model=fails", "model.error=memory"))
-    assert (message["status"], message["memory"]) == ("out of memory", None)
+    assert message["status"] == "out of memory"
     assert message["error"].startswith("OutOfMemoryError: CUDA out of memory")
     message = tried(settings("model=fails"))
     assert message == {"status": "failed", "error": "ValueError: no way", "is_usage": False, "is_precision": False}

@@ -43,7 +43,7 @@ def test_it_finds_the_largest_and_the_fastest():
 
 
 def test_a_process_that_the_system_kills_did_not_fit():
-    killed = {"status": "died", "signal": 9, "exit_status": None}
+    killed = {"status": "out of memory", "error": "killed by the system"}
     found = run(lambda size: answer(size) if size <= 70 else killed, multiple_of=1)
     assert found.largest == 70
     assert found.at(128).note == "killed by the system"

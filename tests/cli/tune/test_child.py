@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.tune.child import is_killed, run_in_child
+from trainer.cli.tune.child import run_in_child
 
 HERE = "tests.cli.tune.test_child"
 
@@ -54,12 +54,13 @@ def test_what_they_tell_and_how_they_end(tmp_path):
     assert message["method"] == multiprocessing.get_start_method()  # of the workers of dataloaders
     assert log.read_text() == "said aloud\n"
     assert [file.name for file in tmp_path.iterdir()] == ["log"]
-    assert run_in_child(f"{HERE}:silent", log) == {"status": "died", "signal": None, "exit_status": 3}
-    dead = run_in_child(f"{HERE}:struck", log, number=signal.SIGKILL)
-    assert (dead["signal"], is_killed(dead)) == (signal.SIGKILL, True)
+    ended = "its process ended with {}, without a word"
+    assert run_in_child(f"{HERE}:silent", log) == {"status": "failed", "error": ended.format("status 3")}
+    killed = run_in_child(f"{HERE}:struck", log, number=signal.SIGKILL)
+    assert killed == {"status": "out of memory", "error": "killed by the system"}
     dead = run_in_child(f"{HERE}:struck", log, number=signal.SIGTERM)
-    assert (dead["signal"], is_killed(dead)) == (signal.SIGTERM, False)
-    assert run_in_child(f"{HERE}:raises", log)["exit_status"] == 1
+    assert dead == {"status": "failed", "error": ended.format(f"signal {signal.SIGTERM:d}")}
+    assert run_in_child(f"{HERE}:raises", log)["error"] == ended.format("status 1")
     assert "ValueError: not caught" in log.read_text()
 
 

@@ -1,8 +1,8 @@
-"""``trainer compare``: a sweep whose jobs are measured, held against the first, and judged. Imports no torch.
+"""``trainer compare``: a sweep whose jobs are measured and compared with the first one. Imports no torch.
 
-The jobs are those of any sweep (`trainer.cli.sweep`), each an ordinary ``fit`` in a process and a folder of its own,
-with one callback more that measures. What is different is the report at the end: ``compare.md``, ``compare.png`` and
-``compare.json``.
+The jobs are those of any sweep (`trainer.cli.sweep`): each is an ordinary ``fit`` in a process and a folder of its own,
+with one more callback, `trainer.callbacks.Throughput`. Only the report at the end is another one: ``compare.md``,
+``compare.png`` and ``compare.json``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.compare.verdict import EXPECTED, Run, Thresholds, Verdict, choose_metric, judge
+from trainer.cli.compare.verdict import ACCEPTS, Run, Thresholds, Verdict, choose_metric, judge
 from trainer.cli.help import versions
 from trainer.cli.processes import is_quiet
 from trainer.cli.settings import read_settings
@@ -55,13 +55,13 @@ _COLUMNS = """\
 
 
 def as_sweep(arguments: Arguments) -> None:
-    """Make a command line of ``compare`` the one of a sweep of ordinary fits that measure."""
+    """Turn a command line of ``compare`` into that of a sweep of ordinary fits that are measured."""
     arguments.command = "fit"
     arguments.overrides += MEASURING
 
 
 def check(config: DictConfig, jobs: int) -> None:
-    """What a comparison needs, besides what every sweep does.
+    """Check what a comparison needs, in addition to what every sweep needs.
 
     Args:
         config: of its first job.
@@ -88,7 +88,7 @@ def thresholds(config: DictConfig) -> Thresholds:
     """
     node: Any = OmegaConf.select(config, "compare")
     settings: Any = {} if node is None else OmegaConf.to_container(node, resolve=True)
-    return read_settings(Thresholds, "compare", settings, EXPECTED)
+    return read_settings(Thresholds, "compare", settings, ACCEPTS)
 
 
 def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), since: float = 0.0) -> int:

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from trainer.arguments import NUMBER, SWITCH, TEXT
 from trainer.cli.objective import is_lower_better
-from trainer.cli.settings import Expected, number, text
 from trainer.errors import did_you_mean
 from trainer.record.reader import RunRecord
 
@@ -33,17 +33,13 @@ class Thresholds:
     strict: bool = False
 
 
-_AMOUNT = number(0)
-_AMOUNT_OR_AUTO = Expected(
-    "a number of at least 0, auto or null", lambda value: value in ("auto", None) or _AMOUNT.accepts(value)
-)
-EXPECTED = {
-    "metric": text("the name of a metric").or_null(),
-    "mode": Expected("max, min or null", lambda value: value in ("max", "min", None)),
-    "accuracy_tolerance": _AMOUNT.or_null(),
-    "min_speedup": _AMOUNT_OR_AUTO,
-    "min_memory_saving": _AMOUNT_OR_AUTO,
-    "strict": Expected("true or false", lambda value: isinstance(value, bool)),
+ACCEPTS = {
+    "metric": (TEXT._replace(words="the name of a metric"), None),
+    "mode": ("max", "min", None),
+    "accuracy_tolerance": (NUMBER, None),
+    "min_speedup": (NUMBER, "auto", None),
+    "min_memory_saving": (NUMBER, "auto", None),
+    "strict": SWITCH,
 }
 """What the settings ``compare.*`` may be."""
 

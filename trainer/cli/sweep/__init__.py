@@ -29,7 +29,7 @@ PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
 """How the override begins by which Optuna's sweeper has a job report to its study."""
 
 MEASURING = ("++callbacks.throughput._target_=trainer.callbacks.Throughput",)
-"""The override by which ``compare`` has a job measured."""
+"""The override with which ``compare`` measures a job."""
 
 
 def shown(overrides: Sequence[str]) -> list[str]:

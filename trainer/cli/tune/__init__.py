@@ -1,7 +1,7 @@
 """``trainer tune batch_size`` and ``trainer tune lr``: what to set before a training. Imports no torch.
 
-The config is composed and checked as ``fit`` does it. The training steps that answer the question run in processes of
-their own (`trainer.cli.tune.child`); here is what these are asked to do, and what is made of their answers.
+The config is composed and checked as for ``fit``. The training steps run in child processes
+(`trainer.cli.tune.child`), each with a config made by `plain`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import redaction
+from trainer.arguments import NUMBER, TEXT, WHOLE, Kind
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
 from trainer.cli.processes import is_quiet, under_torchrun
-from trainer.cli.settings import Expected, above, read_settings, text, whole
+from trainer.cli.settings import read_settings
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
 from trainer.errors import TrainerError, did_you_mean
@@ -55,14 +56,14 @@ _SHORT_TRAINING = {
     "strategy": "auto",
 }
 _LONGEST = {"max_epochs": 1000, "max_steps": 100_000}
-"""More than any test takes, where a run has an end: some schedules want to know it."""
+"""Longer than any test: some schedules need to know the length of the run."""
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 class TuneError(TrainerError):
-    """A training step has failed, and not because memory ran out. The message is the step's own."""
+    """A training step failed, for another reason than memory. The message is that of its error."""
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,21 @@ def bytes_in(size: object) -> int | None:
     return int(float(found[1]) * factor) or None
 
 
-_EXPECTED = {
-    "batch_size_key": text("the name of a setting, such as data.batch_size"),
-    "memory": Expected("a size such as 3GiB, 500MB or 4000000000", lambda value: bytes_in(value) is not None).or_null(),
-    "max_batch_size": whole(1).or_null(),
-    "multiple_of": whole(1),
-    "steps_per_try": whole(2),
-    "lr_key": text("the name of a setting, such as optimizer.lr"),
-    "min_lr": above(0),
-    "max_lr": above(0),
-    "steps": whole(10),
+_KEY = TEXT._replace(words="the name of a setting, such as data.batch_size")
+_SIZE = Kind("a size such as 3GiB, 500MB or 4000000000", lambda value: bytes_in(value) is not None)
+_RATE = NUMBER._replace(above=0)
+_ACCEPTS = {
+    "batch_size_key": (_KEY,),
+    "memory": (_SIZE, None),
+    "max_batch_size": (WHOLE.at_least(1), None),
+    "multiple_of": (WHOLE.at_least(1),),
+    "steps_per_try": (WHOLE.at_least(2),),
+    "lr_key": (_KEY,),
+    "min_lr": (_RATE,),
+    "max_lr": (_RATE,),
+    "steps": (WHOLE.at_least(10),),
 }
+"""What the settings ``tune.*`` may be."""
 
 
 def command(arguments: Arguments) -> int:
@@ -155,7 +160,7 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
     if config.ckpt_path is not None:
         raise UsageError("tune starts from the weights that the model is built with: leave ckpt_path out.")
     node: Any = OmegaConf.to_container(config.tune, resolve=True)
-    settings = read_settings(Settings, "tune", node, _EXPECTED)
+    settings = read_settings(Settings, "tune", node, _ACCEPTS)
     if not settings.min_lr < settings.max_lr:
         raise UsageError(
             f"tune.min_lr is {settings.min_lr:g} and tune.max_lr is {settings.max_lr:g}: expected more than that."
@@ -164,8 +169,8 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
 
 
 def claim_folder(arguments: Arguments, config: DictConfig) -> Path:
-    """The folder of this run, made. Says where what is found holds for a single device only."""
-    folder = claim(replace(arguments, overrides=list(arguments.overrides)), config).resolve()
+    """Make the folder of this run. Prints a remark where the config asks for several devices."""
+    folder = claim(arguments, config).resolve()
     if config.trainer.devices not in (1, "1", "auto") or config.trainer.num_nodes != 1:
         say(
             "The config asks for several devices, and tune works on one: DDP takes memory for one more copy of the"
@@ -175,7 +180,7 @@ def claim_folder(arguments: Arguments, config: DictConfig) -> Path:
 
 
 def plain(config: DictConfig, folder: Path, **changes: Any) -> dict[str, Any]:
-    """The config as the processes get it: resolved, for a short training that neither validates, saves nor logs.
+    """The config of a child process: resolved, for a short training that neither validates, saves nor logs.
 
     Args:
         config: with Hydra's node.
@@ -206,11 +211,7 @@ def failure(message: Mapping[str, Any], where: str, folder: Path) -> TrainerErro
         where: what was tried.
         folder: of the run.
     """
-    if message["status"] == "died":
-        end = f"signal {message['signal']}" if message["signal"] is not None else f"status {message['exit_status']}"
-        said = f"its process ended with {end}, without a word"
-    else:
-        said = " ".join(str(message["error"]).split()).rstrip(".")
+    said = str(message["error"]).rstrip(".")
     if message.get("is_usage"):
         return UsageError(redaction.text(f"{said}."))
     return TuneError(redaction.text(f"{where}: {said}. What it printed is in {seen(folder) / LOG}"))
@@ -222,11 +223,11 @@ def write(folder: Path, result: dict[str, Any]) -> None:
 
 
 def seen(folder: Path) -> Path:
-    """A folder as it is told of: from here, where it lies below."""
+    """A folder for messages: relative to the working folder, if it is inside of it."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def say(text: str) -> None:
-    """A line for the person who waits; none with ``--quiet``."""
+    """Print a line; nothing with ``--quiet``."""
     if not is_quiet():
         print(text, flush=True)

@@ -1,8 +1,8 @@
-"""What happens in the processes of ``tune``: a few real training steps, and what they have shown.
+"""What runs in the child processes of ``tune``: a few real training steps that are measured.
 
-Each try has a process of its own (`trainer.cli.tune.child`), on every kind of device. On a GPU that is the only way in
-which nothing of a try that ran out of memory is left to the next (fragments, handles of libraries, a broken context);
-on a CPU it is the only way to say how much memory one took, for a process rarely gives any back.
+Each try has a child process of its own (`trainer.cli.tune.child`), on every kind of device. On a GPU, only a new
+process is free of what an out-of-memory error leaves behind (fragments, handles of libraries, a broken context). On a
+CPU, only a new process tells the peak memory of one try, because a process rarely returns memory to the system.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError, PrecisionError, is_out_of_memory
 from trainer.record.recorder import RunRecorder
 
-# Of the user's callbacks those stay that change what a step takes: activation checkpointing, averages of the weights,
-# whatever is the user's own. These save, log, stop, or do something else than to fail when memory runs out.
+# Callbacks that are left out of a try: they save, log, stop, or handle an out-of-memory error. All others stay, because
+# they may change the memory and time of a step: activation checkpointing, averages of the weights, the user's own.
 _LEFT_OUT: tuple[type, ...] = (
     lightnings.BatchSizeFinder,
     lightnings.Checkpoint,
@@ -90,14 +90,14 @@ def _train(tell: Tell, folder: Path, settings: dict[str, Any], observer: Meter |
 
 
 def callbacks_that_stay(callbacks: list[Callback]) -> list[Callback]:
-    """Those of a Trainer that change what a step takes."""
+    """The callbacks of a Trainer that may change the memory and time of a step."""
     return [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
 
 
 class Meter(Callback):
-    """Ends a fit after some weight updates, and knows how fast they were and what memory they took.
+    """Ends a fit after some weight updates, and measures their speed and the peak memory.
 
-    It goes on until two updates have not been skipped, for only then has the optimizer its whole state.
+    The fit lasts until two updates have not been skipped: only then is the state of the optimizer complete.
 
     Args:
         tell: takes the message that the process has more memory than it may.
@@ -120,7 +120,7 @@ class Meter(Callback):
         self._in_set: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Holds the process to its budget: torch's allocator does on a GPU, and a thread that looks on a CPU.
+        """Limits the memory: by torch's allocator on a GPU, by a thread that watches the process on a CPU.
 
         Not ``RLIMIT_AS`` or ``RLIMIT_DATA``: they count addresses, of which libraries for GPUs reserve gigabytes that
         nobody ever uses, they count them differently from system to system, and Windows and macOS have none that hold.
@@ -135,7 +135,7 @@ class Meter(Callback):
             threading.Thread(target=watch_memory, args=(self._memory, self._tell), daemon=True).start()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Looks how many samples there are."""
+        """Notes the number of samples in the training set."""
         self._in_set = samples_in(trainer.train_dataloader)
 
     def on_train_batch_start(
@@ -147,7 +147,7 @@ class Meter(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops it, and the fit, where that was the last update."""
+        """Stops the clock, and after the last update the fit."""
         self._seconds += self._now() - self._started
         samples = batch_size(batch)
         self._samples += samples
@@ -163,7 +163,7 @@ class Meter(Callback):
         trainer.should_stop = (updates >= self._steps and updates - self._skips >= 2) or self._skips >= _MOST_SKIPPED
 
     def found(self) -> Message:
-        """What it knows at the end of the fit.
+        """The measurements, at the end of the fit.
 
         ``memory``: bytes at the peak, of the process on a CPU, of tensors on a GPU. ``samples_per_second``: without the
         waiting for batches. ``batch``: samples in a batch, as it was. ``samples``: in the training set, if that is
@@ -211,15 +211,16 @@ def _over_budget(peak: int) -> Message:
 
 def _failure(error: BaseException) -> Message:
     traceback.print_exception(error, file=sys.stderr)
-    text = f"{type(error).__name__}: {error}"
+    words = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {words}"
     if is_out_of_memory(error):
-        return {"status": "out of memory", "error": text, "memory": None}
+        return {"status": "out of memory", "error": text}
     own = isinstance(error, ConfigurationError) or any(
         kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__
     )
     return {
         "status": "failed",
-        "error": str(error) if own else text,
+        "error": words if own else text,
         "is_usage": own,
         "is_precision": isinstance(error, PrecisionError),
     }

@@ -1,8 +1,8 @@
 """``trainer tune batch_size``: the largest batch that fits, and the fastest, in each precision. Imports no torch.
 
-Each size is tried in a process of its own, which is why Lightning's ``Tuner.scale_batch_size`` (which works with our
-Trainer, in one process) is not what searches here: a process that has run out of memory is no measure for the next
-size, on a CPU it cannot be held to a budget without ending it, and the table wants the speed and the peak of each size.
+Lightning's ``Tuner.scale_batch_size`` works with our Trainer, but is not used here: it tries all sizes in one process.
+After an out-of-memory error such a process is no reliable measure for the next size; on a CPU a budget can only be
+enforced by ending the process; and the speed and the peak memory of each size are not known.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from trainer.cli.arguments import COMPARED, Arguments, UsageError
 from trainer.cli.processes import is_quiet
 from trainer.cli.tables import four_digits, print_table
 from trainer.cli.tune import LOG, Settings
-from trainer.cli.tune.child import Message, is_killed, run_in_child
+from trainer.cli.tune.child import Message, run_in_child
 
 _MARGIN = 0.9  # of the host's free memory: the rest is the system's, and what other processes grow by
 
 
 @dataclass
 class Tried:
-    """A batch size, and what came of it.
+    """A batch size that was tried.
 
     Args:
         size: the batch size.
         fits: whether it does.
         samples_per_second: of training steps, without the waiting for batches.
-        memory: bytes at the peak; None where nobody knows.
-        note: what there is to say besides.
+        memory: bytes at the peak; None where it is not known.
+        note: a remark for the reader.
     """
 
     size: int
@@ -70,7 +70,7 @@ class Finding:
         return max(timed, key=lambda one: one.samples_per_second or 0.0, default=None)
 
     def at(self, size: int) -> Tried | None:
-        """What came of a size."""
+        """The try of a size."""
         return next((one for one in self.tried if one.size == size), None)
 
 
@@ -106,7 +106,7 @@ def run(arguments: Arguments) -> int:
 
 
 def attempt_size(config: DictConfig, settings: Settings, folder: Path, size: int, **limits: Any) -> Message:
-    """What came of training with a batch size, in a process of its own.
+    """Train for a few steps with a batch size, in a child process, and return its message.
 
     Args:
         config: with Hydra's node.
@@ -175,9 +175,9 @@ def find(
     while size is not None:
         where = f"{key}={size} in precision={precision}"
         message = attempt(size)
-        if message["status"] == "out of memory" or is_killed(message):
+        if message["status"] == "out of memory":
             too_large = size
-            tried = Tried(size, False, memory=message.get("memory"), note=_why_not(message))
+            tried = Tried(size, False, memory=message.get("memory"), note=message["error"][:120])
         elif message["status"] == "ok":
             samples, batch = message["samples"], message["batch"]
             if batch < size:  # there are no more
@@ -192,7 +192,7 @@ def find(
             tried = Tried(min(size, batch), True, message["samples_per_second"], message["memory"], note)
             most = min((bound for bound in (samples, settings.max_batch_size) if bound is not None), default=None)
         elif message.get("is_precision") and not are_given:
-            finding.problem = " ".join(str(message["error"]).split())
+            finding.problem = message["error"]
             tune.say(f"precision={precision}: {finding.problem}")
             return finding
         else:
@@ -222,12 +222,6 @@ def next_size(fits: int, too_large: int | None, most: int | None, multiple_of: i
     unit = multiple_of if too_large > multiple_of else 1
     first, last = fits // unit + 1, (too_large - 1) // unit
     return (first + last) // 2 * unit if first <= last else None
-
-
-def _why_not(message: Message) -> str:
-    if message["status"] == "died":
-        return "killed by the system"
-    return " ".join(str(message["error"]).split())[:120]
 
 
 def _said(tried: Tried) -> str:

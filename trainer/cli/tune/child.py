@@ -1,7 +1,7 @@
-"""A function in a process of its own, which leaves nothing behind: no memory, no random state, no threads.
+"""Run a function in a child process, which leaves no memory, random state or threads behind.
 
-On Linux such processes are forks of a server that has imported torch and Lightning and nothing else, so that they
-start in a moment. Elsewhere forks are not safe, and each process imports everything again.
+On Linux the children are forks of a server that has only imported torch and Lightning, so that they start quickly.
+Elsewhere forks are not safe, and each child imports everything again.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from trainer.files import write_text
 
 Message = dict[str, Any]
 Tell = Callable[[Message], None]
-"""Answers with the message, and ends the process, whatever it is still doing."""
+"""Sends the message as the answer, and ends the child process at once."""
 
 _SIGKILL = 9
 _PRELOADED = "trainer.cli.tune.attempt"
+_ANSWER = "answer.json"
 
 
 def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
-    """Call ``function(tell, folder, **arguments)`` in a process of its own; ``folder`` is a temporary one.
+    """Call ``function(tell, folder, **arguments)`` in a child process; ``folder`` is a temporary one.
 
     Args:
-        function: ``module:name``, so that this process need not import it; it tells one message, which JSON can hold.
-        log: gets what the process prints.
+        function: ``module:name``, so that this process need not import it. It calls ``tell`` once, with a message that
+            can be written as JSON.
+        log: the file that the child's output is appended to.
         arguments: can be pickled.
 
     Returns:
-        What it told. For a process that ended without telling anything ``{"status": "died", "signal": its number or
-        None, "exit_status": a number or None}``.
+        The message. Its ``status`` is ``ok``, ``out of memory`` or ``failed``; the last two come with an ``error``. It
+        is made here for a child that ends without one: a child that the system kills has run out of memory.
     """
     context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     if sys.platform == "linux":
@@ -51,21 +53,15 @@ def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
         finally:
             process.kill()
             process.join()
-        answer = _answer(Path(folder))
+        answer = Path(folder, _ANSWER)
         if answer.is_file():
             message: Message = json.loads(answer.read_text(encoding="utf-8"))
             return message
-    signal = -process.exitcode if process.exitcode < 0 else None
-    return {"status": "died", "signal": signal, "exit_status": process.exitcode if signal is None else None}
-
-
-def is_killed(message: Message) -> bool:
-    """Whether the system has killed the process, which is what it does when memory runs out."""
-    return bool(message["status"] == "died" and message["signal"] == _SIGKILL)
-
-
-def _answer(folder: Path) -> Path:
-    return folder / "answer.json"
+    status = process.exitcode
+    if status == -_SIGKILL:
+        return {"status": "out of memory", "error": "killed by the system"}
+    end = f"signal {-status}" if status < 0 else f"status {status}"
+    return {"status": "failed", "error": f"its process ended with {end}, without a word"}
 
 
 def _entry(function: str, folder: Path, log: Path, start_method: str, arguments: dict[str, Any]) -> None:
@@ -77,7 +73,7 @@ def _entry(function: str, folder: Path, log: Path, start_method: str, arguments:
     module, _, name = function.partition(":")
 
     def tell(message: Message) -> None:
-        write_text(_answer(folder), json.dumps(message))
+        write_text(folder / _ANSWER, json.dumps(message))
         for child in multiprocessing.active_children():  # workers of dataloaders
             child.kill()
         sys.stdout.flush()
@@ -91,4 +87,4 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # nobody is left to be told
+    os._exit(1)  # nobody reads the answer any more

@@ -1,0 +1,110 @@
+"""Plain forms of objects: containers, numbers and texts in the place of what a checkpoint could not hold safely."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date, timedelta
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from omegaconf import Container, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from trainer import redaction
+
+_LEAVES = (bool, int, float, complex, str, bytes)
+_KEPT = (torch.Tensor, torch.Size, torch.dtype, torch.device)
+
+
+def plain(value: Any, place: str, left_out: list[str]) -> Any:
+    """``value`` as plain containers.
+
+    Args:
+        value: anything.
+        place: where it stands, for ``left_out``.
+        left_out: gets the place and the type of each value without a plain form. Containers lose it; alone it becomes
+            None.
+    """
+    if value is None or type(value) in _LEAVES or isinstance(value, _KEPT):
+        return value
+    if isinstance(value, enum.Enum):
+        return plain(value.value, place, left_out) if _is_simple(value.value) else value.name
+    for kind in _LEAVES:
+        if isinstance(value, kind):
+            return kind(value)  # type: ignore[arg-type]  # of a class of its own
+    if isinstance(value, Container):
+        value = resolved(value)
+    elif isinstance(value, Namespace):
+        value = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
+    elif type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        value = value.tolist()  # arrays, and scalars
+        if type(value) in _LEAVES:
+            return value
+    if isinstance(value, Mapping):
+        return plain_dict(value, place, left_out)
+    if isinstance(value, (list, tuple, set, frozenset, deque, range)):
+        children = [plain(child, f"{place}[{index}]", left_out) for index, child in enumerate(value)]
+        return tuple(children) if isinstance(value, tuple) else children
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, date):  # and datetime
+        return value.isoformat()
+    safe = torch.serialization.get_safe_globals()  # classes, or such with another name
+    if any(type(value) is (entry[0] if isinstance(entry, tuple) else entry) for entry in safe):
+        return value
+    left_out.append(f"{place} ({type(value).__module__}.{type(value).__qualname__})".replace("(builtins.", "("))
+    return None
+
+
+def plain_dict(value: Mapping[Any, Any], place: str, left_out: list[str]) -> dict[Any, Any]:
+    """:func:`plain` of a mapping: a dict, without the values that have no plain form."""
+    made = {}
+    for name, child in value.items():
+        here = f"{place}.{name}" if place else str(name)
+        missing = len(left_out)
+        new = plain(child, here, left_out)
+        if new is not None or child is None or len(left_out) == missing:
+            made[name if type(name) in _LEAVES else str(name)] = new
+    return made
+
+
+def _is_simple(value: Any) -> bool:
+    return value is None or isinstance(value, _LEAVES)
+
+
+def resolved(config: Container) -> Any:
+    """``config`` as plain containers. A value from the environment stays the text that refers to it."""
+    try:
+        with _environment_unread():
+            return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(config, resolve=False)
+
+
+@contextmanager
+def _environment_unread() -> Iterator[None]:
+    reader = redaction.environment_value  # which is at least as good as OmegaConf's own
+    OmegaConf.register_new_resolver("oc.env", _unread, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", reader, replace=True)
+
+
+def _unread(*arguments: Any) -> Any:
+    try:
+        value = oc.env(*arguments)
+    except KeyError:
+        value = ""
+    return redaction.stand_in(str(arguments[0])) if value is not None else None
