@@ -109,3 +109,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel)]
     subprocess.run(pip, check=True, timeout=240)
     return folder
+
+
+@pytest.fixture(scope="session")
+def installed_python(installed: Path) -> Iterator[WarmPython]:
+    """As ``python``, with the wheel in place of the checkout."""
+    with warm_python(installed) as python:
+        yield python

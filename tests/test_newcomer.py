@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from tests.docs.execute import make_commands, run, shell_environment
 from tests.docs.pages import ROOT, Block, read
-from tests.warm_python import WarmPython, warm_python
+from tests.warm_python import WarmPython
 from trainer.record.reader import read_run
 
 PAGE = ROOT / "docs" / "quick-start.md"
@@ -95,16 +94,10 @@ class Newcomer:
         return path
 
 
-@pytest.fixture(scope="module")
-def python(installed: Path) -> Iterator[WarmPython]:
-    with warm_python(installed) as python:
-        yield python
-
-
 @pytest.fixture
-def newcomer(python: WarmPython, tmp_path: Path) -> Newcomer:
+def newcomer(installed_python: WarmPython, tmp_path: Path) -> Newcomer:
     (tmp_path / "empty").mkdir()
-    return Newcomer(tmp_path / "empty", tmp_path / "tools", python)
+    return Newcomer(tmp_path / "empty", tmp_path / "tools", installed_python)
 
 
 def result_in(folder: Path) -> dict[str, Any]:

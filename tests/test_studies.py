@@ -72,6 +72,6 @@ def test_what_may_run_code_is_refused(tmp_path, cmaes, kind):
         pickled += f"touch {proof}".encode() + b"\x85R."
     if kind == "damaged":
         pickled = pickled[:-5]
-    with pytest.raises(ConfigurationError, match="The study theirs holds what CMA-ES does not write"):
+    with pytest.raises(ConfigurationError, match=r"study theirs.*CMA-ES"):
         check_pickles(study_with(tmp_path, pickled))
     assert not proof.exists()

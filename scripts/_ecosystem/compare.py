@@ -60,7 +60,7 @@ KNOWN = [
     Known("resume", r"^metrics: [^/]*: rows/\d+/1/without epoch$", "Different on purpose", GO_ON, "other"),
     Known(
         "checkpoint",
-        r"^files/(.*/)?(curves\.(json|png)|(summary|environment)\.json)$",
+        r"^files/(.*/)?(curves\.png|run\.json)$",
         "Callbacks",
         "Their files lie in the first logger's folder",
     ),

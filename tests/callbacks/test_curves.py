@@ -80,6 +80,7 @@ def test_a_loss_over_decades_is_drawn_on_a_log_scale():
     assert figure.axes[0].get_yscale() == "log"
 
 
+@pytest.mark.draws
 def test_picture(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # an import of it raises
     curves = Curves()

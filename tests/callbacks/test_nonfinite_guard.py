@@ -247,7 +247,7 @@ def test_optimizers_that_evaluate_the_loss_are_refused_at_every_step_only(tmp_pa
         make_trainer(tmp_path, callbacks=list(callbacks)).fit(module, loader_of(make_batches(2)))
 
     fit()
-    with pytest.raises(ConfigurationError, match="the optimizer LBFGS, which evaluates the loss itself"):
+    with pytest.raises(ConfigurationError, match="LBFGS"):
         fit(NonFiniteGuard())
 
 

@@ -224,9 +224,9 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["loops"]["amp_trainer"]["processes"] *= 2
     torch.save(checkpoint, tmp_path / "two.ckpt")
-    with pytest.raises(ResumeError, match=r"by a run of 2 processes, this one has 1: .*exact_resume=False"):
+    with pytest.raises(ResumeError, match=r"2 processes.* has 1.*exact_resume=False"):
         run(tmp_path, {}, tmp_path / "two.ckpt")
-    with pytest.warns(UserWarning, match="by a run of 2 processes, .* goes on, but not exactly"):
+    with pytest.warns(UserWarning, match=r"2 processes.*not exactly"):
         run(tmp_path, {"trainer": lambda: {"exact_resume": False}}, tmp_path / "two.ckpt")
 
 
@@ -238,7 +238,7 @@ def test_what_another_version_has_written_is_refused(tmp_path: Path) -> None:
     torch.save(checkpoint, tmp_path / "older.ckpt")
     with pytest.raises(ResumeError, match=r"another version of this package \(format 1, .*exact_resume=False"):
         run(tmp_path, {}, tmp_path / "older.ckpt")
-    with pytest.warns(UserWarning, match="by another version .* goes on, but not exactly"):
+    with pytest.warns(UserWarning, match=r"another version.*not exactly"):
         run(tmp_path, {"trainer": lambda: {"exact_resume": False}}, tmp_path / "older.ckpt")
 
 

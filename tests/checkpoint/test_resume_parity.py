@@ -270,7 +270,7 @@ def test_who_resumes_inside_an_epoch_is_told_what_is_not_the_same(tmp_path: Path
     first = ours(max_epochs=1, callbacks=[saver], enable_checkpointing=True)
     first.fit(Diary(), data(8), same_batches(2))
     in_another_order = data(8, shuffle=True), same_batches(2)
-    with pytest.raises(ResumeError, match="the first trained batch of this epoch had the samples"):
+    with pytest.raises(ResumeError, match=r"first trained batch.*samples"):
         ours(max_epochs=1).fit(Diary(), *in_another_order, ckpt_path=tmp_path / "step=2.ckpt")
     checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
     del checkpoint["loops"]["amp_trainer"]  # as Lightning writes it

@@ -77,7 +77,7 @@ def test_it_is_the_default_and_nothing_else_is_replaced(tmp_path: Path) -> None:
 def test_its_arguments_are_checked() -> None:
     with pytest.raises(ConfigurationError, match="Got when_full='ignore', expected 'stop' or 'continue'"):
         CheckpointFiles(when_full="ignore")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"with `storage_options` arg is not supported for `CheckpointFiles`"):
+    with pytest.raises(TypeError, match=r"`storage_options`.*`CheckpointFiles`"):
         CheckpointFiles().save_checkpoint({}, "x.ckpt", storage_options={})
 
 
@@ -133,7 +133,7 @@ def test_elsewhere_too_there_is_a_manifest() -> None:
     io.remove_checkpoint("memory://files/x.ckpt")
     assert not MemoryFileSystem().exists("/files/x.ckpt")
     MemoryFileSystem().pipe("/files/other.ckpt", b"")
-    with pytest.warns(UserWarning, match="not in a folder that this run writes checkpoints to"):
+    with pytest.warns(UserWarning, match="not in a folder"):
         io.remove_checkpoint("memory://files/other.ckpt")
     io.belong(["memory://files"], [])
     for way in ("memory://files/../files/other.ckpt", "memory://files2/x.ckpt"):

@@ -277,9 +277,7 @@ def test_a_resume_is_exact_or_says_what_it_cannot_skip(tmp_path: Path) -> None:
     for loader in (Bookmark, lambda: data(8), lambda: data(8, shuffle=True)):
         never_left, mine = resumed(loader)
         assert mine == never_left
-    with pytest.warns(
-        PossibleUserWarning, match="a Numbers cannot skip batches, so the first 2 are loaded and dropped"
-    ):
+    with pytest.warns(PossibleUserWarning, match=r"Numbers cannot skip batches.*first 2"):
         never_left, mine = resumed(Numbers)
     assert mine == never_left
     for loader in (Numbers, lambda: data(8, shuffle=True)):

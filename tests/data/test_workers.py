@@ -63,7 +63,7 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     look = workers._Patience(slow, 36)
     assert [look()[0], look()[0]] == [False, True]  # the time that it took for this one is forgotten
     look()
-    with pytest.warns(UserWarning, match="sent nothing for 10 seconds. After 36 the run ends"):
+    with pytest.warns(UserWarning, match=r"nothing for 10 seconds.*36"):
         look()
     assert [look()[0] for _ in range(5)] == [False] * 5  # it is said once
     with pytest.raises(RuntimeError, match="DataLoader timed out after 36 seconds"):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import sharded_worker as worker
 from tests.distributed.test_ddp import load, run
+from tests.warm_python import WarmPython
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,8 +24,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return load(run(tmp_path_factory.mktemp("sharded"), "torchrun", script=Path(worker.__file__))[1])
+def ranks(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return load(run(python, tmp_path_factory.mktemp("sharded"), "torchrun", script=Path(worker.__file__))[1])
 
 
 @pytest.mark.parametrize("name", worker.scenarios())

@@ -446,7 +446,7 @@ def test_a_restored_scale_keeps_to_floor_and_ceiling(saved, restored):
 
 
 def test_the_empty_state_of_a_disabled_scaler_is_refused():
-    with pytest.raises(ValueError, match=r"Got the empty state of a disabled scaler.*without loss scaling"):
+    with pytest.raises(ValueError, match=r"empty state.*without loss scaling"):
         LossScaler("cpu").load_state_dict({})
 
 
@@ -474,7 +474,6 @@ def test_impossible_settings(arguments, message):
         LossScaler("cpu", **arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_on_a_machine_without_it():
     with pytest.raises(PrecisionError, match=r"'cuda', but CUDA is not available.*accelerator='cpu'"):
         LossScaler("cuda")

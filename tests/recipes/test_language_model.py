@@ -81,7 +81,7 @@ def test_weights_begin_as_in_gpt2_and_may_be_tied():
     assert net.head.weight is not net.token.weight
     tied = GPT(256, 32, width=64, heads=4, layers=8, tie_weights=True)
     assert tied.head.weight is tied.token.weight
-    with pytest.raises(ValueError, match="width is 64 and heads is 5, expected a width that is a multiple of heads"):
+    with pytest.raises(ValueError, match=r"width is 64 and heads is 5.*multiple"):
         GPT(256, 32, width=64, heads=5, layers=1)
 
 

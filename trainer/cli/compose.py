@@ -21,7 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobStatus, configure_log, run_job, setup_globals
+from hydra.core.utils import configure_log, run_job, setup_globals
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -187,13 +187,22 @@ class Composer:
 
     def run(self, config: DictConfig, task: TaskFunction) -> None:
         """What `Hydra.run` does, with a config that is composed already. Raises what ``task`` does."""
+        errors: list[Exception] = []
+
+        def run_task(job: DictConfig) -> Any:
+            try:
+                return task(job)
+            except Exception as error:
+                errors.append(error)
+                raise
+
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
         callbacks = Callbacks(config)
         callbacks.on_run_start(config=config, config_name=self.config_name)
-        returned = run_job(task, config, "hydra.run.dir", None, HydraContext(self.loader, callbacks))
+        returned = run_job(run_task, config, "hydra.run.dir", None, HydraContext(self.loader, callbacks))
         callbacks.on_run_end(config=config, config_name=self.config_name, job_return=returned)
-        if returned.status == JobStatus.FAILED:
-            raise returned._return_value  # return_value prints all overrides first
+        for error in errors:  # `returned` would print all overrides before it raises it
+            raise error
 
     def sweep(self, arguments: Arguments, task: TaskFunction) -> None:
         """Have Hydra make the jobs of a sweep; its launcher calls ``task`` for each."""

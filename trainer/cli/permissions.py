@@ -7,7 +7,6 @@ no code. All of that is judged on the composed config, before anything that it n
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Collection, Sequence
@@ -275,10 +274,12 @@ def _check_folders(config: DictConfig, said: Collection[str]) -> None:
     name = str(OmegaConf.select(config, "hydra.job.name"))
     if not re.fullmatch(r"[^/\\]+", name) or name in (".", "..") or not name.isprintable():
         raise UsageError(f"hydra.job.name is {name!r}, expected a name without slashes: files are called so.")
-    numbered = copy.deepcopy(config)  # a job's number is not known before there is one
-    with read_write(numbered.hydra), open_dict(numbered.hydra):
-        numbered.hydra.job.num, numbered.hydra.job.id = 0, "0"
-    for key in ("hydra.output_subdir", "hydra.sweep.subdir"):
-        value = OmegaConf.select(numbered, key)
+    with read_write(config.hydra), open_dict(config.hydra):
+        job = config.hydra.job
+        before: Any = OmegaConf.to_container(job, resolve=False)
+        job.num, job.id = 0, "0"  # a job of a sweep has them, and its folder's name
+        folders = {key: OmegaConf.select(config, key) for key in ("hydra.output_subdir", "hydra.sweep.subdir")}
+        job.num, job.id = before["num"], before["id"]
+    for key, value in folders.items():
         if value is not None and not _is_inside(here, str(value)):
             raise UsageError(f"{key} is {value}, expected a folder inside of the run's.")

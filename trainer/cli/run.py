@@ -149,7 +149,9 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         trainer_class = allowlist.locate(target, "trainer")
 
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
-        logging.getLogger(name).handlers.clear()  # the terminal and the file that Hydra has set up are enough
+        logger = logging.getLogger(name)
+        logger.handlers.clear()  # the terminal and the file that Hydra has set up are enough
+        logger.propagate = True  # Lightning sets False where it is imported before anybody has set up logging
     # Whoever limits the batches, or has few, knows that a logger gets less than 50 steps; the recipes set what it gets.
     warnings.filterwarnings("ignore", "The number of training batches", UserWarning)
     # `checks` measures what workers would gain, and the recipes have the number that suits their data.

@@ -71,9 +71,9 @@ def test_a_training_loader_shuffles_and_drops_the_short_batch_and_others_do_neit
 
 def test_a_training_batch_larger_than_the_data_is_refused():
     dataset = TensorDataset(torch.arange(10))
-    with pytest.raises(ValueError, match=r"batch_size is 16, but there are 10 training samples.* at most 10"):
+    with pytest.raises(ValueError, match=r"batch_size is 16.* at most 10"):
         make_loader(dataset, batch_size=16, num_workers=0, training=True)
-    with pytest.raises(ValueError, match=r"there are 0 training samples: .* Check where the data is to come from"):
+    with pytest.raises(ValueError, match=r"there are 0 training samples"):
         make_loader(TensorDataset(torch.zeros(0)), batch_size=1, num_workers=0, training=True)
     assert len(make_loader(dataset, batch_size=16, num_workers=0, training=False)) == 1
 
@@ -82,7 +82,7 @@ def test_a_batch_must_fit_into_the_share_of_a_process(monkeypatch):
     dataset = TensorDataset(torch.arange(10))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
-    with pytest.raises(ValueError, match=r"there are 4 training samples for each of 3 processes.* at most 4"):
+    with pytest.raises(ValueError, match=r"4 training samples.*3 processes.* at most 4"):
         make_loader(dataset, batch_size=5, num_workers=0, training=True)
     assert len(make_loader(dataset, batch_size=4, num_workers=0, training=True)) == 2  # before it is shared out
 
@@ -97,5 +97,5 @@ def test_image_to_tensor_scales_then_normalises():
 
 def test_a_wrong_number_of_classes_is_refused_with_the_right_one():
     check_num_classes(3, 3, "here")
-    with pytest.raises(ValueError, match=r"num_classes is 4, but here has 3 classes. Set data.num_classes=3"):
+    with pytest.raises(ValueError, match=r"num_classes is 4.*data.num_classes=3"):
         check_num_classes(4, 3, "here")

@@ -91,9 +91,7 @@ def test_what_is_no_text_and_what_cannot_be_cut_is_refused(tmp_path):
     with pytest.raises(ValueError, match="context is 0, expected at least 1 token"):
         ByteText(context=0)
     for share in (0.0, 0.5):
-        with pytest.raises(
-            ValueError, match=f"held_out is {share}, expected a share of the text above 0 and below 0.5"
-        ):
+        with pytest.raises(ValueError, match=f"held_out is {share}, expected.*below 0.5"):
             ByteText(held_out=share)
 
 
