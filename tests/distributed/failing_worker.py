@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import worker  # beside this file
 
-from trainer.compat import launchers
+from trainer.engine import processes
 
 
 class Failing(worker.Regression):
@@ -50,7 +50,7 @@ class Failing(worker.Regression):
 
 if __name__ == "__main__":
     strategy, rank, where, how, waits = sys.argv[1:]
-    launchers.GRACE = 2.0
+    processes.GRACE = 2.0
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     worker.fit(Failing(int(rank), where, how, waits), strategy=strategy, limit_val_batches=0)

@@ -357,7 +357,7 @@ def test_at_most_four_functions_of_ours_between_fit_and_training_step(tmp_path):
             return super().training_step(batch, batch_idx)
 
     make_trainer(tmp_path).fit(Looking(), loader_of(make_batches(1)))
-    assert calls[::-1] == ["fit", "_run", "run", "train_batch"]
+    assert calls[::-1] == ["fit", "__call__", "run", "train_batch"]
 
 
 # --- what training_step returns -------------------------------------------------------------------------------------

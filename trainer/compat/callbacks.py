@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.arguments import refuse_other_package
 from trainer.compat.averaging import follows_outcomes
+from trainer.errors import ConfigurationError
 
 _BASES = (Callback, LightningModule, LightningDataModule)
 
@@ -60,8 +61,13 @@ def in_order(callbacks: Sequence[Any]) -> list[Any]:
 
 def attach_model_callbacks(trainer: Any) -> None:
     """Add the callbacks of ``LightningModule.configure_callbacks``, which replace those of their types and bases."""
+    before = trainer.callbacks
     trainer._callback_connector._attach_model_callbacks()
-    refuse_other_package("configure_callbacks", *trainer.callbacks)
+    try:
+        refuse_other_package("configure_callbacks", *trainer.callbacks)
+    except ConfigurationError:
+        trainer.callbacks = before
+        raise
 
 
 def first_of(callbacks: Sequence[Any], kind: type) -> Any:
