@@ -180,9 +180,10 @@ class Preparation:
         own = self.hooks.override_of("configure_gradient_clipping")
         if own is not None:
             return partial(_clip_by_module, own, self._trainer)
-        clippers = [callback for callback in self._trainer.callbacks if isinstance(callback, GradientClipping)]
+        gradients, callbacks = self._trainer.engine.gradients, self._trainer.callbacks
+        clippers: list[Clip] = [partial(one.clip, gradients) for one in callbacks if isinstance(one, GradientClipping)]
         if len(clippers) < 2:
-            return clippers[0].clip if clippers else None
+            return clippers[0] if clippers else None
         return partial(_clip_in_turn, clippers)
 
     def renewed_loaders(self) -> Loaders | None:
@@ -274,6 +275,6 @@ def _clip_by_module(clip: Hook, trainer: TrainerBase, optimizer: Optimizer) -> N
     clip.of_module(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 
 
-def _clip_in_turn(clippers: list[GradientClipping], optimizer: Optimizer) -> Tensor | None:
-    norms = [clipper.clip(optimizer) for clipper in clippers]
+def _clip_in_turn(clippers: list[Clip], optimizer: Optimizer) -> Tensor | None:
+    norms = [clip(optimizer) for clip in clippers]
     return norms[0]  # before any clipping

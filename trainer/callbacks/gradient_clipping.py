@@ -51,15 +51,6 @@ class GradientClipping(Callback):
         self.clip_value = clip_value
         self.norm_type = norm_type
         self.log_norm = log_norm
-        self._gradients: Gradients | None = None  # of the Trainer that runs
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy is of no run
-        return {**vars(self), "_gradients": None}
-
-    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Take note of what clips the Trainer's gradients."""
-        self._gradients = trainer.engine.gradients
 
     @property
     def limit(self) -> float:
@@ -71,14 +62,17 @@ class GradientClipping(Callback):
         """``"norm"`` or ``"value"``, as in ``Trainer(gradient_clip_algorithm=...)``."""
         return "norm" if self.max_norm is not None else "value"
 
-    def clip(self, optimizer: Optimizer) -> Tensor | None:
+    def clip(self, gradients: Gradients, optimizer: Optimizer) -> Tensor | None:
         """Clip the (unscaled) gradients of one optimizer, in place, without a host-device synchronisation.
+
+        Args:
+            gradients: the engine's.
+            optimizer: whose.
 
         Returns:
             The total norm before clipping, a 0-dim tensor; None when clipping by value without ``log_norm``.
         """
-        assert self._gradients is not None, "clip() is used while a Trainer runs"
-        return self._gradients.clip_(optimizer, self.limit, self.algorithm, self.norm_type, measure=self.log_norm)
+        return gradients.clip_(optimizer, self.limit, self.algorithm, self.norm_type, measure=self.log_norm)
 
     def on_after_optimizer_step(
         self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
