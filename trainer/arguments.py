@@ -20,7 +20,7 @@ from os import PathLike
 from types import NoneType
 from typing import Any, NamedTuple
 
-from trainer.errors import ONE_PACKAGE, ConfigurationError, did_you_mean
+from trainer.errors import ONE_PACKAGE, ArgumentError, ConfigurationError, did_you_mean
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
 STRATEGIES = (
@@ -330,11 +330,11 @@ def check(given: Mapping[str, Any], **registered: Collection[str]) -> None:
         **registered: by an argument's name, words that it may be beside those of the table.
 
     Raises:
-        ConfigurationError: the first value that is of the wrong kind, out of range, or an unknown word.
+        ArgumentError: the first value that is of the wrong kind, out of range, or an unknown word.
     """
     for name, argument in ARGUMENTS.items():
         if name in given and (problem := argument.mistake(given[name], registered=registered.get(name, ()))):
-            raise ConfigurationError(problem)
+            raise ArgumentError(problem)
 
 
 def describe(value: Any) -> str:

@@ -20,6 +20,13 @@ class ConfigurationError(TrainerError, ValueError):
     """An argument, or a combination of arguments, that cannot work."""
 
 
+class ArgumentError(ConfigurationError, TypeError):
+    """An argument of the Trainer that is not of the kind, or not in the range, that is expected.
+
+    A TypeError as well, for Lightning raises one for some of them.
+    """
+
+
 class UnsupportedError(ConfigurationError, NotImplementedError):
     """Something Lightning offers and this package does not (yet). Raised when the Trainer is built."""
 

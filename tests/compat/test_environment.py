@@ -28,7 +28,7 @@ def test_the_environment_fills_in_what_is_not_given(kind: Any, monkeypatch: pyte
 
 def test_what_is_wrong_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "-7")
-    with pytest.raises(ValueError, match="passed in -7"):
+    with pytest.raises(ValueError, match="max_steps is -7"):
         ours()
 
 

@@ -133,8 +133,6 @@ class DataSource:
             state: for ``TrainingBatches.load_state_dict``, which gets it from ``resumed``. {} if it is unknown.
         """
         self.resumed = state
-        if RunningStage.TRAINING in self._ready and "made_in" in state:
-            self._note_epoch(RunningStage.TRAINING, state["made_in"])
 
     def forget(self, stage: RunningStage) -> None:
         """Make the dataloaders of ``stage`` anew when they are asked for next."""
@@ -174,6 +172,7 @@ class DataSource:
             anew: make them also where they have been made already.
         """
         old = self._ready.get(stage)
+        resumed = self.resumed if stage is RunningStage.TRAINING else None
         if stage not in self._ready or anew:
             timed = self._trainer.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
             with timed, warnings.catch_warnings():
@@ -186,16 +185,14 @@ class DataSource:
             self._outdated.discard(stage)
             # a sanity check makes those of its epoch's validation, too; but not every epoch has one
             is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()
-            made_in = float("-inf") if is_extra else self._trainer.current_epoch
-            resumed = self.resumed if stage is RunningStage.TRAINING else None
-            if resumed and not self._is_past(resumed.get("made_in", made_in)):
-                made_in = resumed.get("made_in", made_in)  # they take the place of those of the checkpoint
-            self._note_epoch(stage, made_in)
+            self._note_epoch(stage, float("-inf") if is_extra else self._trainer.current_epoch)
             if old is not None:
                 old.close()
             if made is not None and stage is RunningStage.TRAINING and resumed is None:
                 made.start_epoch(self._trainer.progress.epochs_trained)
                 made.open()  # so early because Lightning does: it draws random numbers
+        if resumed and not self._is_past(made_in := resumed.get("made_in", self._made_in[stage])):
+            self._note_epoch(stage, made_in)  # they take the place of those of the checkpoint
         return self._ready[stage]
 
     def release(self) -> None:
