@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from trainer.cli import trusted
 from trainer.cli.arguments import COMMANDS, RUNS, TOOLS, Arguments, UsageError, read
 from trainer.cli.folders import search_here
-from trainer.cli.processes import DEBUG, QUIET
+from trainer.cli.processes import DEBUG, QUIET, environment
 from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as command:
         try:
             arguments = read(words)
-            command.enter_context(_said_to_all(arguments))
+            command.enter_context(environment(_environment_of(arguments)))
             only_prints = arguments.shows or "--help" in arguments.flags or arguments.command not in RUNS
             if argv is None and only_prints and hasattr(signal, "SIGPIPE"):
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
@@ -68,24 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return INTERRUPTED
 
 
-@contextmanager
-def _said_to_all(arguments: Arguments) -> Iterator[None]:
+def _environment_of(arguments: Arguments) -> dict[str, str | None]:
     """What holds for a whole command, in the environment, where its other processes find it.
 
     That is ``--debug``, ``--quiet``, and whom configs may name: whatever becomes of the user's list meanwhile.
     """
-    names = {"--debug": DEBUG, "--quiet": QUIET}
-    said = {name: "1" for flag, name in names.items() if flag in arguments.flags}
+    values: dict[str, str | None] = {}
+    values.update({name: "1" for flag, name in (("--debug", DEBUG), ("--quiet", QUIET)) if flag in arguments.flags})
     if arguments.command != "trust":
-        said[trusted.VARIABLE] = ",".join(trusted.packages())
-    before = {name: os.environ.get(name) for name in (*names.values(), trusted.VARIABLE)}
-    os.environ.update(said)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
+        values[trusted.VARIABLE] = ",".join(trusted.packages())
+    return values
 
 
 def _dispatch(arguments: Arguments) -> int:

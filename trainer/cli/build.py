@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any
 
 from trainer.cli.arguments import UsageError
+from trainer.cli.processes import environment
 from trainer.cli.schema import describe, either
 from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.errors import did_you_mean
 
 _SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
-_FORCE, _FORCE_UNSAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
+"""Whatever calls ``torch.load``, such as torchvision for pretrained weights, then loads weights only."""
 
 _KINDS: dict[Any, str] = {
     bool: "true or false",
@@ -201,7 +202,7 @@ def _call(make: Callable[[], Any], key: str, target: str) -> Any:
     if root not in PACKAGES:
         return make()
     try:
-        with nullcontext() if root == "recipes" else _safe_loads():  # a folder ./recipes is the user's own
+        with nullcontext() if root == "recipes" else environment(_SAFE_LOADS):  # a folder ./recipes is the user's own
             return make()
     except Exception as error:
         is_about_values = isinstance(error, ValueError) or _is_lightnings(error)
@@ -232,19 +233,3 @@ def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
         raise UsageError(f"{key}: {target} refuses its arguments{given}: {str(error).rstrip('.')}.") from error
     except RuntimeError:  # fused ones want parameters on their device
         return
-
-
-@contextmanager
-def _safe_loads() -> Iterator[None]:
-    """Whatever calls ``torch.load`` meanwhile, such as torchvision for pretrained weights, loads weights only."""
-    before = {name: os.environ.get(name) for name in (_FORCE, _FORCE_UNSAFE)}
-    os.environ[_FORCE] = "1"
-    os.environ.pop(_FORCE_UNSAFE, None)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -78,6 +78,25 @@ def end_with_parent() -> None:
 
 
 @contextmanager
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """A context in which environment variables have these values; None for unset. Processes started in it see them."""
+    before = {name: os.environ.get(name) for name in values}
+    _set_environment(values)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
 def imports_only() -> Iterator[None]:
     """For the first import of torch and Lightning: meanwhile no garbage is collected.
 
