@@ -7,15 +7,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
-from tests.support import Clock
 from tests.warm_python import WarmPython, save_empty_pictures, warm_python
 from trainer.precision.readback import Readback
+
+if TYPE_CHECKING:
+    from tests.support import Clock
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,6 +61,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Time that passes only when ``clock.now`` is changed, for whoever asks ``time`` in this test."""
+    from tests.support import Clock  # not above: Lightning's loggers are to find those of pytest when it is imported
+
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", clock)
     monkeypatch.setattr(time, "perf_counter", clock)

@@ -196,7 +196,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: 
         os.kill(first.pid, signal.SIGKILL)
     killed = newcomer.one("outputs/mine/auto-*")
     assert first.returncode == -signal.SIGKILL
-    _wait_for(lambda: read_run(killed).status == "killed")  # the run's own process may end a moment later
+    _wait_for(lambda: read_run(killed).status == "killed")  # the warm Python kills what was killed a moment later
 
     assert newcomer.start(command).wait(timeout=120) == 0
     assert newcomer.one("outputs/mine/auto-*") == killed
