@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -56,6 +57,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         patch.setattr(torch.accelerator, "is_available", lambda: False)
         patch.setattr(torch.backends.mps, "is_available", lambda: False)
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """The command line has Hydra configure the root logger."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import textwrap
 from pathlib import Path
@@ -103,17 +102,6 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text).lstrip("\n"))
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """Hydra configures the root logger."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    for handler in set(root.handlers) - set(handlers):
-        handler.close()
-    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture

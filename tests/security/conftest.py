@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.cli.conftest import logging_as_before, project  # noqa: F401  # fixtures
+from tests.cli.conftest import project  # noqa: F401  # a fixture
