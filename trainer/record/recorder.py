@@ -71,10 +71,11 @@ class RunRecorder(Callback):
     ago, and when the fit has ended, in whatever way. Then every `RecordView` among the callbacks shows it. A callback
     that has something to add has a method ``run_facts``, which returns a dict.
 
-    Per batch it reads the loss on the CPU, where that is free, and copies it on a GPU without waiting for it;
-    reading is done once an epoch. Of each curve at most `max_points` are kept (then every second one is dropped). They
-    are saved in checkpoints, so that the curves of a resumed run are whole; but for times and memory, which would
-    differ each time: a run that is resumed in the same folder takes them from its ``run.json``.
+    Curves are kept where there is a file, or a view that draws them. Per batch it reads the loss on the CPU, where
+    that is free, and copies it on a GPU without waiting for it; reading is done once an epoch. Of each curve at
+    most `max_points` are kept (then every second one is dropped). They are saved in checkpoints, so that the curves
+    of a resumed run are whole; but for times and memory, which would differ each time: a run that is resumed in the
+    same folder takes them from its ``run.json``.
 
     Args:
         file: Of a run that has begun to write one. Default: ``run.json`` in `dirpath`.
@@ -110,7 +111,7 @@ class RunRecorder(Callback):
         self._given = file
         self._dirpath = dirpath
         self._writes = writes
-        self._writes_file = False
+        self._writes_file = self._keeps_curves = False
         self._max_points = max_points
         self._views: list[RecordView] = []
         self._is_fitting = False
@@ -148,6 +149,7 @@ class RunRecorder(Callback):
         self._samples = 0
         self.file = self._given or RunFile(self._folder(trainer) if trainer.is_global_zero else None)
         self._writes_file = self._writes or self._given is not None or any(view.writes for view in self._views)
+        self._keeps_curves = self._writes_file or any(view.max_points for view in self._views)
         if trainer.is_global_zero:
             self.file.facts |= {"module": type(pl_module).__name__, "monitor": monitor_of(trainer)}
             self.file.facts.setdefault("environment", environment())
@@ -191,7 +193,7 @@ class RunRecorder(Callback):
             self._first_size = self._last_size = batch_size(batch)
         elif batch_idx + 1 == self._num_batches:
             self._last_size = batch_size(batch)
-        if batches % self.losses.stride:
+        if not self._keeps_curves or batches % self.losses.stride:
             return
         if not batches % self.seconds.stride:  # the same, or a multiple where some batches have no loss
             self._note_pace(trainer)
