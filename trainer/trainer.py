@@ -247,7 +247,7 @@ class Trainer(TrainerBase):
         self._signal_connector = Signals(self, self.loop.limits, list(self.eval_loops.values()))
         self._checkpoint_connector = CheckpointConnector(self)
         self._logger_connector = LoggerConnector(self)
-        self.run = Run(
+        self._runner = Run(
             self,
             self._signal_connector,
             self._checkpoint_connector,
@@ -281,9 +281,9 @@ class Trainer(TrainerBase):
         """
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
         self.should_stop = False
-        with self.run.started(TrainerFn.FITTING):
-            module = self.run.attach(model, given, datamodule, ckpt_path)
-            self.engine.launch(self.run, module, weights_only)
+        with self._runner.started(TrainerFn.FITTING):
+            module = self._runner.attach(model, given, datamodule, ckpt_path)
+            self.engine.launch(self._runner, module, weights_only)
 
     def validate(
         self,
@@ -337,9 +337,9 @@ class Trainer(TrainerBase):
         loop = self.eval_loops[RunningStage.PREDICTING]
         keep = return_predictions is not False
         loop.keep_predictions, loop.predictions = keep or self.predict_loop.is_written_at_the_end, []
-        with self.run.started(TrainerFn.PREDICTING):
-            module = self.run.attach(model, {RunningStage.PREDICTING: dataloaders}, datamodule, ckpt_path)
-            self.engine.launch(self.run, module, weights_only)
+        with self._runner.started(TrainerFn.PREDICTING):
+            module = self._runner.attach(model, {RunningStage.PREDICTING: dataloaders}, datamodule, ckpt_path)
+            self.engine.launch(self._runner, module, weights_only)
         if not keep:
             loop.predictions = []
         return self.predict_loop.predictions if loop.predictions else None
@@ -470,9 +470,9 @@ class Trainer(TrainerBase):
         results: list[Mapping[str, float]] = []
         loop = self.eval_loops[STAGES[fn]]
         loop.verbose = verbose
-        with self.run.started(fn):
-            module = self.run.attach(model, {STAGES[fn]: dataloaders}, datamodule, ckpt_path)
-            results = self.engine.launch(self.run, module, weights_only) or []
+        with self._runner.started(fn):
+            module = self._runner.attach(model, {STAGES[fn]: dataloaders}, datamodule, ckpt_path)
+            results = self.engine.launch(self._runner, module, weights_only) or []
         if loop.verbose and self.is_global_zero:
             view = self.test_loop if fn is TrainerFn.TESTING else self.validate_loop
             view.print_results(results)

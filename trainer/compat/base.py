@@ -67,7 +67,7 @@ class TrainerBase(LightningTrainer):
     _logger_connector: LoggerConnector
     _accelerator_connector: Any = alias("engine.connector")
     _data_connector: Any = alias("data.connector")
-    _session: ExitStack = alias("run.session")
+    _session: ExitStack = alias("_runner.session")
     _loggers: list[Any] = alias("recorder.loggers", writable=True)
 
     # attributes of Lightning's Trainer that our parts keep

@@ -20,7 +20,7 @@ from trainer.state.metrics import MetricStore
 def rerun(trainer: Any, stage: RunningStage) -> None:
     """Run the loop of ``stage`` from its beginning, with the callbacks, limits and dataloaders of now."""
     with trainer._signal_connector.inner_run(), _set_aside(trainer):
-        trainer.run.repeat(stage)
+        trainer._runner.repeat(stage)
 
 
 def set_up_training_data(trainer: Any) -> None:
@@ -28,7 +28,7 @@ def set_up_training_data(trainer: Any) -> None:
     loop, loaders = trainer.loop, _loaders(trainer, RunningStage.TRAINING)
     if loaders is None or loop.batches.loaders is None:
         return
-    preparation = trainer.run.preparation
+    preparation = trainer._runner.preparation
     preparation.schedule_validation(loaders)  # it is the middle of a run
     loop.batches = TrainingBatches(loaders, preparation.renewed_loaders)
     loop.batches.start_epoch(loop.progress.epochs_trained, skip=loop.progress.batches_this_epoch)
@@ -57,7 +57,7 @@ def _set_aside(trainer: Any) -> Iterator[None]:
     loops = [trainer.loop, *trainer.eval_loops.values()]
     owners = [*loops, trainer.loop.limits, state]
     kept = [(owner, dict(vars(owner))) for owner in owners]
-    preparation, calls, scope = trainer.run.preparation, engine.module_calls, module._current_fx_name
+    preparation, calls, scope = trainer._runner.preparation, engine.module_calls, module._current_fx_name
     for loop in loops:
         loop.metrics = MetricStore(training=loop is trainer.loop)
     try:
@@ -65,6 +65,6 @@ def _set_aside(trainer: Any) -> Iterator[None]:
     finally:
         for owner, attributes in kept:
             vars(owner).update(attributes)
-        trainer.run.preparation, engine.module_calls = preparation, calls
+        trainer._runner.preparation, engine.module_calls = preparation, calls
         module._current_fx_name = scope
         trainer.loop.window.reset()
