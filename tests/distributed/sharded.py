@@ -53,6 +53,8 @@ class ShardedStrategy(DDPStrategy):
 class ShardedGradients(Gradients):
     """Gradients of which each process holds a part: after the exchange that ends a window's last backward pass."""
 
+    corrects_losses = False  # where a process has no loss, both passes are made up afterwards
+
     def __init__(self, scaler: LossScaler, strategy: ShardedStrategy) -> None:
         super().__init__(scaler)
         self._strategy = strategy
