@@ -23,6 +23,8 @@ class ShardedGradients(Gradients):
         root: returns the sharded module.
     """
 
+    corrects_losses = False  # a process without a loss makes up both of its passes afterwards
+
     def __init__(self, scaler: LossScaler, root: Callable[[], nn.Module]) -> None:
         super().__init__(scaler)
         self._root = root
