@@ -47,12 +47,9 @@ class Gradients:
         scaler: the one in use; see :meth:`use_scaler`.
         calls_module_backward: whether :meth:`backward` ends in the module's own ``backward``, so that the loop is not
             to call that.
-        corrects_losses: whether processes may exchange numbers between a forward and its backward pass: whether one
-            that has no loss has taken part in all exchanges of the others' forward by then.
     """
 
     calls_module_backward = False
-    corrects_losses = True
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
