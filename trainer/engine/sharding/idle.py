@@ -69,7 +69,7 @@ class IdlePasses:
         for module in sharded_modules(root):
             self._handles += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
-                module.register_forward_hook(leave),
+                module.register_forward_hook(leave, always_call=True),
             ]
 
     def close(self) -> None:
@@ -81,7 +81,9 @@ class IdlePasses:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is self._root:
-            self._open = []
+            if self._open:  # `self(batch)` in a step: what it calls, the step does
+                self._open.append(self._open[0])
+                return
         elif not self._open:
             return  # recomputed in a backward pass, or called outside of the root
         call = Call(module, torch.is_grad_enabled() and bool(collect_grad_tensors((args, kwargs))))

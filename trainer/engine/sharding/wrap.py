@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from trainer.engine.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
@@ -94,6 +96,7 @@ class ShardedModule:
             offload_policy=CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
         )
         if is_root:
+            enter_once(module)
             module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # of batches without a loss
         for owner, name, parameter in self._owners:  # what was copied into shards takes memory no more
             if isinstance(owner._parameters[name], DTensor) and parameter.numel():
@@ -193,6 +196,32 @@ def put_back(module: nn.Module) -> None:
         sharded.put_back()
 
 
+def enter_once(root: Any) -> None:
+    """Have FSDP's hooks of the root act on its outermost forward only.
+
+    ``training_step`` runs as the root's forward, and may call ``self(batch)``. To the hooks that would be a second
+    forward inside of the first, whose end frees the parameters: each backward pass would gather them again. A call
+    that comes after a backward pass (manual optimization) is a forward of its own: that has freed them.
+    """
+    state = root._get_fsdp_state()
+    calls: list[bool] = []  # that are under way: whether each is inside of another
+
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_inside = bool(calls) and state._training_state is TrainingState.FORWARD
+        calls.append(is_inside)
+        return None if is_inside else state._pre_forward(module, args, kwargs)
+
+    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        return None if calls[-1] else state._post_forward(module, args, output)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        calls.pop()
+
+    root._forward_pre_hooks[state._pre_forward_hook_handle.id] = wraps(state._pre_forward)(pre_forward)
+    root._forward_hooks[state._post_forward_hook_handle.id] = wraps(state._post_forward)(post_forward)
+    state.nesting_hook_handle = root.register_forward_hook(wraps(state._post_forward)(end), always_call=True)
+
+
 def find_blocks(module: nn.Module, classes: Iterable[type[nn.Module]] | None) -> list[nn.Module]:
     """The modules that are sharded one by one.
 
@@ -276,8 +305,9 @@ def _unwrap(module: Any) -> None:
     from torch.distributed._composable_state import _module_state_mapping
 
     state = module._get_fsdp_state()
-    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-        handle.remove()
+    for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle", "nesting_hook_handle"):
+        if (handle := getattr(state, name, None)) is not None:
+            handle.remove()
     for group in state._fsdp_param_groups:
         for handles in (
             group._module_to_pre_save_state_dict_hook_handle,
