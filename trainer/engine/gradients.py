@@ -24,7 +24,7 @@ parameters' gradients. Ours finds them by ``LossScaler.gradients_of``, which wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,6 +82,10 @@ class Gradients:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scaled loss to those of the window's earlier batches."""
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
+        """A backward pass inside of ``training_step``: ``run`` on the scaled loss."""
+        run(loss)
 
     def forward_without_loss(self) -> None:
         """Take part in the other processes' forward pass, in the place of a batch that has no loss."""
