@@ -45,6 +45,8 @@ class AccumulationWindow:
         size: batches in the current window, as far as its start could tell.
         backwards: batches in the current window so far that had a loss.
         is_first, is_last: whether the current batch opens, and closes, the window.
+        batch_weight: what the current batch counts where ``training_step`` returns no weight; 0 for a batch that does
+            not count in any case. None, which is usual, for 1. See ``trainer.data.elastic``.
         factor: what the current batch's loss was multiplied by, to be its share.
         corrects_loss: whether the current batch gets its :meth:`corrected_share`.
         correction: what :meth:`close` has multiplied the gradients by.
@@ -65,6 +67,7 @@ class AccumulationWindow:
         self.is_first = True
         self.is_last = True
         self.corrects_loss = False
+        self.batch_weight: float | None = None
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
         self._position = -1
@@ -134,7 +137,7 @@ class AccumulationWindow:
 
     def state_dict(self, *, is_open: bool) -> dict[str, Any]:
         """The state for a checkpoint: of an open window, or what the next one goes on from. Gradients are not in it."""
-        names = _STATE if is_open else ("batches", "_shared_unit")
+        names = _STATE if is_open else ("batches", "_shared_unit", "_unit")
         return {name.removeprefix("_"): getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -148,6 +151,12 @@ class AccumulationWindow:
     def next_part(self) -> None:
         """The next loss is that of another part of the current batch (``trainer.loops.splitting``): weights add up."""
         self._before = self.backwards, self._total
+
+    def weighed(self, weight: Weight | None) -> Weight | None:
+        """The weight of the current batch, for which ``training_step`` has returned ``weight``."""
+        if self.batch_weight is None or weight is None:
+            return self.batch_weight if weight is None else weight
+        return weight if self.batch_weight else weight * 0.0
 
     def share(self, loss: Tensor, weight: Weight | None = None) -> Tensor:
         """The current batch's likely share of the window's mean loss.
