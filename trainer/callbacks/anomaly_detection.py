@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.postmortem.recording import RecordedBatch, Recorder
-from trainer.postmortem.replay import backward, rewind, run, undisturbed
+from trainer.postmortem.replay import backward, in_step, optimized, rewind, run, undisturbed
 from trainer.state.outcome import StepOutcome
 
 _SCALE = 2.0**-100
@@ -67,13 +67,13 @@ class AnomalyDetection(Callback):
             self._recorder = None
 
 
-def _replay(trainer: Any, batches: Iterable[RecordedBatch]) -> None:
-    parameters = dict(trainer.lightning_module.named_parameters())
+def _replay(trainer: Any, batches: Sequence[RecordedBatch]) -> None:
+    parameters = optimized(trainer)
 
     def on_loss(loss: Tensor) -> None:
         backward(loss, _SCALE, parameters, lambda name, gradient: None)
 
     with undisturbed(trainer) as now, torch.autograd.set_detect_anomaly(True):
-        for recorded in batches:
+        for recorded in in_step(trainer, batches):
             rewind(trainer, now, recorded)
             run(trainer, recorded, on_loss)

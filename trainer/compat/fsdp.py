@@ -137,6 +137,10 @@ class ShardedEngine(LightningEngine):
         """Always: by the module's own forward, where FSDP's hooks are."""
         return True
 
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """By the module's own forward: its weights are gathered there."""
+        return partial(self._through_wrapper, name)
+
 
 def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
     """The engine for ``options["strategy"]``; see :class:`LightningEngine`."""

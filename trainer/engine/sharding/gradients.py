@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
-from trainer.engine.sharding.idle import backward_without_loss
+from trainer.engine.sharding.idle import backward_without_loss, forward_without_batch
 from trainer.precision.scaler import LossScaler
 
 
@@ -22,6 +25,8 @@ class ShardedGradients(Gradients):
         scaler: the loss scaler. It looks at this process's parts, and agrees with the others.
         root: returns the sharded module.
     """
+
+    are_parts = True
 
     def __init__(self, scaler: LossScaler, root: Callable[[], nn.Module]) -> None:
         super().__init__(scaler)
@@ -76,6 +81,41 @@ class ShardedGradients(Gradients):
         root = self._root()
         self.scaler.expect_scaled(next(root.parameters()).device)
         backward_without_loss(root)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This process's part."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def total(self, counts: Tensor, of: Sequence[Tensor]) -> Tensor:
+        """One exchange. Each process's counts are divided by the number of processes that hold the same part."""
+        parts = torch.tensor([_parts_of(parameter) for parameter in of], dtype=torch.float64)
+        sums = counts.double() * parts.to(counts.device).unsqueeze(1) / distributed.get_world_size()
+        distributed.all_reduce(sums)
+        return sums
+
+    def leaves(self, module: nn.Module) -> dict[str, Tensor]:
+        """The whole parameters, as they are during a forward pass. Gathered once, one block at a time, to find them."""
+        blocks: list[tuple[str, Any]] = [one for one in module.named_modules() if isinstance(one[1], FSDPModule)]
+        for _, block in blocks:
+            block.reshard()  # the root may not be, after an evaluation
+        sharded, found = dict(module.named_parameters()), dict[str, Tensor]()
+        for path, block in blocks:
+            block.unshard()
+            found |= {name: p for name, p in block.named_parameters(path) if p is not sharded.get(name)}
+            block.reshard()
+        return {name: found.get(name, parameter) for name, parameter in sharded.items()}
+
+    def idle_loss(self) -> Tensor:
+        """The sharded module's forward pass without its arithmetic."""
+        return forward_without_batch(self._root())
+
+
+def _parts_of(parameter: Tensor) -> int:
+    """In how many parts a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_shard())
 
 
 def _any_process(flag: Tensor) -> None:

@@ -10,10 +10,18 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def backward_without_loss(root: nn.Module) -> None:
-    """A forward and backward pass of the same collectives as the others', and none of the arithmetic.
+    """A forward and backward pass of the same collectives as the others', and none of the arithmetic."""
+    forward_without_batch(root).backward()  # type: ignore[no-untyped-call]
+
+
+def forward_without_batch(root: nn.Module) -> Tensor:
+    """A forward pass of the same collectives as the others', and none of the arithmetic.
 
     In the place of each block's forward comes the identity, and in the place of the root's all of them in a row.
     As in a real batch, the first input needs no gradient and all outputs do: FSDP's order depends on that.
+
+    Returns:
+        A loss whose backward pass has the collectives of the others', each time.
     """
     blocks: list[Any] = [part for part in root.modules() if isinstance(part, FSDPModule) and part is not root]
     weight = torch.zeros((), requires_grad=True)
@@ -30,7 +38,8 @@ def backward_without_loss(root: nn.Module) -> None:
         part.forward = identity
     root.forward = in_a_row
     try:
-        root(torch.zeros(())).backward()
+        loss: Tensor = root(torch.zeros(()))
+        return loss
     finally:
         for module in (root, *blocks):
             del module.forward
