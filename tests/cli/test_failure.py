@@ -75,7 +75,7 @@ KINDS = [
     (lambda: weight().detach().sum().backward(), "does not require grad", "without detach() or item()"),
     (lambda: Step().training_step(1, 2, 3), "training_step() takes", "def training_step(self, batch, batch_idx)"),
     (lambda: node(), "'dict' object is not callable", "A node of the config without a _target_"),
-    (float_labels, "expected target dtype", "should be float32, and labels int64"),
+    (float_labels, "expected ", "should be float32, and labels int64"),
     (ragged, "stack expects each tensor to be equal size", "a collate_fn that does"),
     (lambda: Path("no/such/file").read_text(), "No such file or directory", "Relative paths start from the folder"),
     (full_disk, "No space left on device", "The disk is full: make room"),
@@ -104,6 +104,8 @@ def test_each_message_says_what_to_do_next(function, said, advice):
         ("CUDA error: device-side assert triggered", "trainer=cpu names the line"),
         ("CUDA error: no kernel image is available for execution", "This build of torch has no code for this GPU"),
         ("`val_dataloader` must be implemented to be used with the Lightning Trainer.", "Choose data that has it"),
+        ("expected scalar type Long but found Float", "should be float32, and labels int64"),
+        ("expected Long but found Float", "should be float32, and labels int64"),  # as torch 2.10 has it
         ("Can't pickle <function f at 0x1>: it's not found as f", "set data.num_workers=0"),
     ],
 )

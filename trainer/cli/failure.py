@@ -76,7 +76,8 @@ _BY_MESSAGE = (
         " with the labels of the data, which count from 0.",
     ),
     (
-        r"same dtype|scalar type|expected (target )?\w*dtype|Input type .* and (weight|bias) type",
+        r"same dtype|scalar type|expected (target )?\w*dtype|expected \w+ but found \w+"
+        r"|Input type .* and (weight|bias) type",
         "Tensors of two dtypes meet. What the dataset gives should be float32, and labels int64; tensors made in the"
         " model want device=self.device and the dtype of what they meet.",
     ),

@@ -29,7 +29,9 @@ class AccumulationWindow:
     ``sum(w)`` is not known before the window's last forward pass. So each loss is multiplied by its expected share
     (:meth:`share`): its weight relative to a usual one, the unit, over the window's size. Thus the loss keeps its
     ordinary size while it is scaled for float16, whatever the unit of the weights. After the last backward pass the
-    gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1.
+    gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1. A
+    window of a single batch knows this number before its backward pass: there the loss is multiplied, one number in
+    the place of all gradients (:meth:`corrected_share`).
 
     The unit is the window's first weight. Several processes need one unit for all, or no factor would be right for
     gradients that have been averaged over them: it is the mean weight of the last window, and 1 in a run's first one.
@@ -44,6 +46,7 @@ class AccumulationWindow:
         backwards: batches in the current window so far that had a loss.
         is_first, is_last: whether the current batch opens, and closes, the window.
         factor: what the current batch's loss was multiplied by, to be its share.
+        corrects_loss: whether the current batch gets its :meth:`corrected_share`.
         correction: what :meth:`close` has multiplied the gradients by.
 
     Raises:
@@ -61,10 +64,13 @@ class AccumulationWindow:
         self.backwards = 0
         self.is_first = True
         self.is_last = True
+        self.corrects_loss = False
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
         self._position = -1
         self._replicas = 1
+        self._may_correct_losses = False
+        self._has_loss: bool | None = None  # None before the sums over the processes are known
         self._shared_unit: Weight | None = None  # of all processes; None on one
         self._unit: Weight = 1.0  # of the current window; 1 where its batches have no weights
         self._total: Weight = 0.0  # sum of the weights
@@ -76,10 +82,15 @@ class AccumulationWindow:
         """Whether batches have been accumulated that no weight update has used yet."""
         return not self.is_last
 
-    def start_run(self, replicas: int) -> None:
-        """A fit begins, in which each window has batches of this many processes."""
+    def start_run(self, replicas: int, corrects_losses: bool) -> None:
+        """A fit begins, in which each window has batches of this many processes.
+
+        Args:
+            replicas: the number of processes.
+            corrects_losses: whether they may exchange numbers between a forward and its backward pass.
+        """
         self.reset()
-        self._replicas = replicas
+        self._replicas, self._may_correct_losses = replicas, corrects_losses
         self._shared_unit = 1.0 if replicas > 1 else None
 
     def reset(self) -> None:
@@ -110,6 +121,8 @@ class AccumulationWindow:
         self._before = self.backwards, self._total
         self.factor = self.correction = 1.0
         self.is_last = is_last_batch or self._position + 1 >= self.size
+        self.corrects_loss = self._may_correct_losses and self.is_first and self.is_last
+        self._has_loss = None
 
     def mark(self) -> dict[str, Any]:
         """The state of the window before its current batch, for :meth:`go_back`."""
@@ -148,6 +161,27 @@ class AccumulationWindow:
         Raises:
             ConfigurationError: some batches of a window come with a weight and others without.
         """
+        self._count(weight)
+        if weight is not None:
+            return loss * self.factor
+        return loss if self.size == 1 else loss / self.size
+
+    def corrected_share(self, loss: Tensor | None, weight: Weight | None, engine: Engine) -> Tensor | None:
+        """The real share of a window's only batch: in the place of :meth:`share`, on all processes.
+
+        Args:
+            loss, weight: as in :meth:`share`; the loss is None where this process has none.
+            engine: adds up over the processes.
+        """
+        if loss is not None:
+            self._count(weight)
+        self._has_loss = self._sum_up(engine)
+        self.factor, self.correction = self.factor * self.correction, 1.0
+        exact = isinstance(self.factor, float) and self.factor == 1.0
+        return loss if loss is None or exact else loss * self.factor
+
+    def _count(self, weight: Weight | None) -> None:
+        """Count the current batch, and set the factor of its loss."""
         backwards, total = self._before
         if backwards and (weight is not None) is not self._is_weighted:
             raise ConfigurationError(
@@ -159,11 +193,10 @@ class AccumulationWindow:
         self._total = total + (1.0 if weight is None else weight)
         if weight is None:
             self._unit, self.factor = 1.0, 1.0 / self.size
-            return loss if self.size == 1 else loss / self.size
+            return
         if not backwards:
             self._unit = _positive(weight) if self._shared_unit is None else self._shared_unit
         self.factor = weight / (self._unit * self.size)
-        return loss * self.factor
 
     def close(self, optimizers: Iterable[Optimizer], engine: Engine) -> bool:
         """Make the window's gradients the mean over what it really holds. Called after its last backward pass.
@@ -177,6 +210,14 @@ class AccumulationWindow:
         Returns:
             Whether any process had a loss in the window. If not, there is nothing to update the weights with.
         """
+        if self._has_loss is None:
+            self._has_loss = self._sum_up(engine)
+            if isinstance(self.correction, Tensor) or self.correction != 1.0:
+                engine.gradients.multiply_(optimizers, self.correction)
+        return self._has_loss
+
+    def _sum_up(self, engine: Engine) -> bool:
+        """Set the correction, and the next window's unit. Returns whether any process had a loss."""
         total: Weight = self._total / self._unit
         count: Weight = float(self.backwards)
         if self._replicas > 1:
@@ -189,8 +230,6 @@ class AccumulationWindow:
             self._shared_unit = _positive(self._shared_unit * total / count)
         total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
         self.correction = self.size * self._replicas / total
-        if isinstance(self.correction, Tensor) or self.correction != 1.0:
-            engine.gradients.multiply_(optimizers, self.correction)
         return True
 
     def corrected(self, share: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class ShardedGradients(Gradients):
     """
 
     are_parts = True
+    corrects_losses = False  # a process without a loss makes up both of its passes afterwards
 
     def __init__(self, scaler: LossScaler, root: Callable[[], nn.Module]) -> None:
         super().__init__(scaler)
