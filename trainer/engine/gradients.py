@@ -46,20 +46,14 @@ class Gradients:
         scaler: the one in use; see :meth:`use_scaler`.
         calls_module_backward: whether :meth:`backward` ends in the module's own ``backward``, so that the loop is not
             to call that.
-<<<<<<< HEAD
+        corrects_losses: whether processes may exchange numbers between a forward and its backward pass: whether one
+            that has no loss has taken part in all exchanges of the others' forward by then.
         are_parts: whether a process holds no more than parts of parameters and gradients.
     """
 
     calls_module_backward = False
-    are_parts = False
-=======
-        corrects_losses: whether processes may exchange numbers between a forward and its backward pass: whether one
-            that has no loss has taken part in all exchanges of the others' forward by then.
-    """
-
-    calls_module_backward = False
     corrects_losses = True
->>>>>>> main
+    are_parts = False
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
