@@ -8,9 +8,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -130,16 +131,47 @@ class ShardedEngine(LightningEngine):
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """Of which each process holds a part."""
-        return ShardedGradients(scaler, lambda: self.model)
+        return ShardedGradients(scaler, self._sharded, self.device)
+
+    def _sharded(self) -> ShardedModule:
+        assert self.strategy.sharded is not None
+        return self.strategy.sharded
 
     @property
     def goes_through_wrapper(self) -> bool:
         """Always: by the module's own forward, where FSDP's hooks are."""
         return True
 
+    def _through_wrapper(self, name: str, *args: Any) -> Any:
+        sharded = self._sharded()
+        sharded.before_forward()
+        output = super()._through_wrapper(name, *args)
+        if not torch.is_grad_enabled():
+            sharded.idle.remember(name)
+            sharded.reshard_root()
+        return output
+
+    @property
+    def forward_exchanges(self) -> bool:
+        """Whether every forward takes part in exchanges."""
+        return True
+
+    def idle_forward(self) -> None:
+        """The collectives of one forward of an evaluation."""
+        sharded = self._sharded()
+        with torch.no_grad():
+            sharded.idle.forward(_STEPS[self._trainer.state.stage])
+        sharded.reshard_root()
+
     def replay_step(self, name: str) -> Callable[..., Any]:
-        """By the module's own forward: its weights are gathered there."""
-        return partial(self._through_wrapper, name)
+        """By the module's own forward, where its weights are gathered."""
+        return partial(self._replay, name)
+
+    def _replay(self, name: str, *args: Any) -> Any:
+        try:
+            return self._through_wrapper(name, *args)
+        finally:
+            self._sharded().idle.forget()
 
 
 def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
@@ -150,6 +182,12 @@ def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: An
     return (ShardedEngine if sharded else LightningEngine)(trainer, precision, plugins, **options)
 
 
+_STEPS = {
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
 _NAMES: dict[Any, Callable[[], FSDP2Strategy]] = {
     "fsdp": FSDP2Strategy,
     "fsdp_cpu_offload": partial(FSDP2Strategy, cpu_offload=True),

@@ -14,7 +14,7 @@ from trainer.data.samples import named_tensors_in
 from trainer.engine.protocol import Engine
 from trainer.postmortem.probe import Call, Origin, Part, Probe, measure
 from trainer.postmortem.recording import RecordedBatch
-from trainer.postmortem.replay import backward, in_step, optimized, rewind, run, undisturbed
+from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, run, undisturbed
 from trainer.postmortem.state import ObjectState
 
 _POWERS = (-128, 127)
@@ -133,14 +133,17 @@ def _fails(
 ) -> bool:
     fits: list[bool] = []
     part = trainer.engine.gradients.part
+    watched = {} if is_idle(recorded) else parameters
     rewind(trainer, now, recorded)
-    run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, parameters, part)))
+    run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, watched, part)))
     return not all(fits)
 
 
 def _look_into(trainer: Any, now: ObjectState, recorded: RecordedBatch | None, finding: Finding) -> None:
     module, engine, parameters = trainer.lightning_module, trainer.engine, optimized(trainer)
     part = engine.gradients.part
+    if is_idle(recorded):
+        parameters = {}
     rewind(trainer, now, recorded)
     finding.broken_weights = _broken((name, part(parameter)) for name, parameter in module.named_parameters())
     finding.broken_buffers = _broken((name, part(buffer)) for name, buffer in module.named_buffers())
@@ -155,7 +158,7 @@ def _look_into(trainer: Any, now: ObjectState, recorded: RecordedBatch | None, f
         if _vanish(loss, largest, parameters, probe.parameters, part):
             largest = 0.0
         if not failed:
-            finding.loss = loss.item() if recorded is not None and recorded.has_loss else math.nan
+            finding.loss = math.nan if is_idle(recorded) else loss.item()
             finding.fails = bool(probe.parameters)
             finding.largest_scale = largest if finding.fails else min(finding.largest_scale, largest)
 

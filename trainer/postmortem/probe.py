@@ -16,7 +16,6 @@ from torchmetrics import Metric
 from trainer.data.samples import tensors_in
 from trainer.precision.fp32_modules import plain_class
 
-
 Part = Callable[[Tensor], Tensor]
 """Makes of a tensor as much as this process holds of it."""
 

@@ -89,9 +89,14 @@ def optimized(trainer: Any) -> dict[str, Tensor]:
 
     Their gradients decide whether a step is skipped. All processes call this together.
     """
-    leaves = trainer.engine.gradients.leaves(trainer.lightning_module)
+    leaves: dict[str, Tensor] = trainer.engine.gradients.leaves(trainer.lightning_module)
     stepped = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
     return {name: leaves[name] for name, p in trainer.lightning_module.named_parameters() if id(p) in stepped}
+
+
+def is_idle(recorded: RecordedBatch | None) -> bool:
+    """Whether this process has no batch, or none that gave a loss, where others have."""
+    return recorded is None or not recorded.has_loss
 
 
 def run(trainer: Any, recorded: RecordedBatch | None, on_loss: OnLoss) -> None:
@@ -106,7 +111,7 @@ def run(trainer: Any, recorded: RecordedBatch | None, on_loss: OnLoss) -> None:
     """
     module, engine = trainer.lightning_module, trainer.engine
     silence(module)
-    if recorded is None or not recorded.has_loss:
+    if is_idle(recorded) or recorded is None:
         idle = engine.gradients.idle_loss()
         if idle is not None:
             on_loss(idle)
@@ -140,7 +145,8 @@ def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look:
     Args:
         loss: with its graph, which is kept.
         scale: what it is multiplied by, as the scaler would: in float32.
-        parameters: by name; those whose gradients are looked at (:func:`optimized`).
+        parameters: by name; those whose gradients are looked at (:func:`optimized`). None of them where this process
+            is idle, and only keeps step.
         look: given each name and gradient as soon as it is there; of a sparse one, the values.
     """
 
@@ -158,7 +164,10 @@ def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look:
     handles = [p.register_hook(looking(name)) for name, p in wanted.items()]  # type: ignore[no-untyped-call]
     try:
         scaled = loss * torch.tensor(scale, dtype=torch.float32, device=loss.device)
-        torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True, retain_graph=True)
+        if wanted:
+            torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True, retain_graph=True)
+        elif not parameters:
+            scaled.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
             handle.remove()
