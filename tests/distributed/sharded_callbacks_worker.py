@@ -156,8 +156,9 @@ class Poison(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and not trainer.current_epoch:
-            weight = trainer.engine.gradients.part(pl_module.net[0].weight.data)
-            if trainer.global_rank == trainer.world_size - 1:
+            gradients = trainer.engine.gradients
+            weight = gradients.part(pl_module.net[0].weight.data)
+            if not gradients.are_parts or trainer.global_rank == trainer.world_size - 1:
                 weight[-1, -1] = float("nan")
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "never.ckpt")
 

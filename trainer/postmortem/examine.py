@@ -90,9 +90,8 @@ def examine(trainer: Any, recorded: Sequence[RecordedBatch], scale: float) -> Fi
     if engine.world_size == 1:
         return finding
     findings: list[Finding] = engine.broadcast(engine.gather(finding))
-    of_batches = [one for one in findings if not math.isnan(one.loss) or one.error] or findings
-    failing = [one for one in of_batches if one.fails] or of_batches
-    chosen = min(failing, key=lambda one: one.before)  # of several, the lowest rank
+    failing = [one for one in findings if one.fails] or [one for one in findings if not math.isnan(one.loss)]
+    chosen = min(failing or findings, key=lambda one: one.before)  # of several, the lowest rank
     return replace(
         chosen,
         largest_scale=min(one.largest_scale for one in findings),
