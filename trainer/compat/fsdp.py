@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -135,7 +135,11 @@ class ShardedEngine(LightningEngine):
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """Of which each process holds a part."""
-        return ShardedGradients(scaler, lambda: self.model)
+        return ShardedGradients(scaler, self._sharded, self.device)
+
+    def _sharded(self) -> ShardedModule:
+        assert self.strategy.sharded is not None
+        return self.strategy.sharded
 
     def module_state(self) -> dict[str, Any]:
         """The module's state dict, of sharded tensors."""
@@ -162,6 +166,27 @@ class ShardedEngine(LightningEngine):
         """Always: by the module's own forward, where FSDP's hooks are."""
         return True
 
+    def _through_wrapper(self, name: str, *args: Any) -> Any:
+        sharded = self._sharded()
+        sharded.before_forward()
+        output = super()._through_wrapper(name, *args)
+        if not torch.is_grad_enabled():
+            sharded.idle.remember(name)
+            sharded.reshard_root()
+        return output
+
+    @property
+    def forward_exchanges(self) -> bool:
+        """Whether every forward takes part in exchanges."""
+        return True
+
+    def idle_forward(self) -> None:
+        """The collectives of one forward of an evaluation."""
+        sharded = self._sharded()
+        with torch.no_grad():
+            sharded.idle.forward(_STEPS[self._trainer.state.stage])
+        sharded.reshard_root()
+
 
 def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
     """The engine for ``options["strategy"]``; see :class:`LightningEngine`."""
@@ -171,6 +196,12 @@ def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: An
     return (ShardedEngine if sharded else LightningEngine)(trainer, precision, plugins, **options)
 
 
+_STEPS = {
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
 _NAMES: dict[Any, Callable[[], FSDP2Strategy]] = {
     "fsdp": FSDP2Strategy,
     "fsdp_cpu_offload": partial(FSDP2Strategy, cpu_offload=True),

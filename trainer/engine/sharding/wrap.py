@@ -14,10 +14,16 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from trainer.engine.sharding.idle import IdlePasses, sharded_modules
+
 Blocks = Iterable[type[nn.Module]] | Callable[[nn.Module, DeviceMesh], Any] | None
+
+
+_BUCKET = 250 * 2**20
+"""Bytes of buffers that are sent at a time, as in DDP."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class ShardedModule:
 
     Attributes:
         root: the module.
+        idle: takes part in the other processes' passes, where this one has no batch.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, device: torch.device, settings: Sharding) -> None:
@@ -54,6 +61,8 @@ class ShardedModule:
         self._settings = settings
         self._blocks = set() if callable(settings.blocks) else set(find_blocks(module, settings.blocks))
         self._visit(module, set())
+        self._buffers = _persistent_buffers(module)
+        self.idle = IdlePasses(module, self.before_forward)
 
     def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:
         """Shard the blocks, inner ones first: no more than one of them is whole on the device at a time."""
@@ -84,11 +93,24 @@ class ShardedModule:
             if isinstance(owner._parameters[name], DTensor) and parameter.numel():
                 parameter.data = parameter.data.new_empty(0)
 
+    def before_forward(self) -> None:
+        """Make the buffers what rank 0 has, as DDP does before each forward: running means, for instance."""
+        if self._buffers:
+            broadcast: Any = distributed._broadcast_coalesced  # type: ignore[attr-defined]
+            broadcast(distributed.group.WORLD, self._buffers, _BUCKET, 0)
+
+    def reshard_root(self) -> None:
+        """Free the root's parameters, which FSDP keeps whole after a forward: a backward pass may follow.
+
+        Where none does they would be used again, whatever has become of the shards meanwhile.
+        """
+        self.root.reshard()  # type: ignore[operator]
+
     def put_back(self) -> None:
         """Gather the parameters, on all processes, and make the module what it was: the same objects, on the CPU."""
-        for module in self.root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self.idle.close()
+        for module in sharded_modules(self.root):
+            module.reshard()
         for owner, name, parameter in self._owners:
             sharded: Any = owner._parameters.get(name)
             if isinstance(sharded, DTensor):
@@ -97,9 +119,8 @@ class ShardedModule:
                     parameter.data = whole.detach().cpu()
                 parameter.requires_grad_(sharded.requires_grad)
                 owner._parameters[name] = parameter
-        for module in list(self.root.modules()):
-            if isinstance(module, FSDPModule):
-                _unwrap(module)
+        for module in sharded_modules(self.root):
+            _unwrap(module)
 
 
 def find_blocks(module: nn.Module, classes: Iterable[type[nn.Module]] | None) -> list[nn.Module]:
@@ -144,6 +165,16 @@ def _owns_parameters(block: nn.Module, uses: dict[nn.Parameter, int]) -> bool:
             if parameter is not None:
                 inside[parameter] = inside.get(parameter, 0) + 1
     return bool(inside) and all(uses[parameter] == number for parameter, number in inside.items())
+
+
+def _persistent_buffers(module: nn.Module) -> list[Tensor]:
+    found = {
+        buffer: None
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set and not isinstance(buffer, DTensor)
+    }
+    return list(found)
 
 
 def _owners(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
