@@ -224,6 +224,11 @@ class LightningEngine:
         assert strategy.lightning_module is not None
         return strategy._forward_redirection(strategy.model, strategy.lightning_module, name, *args)
 
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """The bare module's."""
+        step: Callable[..., Any] = getattr(self.strategy.lightning_module, name)
+        return step
+
     def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
         """None: the loop does one thing after the other."""
         return None
