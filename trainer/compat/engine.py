@@ -212,11 +212,16 @@ class LightningEngine:
         assert module is not None
         method = getattr(module, name)
         step: Callable[..., Any] = method
-        if self.strategy.model is not module:
+        if self.goes_through_wrapper:
             step = partial(self._through_wrapper, name)
         if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
             return partial(_without_batch_idx, step)
         return step
+
+    @property
+    def goes_through_wrapper(self) -> bool:
+        """Whether the module's steps are called by the forward of what the strategy has wrapped it in."""
+        return self.strategy.model is not self.strategy.lightning_module
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:
         """The module's step by the wrapper's forward. The wrapper is looked up each time: it ends with the run."""
