@@ -38,6 +38,7 @@ from trainer.engine.agreement import Agreement
 from trainer.engine.gradients import Gradients, zero_loss
 from trainer.engine.processes import children, leave_group_at_exit
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
+from trainer.engine.sharding.wrap import put_back
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
@@ -192,6 +193,7 @@ class LightningEngine:
 
     def convert_module(self) -> None:
         """Put the module into the precision's dtype."""
+        put_back(self.model)  # an earlier run may have failed
         self.strategy.model = self.precision.convert_module(self.model)
 
     def setup(self, *, fitting: bool) -> None:

@@ -122,10 +122,18 @@ class FSDP2Strategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Put the module back: plain tensors, on the CPU. After a failure it stays sharded, until another run."""
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
         sharded, self.sharded = self.sharded, None
         if sharded is not None and not self._failed:
             sharded.put_back()
-        super().teardown()
+            sharded.root.cpu()  # buffers
+            if self._layer_sync:
+                self._layer_sync.revert(sharded.root)
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
 
 class ShardedEngine(LightningEngine):
@@ -166,9 +174,22 @@ class ShardedEngine(LightningEngine):
         """Always: by the module's own forward, where FSDP's hooks are."""
         return True
 
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """As for others; a ``training_step`` with backward passes in it is no forward."""
+        module = self.strategy.lightning_module
+        if name == "training_step" and module is not None and not module.automatic_optimization:
+            renew = self._sharded().prepare_manual()
+            for optimizer in self.optimizers:
+                optimizer.register_step_post_hook(renew)
+        return super().step_function(name)
+
     def _through_wrapper(self, name: str, *args: Any) -> Any:
-        sharded = self._sharded()
+        sharded, module = self._sharded(), self.strategy.lightning_module
+        assert module is not None
         sharded.before_forward()
+        if name == "training_step" and not module.automatic_optimization:
+            with sharded.manual_step():
+                return module.training_step(*args)
         output = super()._through_wrapper(name, *args)
         if not torch.is_grad_enabled():
             sharded.idle.remember(name)

@@ -24,7 +24,11 @@ parameters' gradients. Ours finds them by ``LossScaler.gradients_of``, which wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+        are_parts: whether a process holds no more than parts of parameters and gradients.
+    """
+
+    calls_module_backward = False
+    are_parts = False
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,13 +51,10 @@ class Gradients:
         scaler: the one in use; see :meth:`use_scaler`.
         calls_module_backward: whether :meth:`backward` ends in the module's own ``backward``, so that the loop is not
             to call that.
-        corrects_losses: whether processes may exchange numbers between a forward and its backward pass: whether one
-            that has no loss has taken part in all exchanges of the others' forward by then.
         are_parts: whether a process holds no more than parts of parameters and gradients.
     """
 
     calls_module_backward = False
-    corrects_losses = True
     are_parts = False
 
     def __init__(self, scaler: LossScaler) -> None:
@@ -87,6 +88,10 @@ class Gradients:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scaled loss to those of the window's earlier batches."""
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
+        """A backward pass inside of ``training_step``: ``run`` on the scaled loss."""
+        run(loss)
 
     def forward_without_loss(self) -> None:
         """Take part in the other processes' forward pass, in the place of a batch that has no loss."""

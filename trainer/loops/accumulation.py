@@ -69,7 +69,6 @@ class AccumulationWindow:
         self.correction: Weight = 1.0
         self._position = -1
         self._replicas = 1
-        self._may_correct_losses = False
         self._has_loss: bool | None = None  # None before the sums over the processes are known
         self._shared_unit: Weight | None = None  # of all processes; None on one
         self._unit: Weight = 1.0  # of the current window; 1 where its batches have no weights
@@ -82,15 +81,10 @@ class AccumulationWindow:
         """Whether batches have been accumulated that no weight update has used yet."""
         return not self.is_last
 
-    def start_run(self, replicas: int, corrects_losses: bool) -> None:
-        """A fit begins, in which each window has batches of this many processes.
-
-        Args:
-            replicas: the number of processes.
-            corrects_losses: whether they may exchange numbers between a forward and its backward pass.
-        """
+    def start_run(self, replicas: int) -> None:
+        """A fit begins, in which each window has batches of this many processes."""
         self.reset()
-        self._replicas, self._may_correct_losses = replicas, corrects_losses
+        self._replicas = replicas
         self._shared_unit = 1.0 if replicas > 1 else None
 
     def reset(self) -> None:
@@ -121,7 +115,7 @@ class AccumulationWindow:
         self._before = self.backwards, self._total
         self.factor = self.correction = 1.0
         self.is_last = is_last_batch or self._position + 1 >= self.size
-        self.corrects_loss = self._may_correct_losses and self.is_first and self.is_last
+        self.corrects_loss = self.is_first and self.is_last
         self._has_loss = None
 
     def mark(self) -> dict[str, Any]:

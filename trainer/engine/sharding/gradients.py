@@ -52,6 +52,11 @@ class ShardedGradients(Gradients):
         super().backward(loss)
         self._sharded().idle.remember()
 
+    def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
+        """A backward pass inside of ``training_step``, which is no forward of the root then."""
+        with self._sharded().backward_inside(loss) as watched:
+            run(watched)
+
     def forward_without_loss(self) -> None:
         """The collectives of the other processes' forward pass, as far as this batch had none of its own."""
         self.scaler.expect_scaled(self._device)
