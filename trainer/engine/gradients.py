@@ -24,11 +24,7 @@ parameters' gradients. Ours finds them by ``LossScaler.gradients_of``, which wor
 
 from __future__ import annotations
 
-        are_parts: whether a process holds no more than parts of parameters and gradients.
-    """
-
-    calls_module_backward = False
-    are_parts = False
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
