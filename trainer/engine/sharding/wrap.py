@@ -7,17 +7,28 @@ What belongs to no block belongs to the root, the module itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from trainer.engine.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
+
 Blocks = Iterable[type[nn.Module]] | Callable[[nn.Module, DeviceMesh], Any] | None
+
+
+_SHARDED = "_sharded_module"
+"""The attribute of a root while it is sharded."""
+_BUCKET = 250 * 2**20
+"""Bytes of buffers that are sent at a time, as in DDP."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +55,22 @@ class ShardedModule:
 
     Attributes:
         root: the module.
+        idle: takes part in the other processes' passes, where this one has no batch.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, device: torch.device, settings: Sharding) -> None:
         self.root = module
         self.mesh = mesh
         self._owners = _owners(module)
+        self._of_root: dict[nn.Module, list[Any]] = {}  # the parameters of the root's, by who owns them
+        self._handles: list[Any] = []
         self._device = device
         self._settings = settings
         self._blocks = set() if callable(settings.blocks) else set(find_blocks(module, settings.blocks))
         self._visit(module, set())
+        self._buffers = _persistent_buffers(module)
+        self.idle = IdlePasses(module, self.before_forward)
+        vars(module)[_SHARDED] = self
 
     def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:
         """Shard the blocks, inner ones first: no more than one of them is whole on the device at a time."""
@@ -79,16 +96,87 @@ class ShardedModule:
             offload_policy=CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
         )
         if is_root:
+            enter_once(module)
             module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # of batches without a loss
         for owner, name, parameter in self._owners:  # what was copied into shards takes memory no more
             if isinstance(owner._parameters[name], DTensor) and parameter.numel():
                 parameter.data = parameter.data.new_empty(0)
 
+    def before_forward(self) -> None:
+        """Make the buffers what rank 0 has, as DDP does before each forward: running means, for instance."""
+        if self._buffers:
+            broadcast: Any = distributed._broadcast_coalesced  # type: ignore[attr-defined]
+            broadcast(distributed.group.WORLD, self._buffers, _BUCKET, 0)
+
+    def prepare_manual(self) -> Callable[..., None]:
+        """Prepare for forwards that are no forward of the root: ``training_step`` runs as it is then, and is many.
+
+        The root's parameters are gathered when a module that owns some of them is called, freed in each backward pass,
+        and gathered again for the next. What the root itself owns is there from the beginning.
+
+        Returns:
+            What to call after each optimizer step.
+        """
+        if self._of_root:
+            return self._renew_root
+        call_with_hooks(self.root, _nothing)  # FSDP finds out who the root is
+        self.reshard_root()
+        root: Any = self.root
+        for group in root._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                for owner in (info.module, *info.shared_modules):
+                    self._of_root.setdefault(owner, []).append((group, parameter))
+        for owner in self._of_root:
+            if owner is not self.root:
+                self._handles.append(owner.register_forward_pre_hook(torch.compiler.disable(self._gather_root)))  # type: ignore[no-untyped-call]
+        return self._renew_root
+
+    @contextmanager
+    def manual_step(self) -> Iterator[None]:
+        """A context for one ``training_step`` of manual optimization."""
+        self._open_root()
+        try:
+            yield
+        finally:
+            self.reshard_root()
+
+    @contextmanager
+    def backward_inside(self, loss: Tensor) -> Iterator[Tensor]:
+        """A context for a backward pass inside of it. It is to be that of the tensor that is returned."""
+        yield call_with_hooks(self.root, lambda: loss)
+        self._open_root()
+
+    def _gather_root(self, module: nn.Module, args: Any) -> None:
+        if not all(group.is_unsharded for group, _ in self._of_root[module]):
+            self.root.unshard()  # type: ignore[operator]
+        for _, parameter in self._of_root[module]:
+            whole, needed = parameter._unsharded_param, parameter.sharded_param.requires_grad
+            if whole.requires_grad is not needed:  # the module has toggled its optimizers
+                whole.requires_grad_(needed)
+
+    def _open_root(self) -> None:
+        if self.root in self._of_root:
+            self._gather_root(self.root, ())
+
+    def _renew_root(self, *_: Any) -> None:
+        self.reshard_root()
+        self._open_root()
+
+    def reshard_root(self) -> None:
+        """Free the root's parameters, which FSDP keeps whole after a forward: a backward pass may follow.
+
+        Where none does they would be used again, whatever has become of the shards meanwhile.
+        """
+        self.root.reshard()  # type: ignore[operator]
+
     def put_back(self) -> None:
         """Gather the parameters, on all processes, and make the module what it was: the same objects, on the CPU."""
-        for module in self.root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self.idle.close()
+        for handle in self._handles:
+            handle.remove()
+        for module in sharded_modules(self.root):
+            module.reshard()
         for owner, name, parameter in self._owners:
             sharded: Any = owner._parameters.get(name)
             if isinstance(sharded, DTensor):
@@ -97,9 +185,41 @@ class ShardedModule:
                     parameter.data = whole.detach().cpu()
                 parameter.requires_grad_(sharded.requires_grad)
                 owner._parameters[name] = parameter
-        for module in list(self.root.modules()):
-            if isinstance(module, FSDPModule):
-                _unwrap(module)
+        for module in sharded_modules(self.root):
+            _unwrap(module)
+        del vars(self.root)[_SHARDED]
+
+
+def put_back(module: nn.Module) -> None:
+    """Put back a module that a run which failed has left sharded. All processes come here."""
+    if (sharded := vars(module).get(_SHARDED)) is not None:
+        sharded.put_back()
+
+
+def enter_once(root: Any) -> None:
+    """Have FSDP's hooks of the root act on its outermost forward only.
+
+    ``training_step`` runs as the root's forward, and may call ``self(batch)``. To the hooks that would be a second
+    forward inside of the first, whose end frees the parameters: each backward pass would gather them again. A call
+    that comes after a backward pass (manual optimization) is a forward of its own: that has freed them.
+    """
+    state = root._get_fsdp_state()
+    calls: list[bool] = []  # that are under way: whether each is inside of another
+
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_inside = bool(calls) and state._training_state is TrainingState.FORWARD
+        calls.append(is_inside)
+        return None if is_inside else state._pre_forward(module, args, kwargs)
+
+    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        return None if calls[-1] else state._post_forward(module, args, output)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        calls.pop()
+
+    root._forward_pre_hooks[state._pre_forward_hook_handle.id] = wraps(state._pre_forward)(pre_forward)
+    root._forward_hooks[state._post_forward_hook_handle.id] = wraps(state._post_forward)(post_forward)
+    state.nesting_hook_handle = root.register_forward_hook(wraps(state._post_forward)(end), always_call=True)
 
 
 def find_blocks(module: nn.Module, classes: Iterable[type[nn.Module]] | None) -> list[nn.Module]:
@@ -146,6 +266,20 @@ def _owns_parameters(block: nn.Module, uses: dict[nn.Parameter, int]) -> bool:
     return bool(inside) and all(uses[parameter] == number for parameter, number in inside.items())
 
 
+def _nothing() -> None:
+    pass
+
+
+def _persistent_buffers(module: nn.Module) -> list[Tensor]:
+    found = {
+        buffer: None
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set and not isinstance(buffer, DTensor)
+    }
+    return list(found)
+
+
 def _owners(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     return [
         (part, name, parameter)
@@ -171,8 +305,9 @@ def _unwrap(module: Any) -> None:
     from torch.distributed._composable_state import _module_state_mapping
 
     state = module._get_fsdp_state()
-    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-        handle.remove()
+    for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle", "nesting_hook_handle"):
+        if (handle := getattr(state, name, None)) is not None:
+            handle.remove()
     for group in state._fsdp_param_groups:
         for handles in (
             group._module_to_pre_save_state_dict_hook_handle,
