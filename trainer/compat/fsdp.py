@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -96,19 +97,22 @@ class FSDP2Strategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state dict, on rank 0."""
         assert self.lightning_module is not None
-        return state.module_state(self.lightning_module)
+        whole: dict[str, Any] = state.gathered(self.lightning_module.state_dict(), self.is_global_zero)
+        return whole
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a whole state dict."""
+        """Load a state dict, whole or sharded."""
         assert self.lightning_module is not None
         state.load_module_state(self.lightning_module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """One optimizer's whole state dict, on rank 0."""
-        return state.optimizer_state(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        whole: dict[str, Any] = state.gathered(bare.state_dict(), self.is_global_zero)
+        return whole
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole state dicts."""
+        """Load state dicts, whole or sharded."""
         for optimizer, one in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             state.load_optimizer_state(optimizer, one)
 
@@ -118,10 +122,18 @@ class FSDP2Strategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Put the module back: plain tensors, on the CPU. After a failure it stays sharded, until another run."""
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
         sharded, self.sharded = self.sharded, None
         if sharded is not None and not self._failed:
             sharded.put_back()
-        super().teardown()
+            sharded.root.cpu()  # buffers
+            if self._layer_sync:
+                self._layer_sync.revert(sharded.root)
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
 
 class ShardedEngine(LightningEngine):
@@ -137,14 +149,47 @@ class ShardedEngine(LightningEngine):
         assert self.strategy.sharded is not None
         return self.strategy.sharded
 
+    def module_state(self) -> dict[str, Any]:
+        """The module's state dict, of sharded tensors."""
+        assert self.strategy.lightning_module is not None
+        found: dict[str, Any] = self.strategy.lightning_module.state_dict()
+        return found
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """One optimizer's state dict, of sharded tensors."""
+        return optimizer.state_dict()
+
+    def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """``checkpoint`` with whole tensors, on rank 0."""
+        whole: dict[str, Any] = state.gathered(checkpoint, self.global_rank == 0)
+        return whole
+
+    def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Sharded as the parameter that it belongs to."""
+        assert self.strategy.lightning_module is not None
+        return state.template(self.strategy.lightning_module, place, shape, dtype)
+
     @property
     def goes_through_wrapper(self) -> bool:
         """Always: by the module's own forward, where FSDP's hooks are."""
         return True
 
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """As for others; a ``training_step`` with backward passes in it is no forward."""
+        module = self.strategy.lightning_module
+        if name == "training_step" and module is not None and not module.automatic_optimization:
+            renew = self._sharded().prepare_manual()
+            for optimizer in self.optimizers:
+                optimizer.register_step_post_hook(renew)
+        return super().step_function(name)
+
     def _through_wrapper(self, name: str, *args: Any) -> Any:
-        sharded = self._sharded()
+        sharded, module = self._sharded(), self.strategy.lightning_module
+        assert module is not None
         sharded.before_forward()
+        if name == "training_step" and not module.automatic_optimization:
+            with sharded.manual_step():
+                return module.training_step(*args)
         output = super()._through_wrapper(name, *args)
         if not torch.is_grad_enabled():
             sharded.idle.remember(name)
@@ -162,6 +207,16 @@ class ShardedEngine(LightningEngine):
         with torch.no_grad():
             sharded.idle.forward(_STEPS[self._trainer.state.stage])
         sharded.reshard_root()
+
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """By the module's own forward, where its weights are gathered."""
+        return partial(self._replay, name)
+
+    def _replay(self, name: str, *args: Any) -> Any:
+        try:
+            return self._through_wrapper(name, *args)
+        finally:
+            self._sharded().idle.forget()
 
 
 def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:

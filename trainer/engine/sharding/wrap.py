@@ -7,6 +7,7 @@ What belongs to no block belongs to the root, the module itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -19,11 +20,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from trainer.engine.sharding.idle import IdlePasses, sharded_modules
+from trainer.engine.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
 
 Blocks = Iterable[type[nn.Module]] | Callable[[nn.Module, DeviceMesh], Any] | None
 
 
+_SHARDED = "_sharded_module"
+"""The attribute of a root while it is sharded."""
 _BUCKET = 250 * 2**20
 """Bytes of buffers that are sent at a time, as in DDP."""
 
@@ -59,12 +62,15 @@ class ShardedModule:
         self.root = module
         self.mesh = mesh
         self._owners = _owners(module)
+        self._of_root: dict[nn.Module, list[Any]] = {}  # the parameters of the root's, by who owns them
+        self._handles: list[Any] = []
         self._device = device
         self._settings = settings
         self._blocks = set() if callable(settings.blocks) else set(find_blocks(module, settings.blocks))
         self._visit(module, set())
         self._buffers = _persistent_buffers(module)
         self.idle = IdlePasses(module, self.before_forward)
+        vars(module)[_SHARDED] = self
 
     def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:
         """Shard the blocks, inner ones first: no more than one of them is whole on the device at a time."""
@@ -102,6 +108,61 @@ class ShardedModule:
             broadcast: Any = distributed._broadcast_coalesced  # type: ignore[attr-defined]
             broadcast(distributed.group.WORLD, self._buffers, _BUCKET, 0)
 
+    def prepare_manual(self) -> Callable[..., None]:
+        """Prepare for forwards that are no forward of the root: ``training_step`` runs as it is then, and is many.
+
+        The root's parameters are gathered when a module that owns some of them is called, freed in each backward pass,
+        and gathered again for the next. What the root itself owns is there from the beginning.
+
+        Returns:
+            What to call after each optimizer step.
+        """
+        if self._of_root:
+            return self._renew_root
+        call_with_hooks(self.root, _nothing)  # FSDP finds out who the root is
+        self.reshard_root()
+        root: Any = self.root
+        for group in root._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                for owner in (info.module, *info.shared_modules):
+                    self._of_root.setdefault(owner, []).append((group, parameter))
+        for owner in self._of_root:
+            if owner is not self.root:
+                self._handles.append(owner.register_forward_pre_hook(torch.compiler.disable(self._gather_root)))  # type: ignore[no-untyped-call]
+        return self._renew_root
+
+    @contextmanager
+    def manual_step(self) -> Iterator[None]:
+        """A context for one ``training_step`` of manual optimization."""
+        self._open_root()
+        try:
+            yield
+        finally:
+            self.reshard_root()
+
+    @contextmanager
+    def backward_inside(self, loss: Tensor) -> Iterator[Tensor]:
+        """A context for a backward pass inside of it. It is to be that of the tensor that is returned."""
+        yield call_with_hooks(self.root, lambda: loss)
+        self._open_root()
+
+    def _gather_root(self, module: nn.Module, args: Any) -> None:
+        if not all(group.is_unsharded for group, _ in self._of_root[module]):
+            self.root.unshard()  # type: ignore[operator]
+        for _, parameter in self._of_root[module]:
+            whole, needed = parameter._unsharded_param, parameter.sharded_param.requires_grad
+            if whole.requires_grad is not needed:  # the module has toggled its optimizers
+                whole.requires_grad_(needed)
+
+    def _open_root(self) -> None:
+        if self.root in self._of_root:
+            self._gather_root(self.root, ())
+
+    def _renew_root(self, *_: Any) -> None:
+        self.reshard_root()
+        self._open_root()
+
     def reshard_root(self) -> None:
         """Free the root's parameters, which FSDP keeps whole after a forward: a backward pass may follow.
 
@@ -112,6 +173,8 @@ class ShardedModule:
     def put_back(self) -> None:
         """Gather the parameters, on all processes, and make the module what it was: the same objects, on the CPU."""
         self.idle.close()
+        for handle in self._handles:
+            handle.remove()
         for module in sharded_modules(self.root):
             module.reshard()
         for owner, name, parameter in self._owners:
@@ -124,6 +187,13 @@ class ShardedModule:
                 owner._parameters[name] = parameter
         for module in sharded_modules(self.root):
             _unwrap(module)
+        del vars(self.root)[_SHARDED]
+
+
+def put_back(module: nn.Module) -> None:
+    """Put back a module that a run which failed has left sharded. All processes come here."""
+    if (sharded := vars(module).get(_SHARDED)) is not None:
+        sharded.put_back()
 
 
 def enter_once(root: Any) -> None:
@@ -194,6 +264,10 @@ def _owns_parameters(block: nn.Module, uses: dict[nn.Parameter, int]) -> bool:
             if parameter is not None:
                 inside[parameter] = inside.get(parameter, 0) + 1
     return bool(inside) and all(uses[parameter] == number for parameter, number in inside.items())
+
+
+def _nothing() -> None:
+    pass
 
 
 def _persistent_buffers(module: nn.Module) -> list[Tensor]:
