@@ -102,8 +102,8 @@ class Ranks:
         somewhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: there is a group
         for rank in range(self.size):
             environment = {
-                **os.environ, **somewhere, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "RANK": str(rank), "NODE_RANK": "0",
-                "WORLD_SIZE": str(self.size), "PYTHONPATH": str(ROOT),
+                **os.environ, **somewhere, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "RANK": str(rank),
+                "NODE_RANK": "0", "WORLD_SIZE": str(self.size), "PYTHONPATH": str(ROOT),
             }  # fmt: skip
             words = [str(Path(__file__)), str(rank), str(self.size), str(rendezvous), str(self.timeout)]
             process = self.python.start(
