@@ -14,12 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
-from trainer.engine.sharding.idle import sharded_modules
+from trainer.engine.sharding.state import load_waiting_gradients, waiting_gradients
 from trainer.engine.sharding.wrap import ShardedModule
 from trainer.precision.scaler import LossScaler
 
-_WHOLE = "whole."
-"""Before the name of a parameter whose gradient is this process's alone, and whole."""
+_WHOLE = "whole: "  # in names of a checkpoint
 
 
 class ShardedGradients(Gradients):
@@ -41,7 +40,6 @@ class ShardedGradients(Gradients):
         self._sharded = sharded
         self._device = device
         self._idle_loss: Tensor | None = None
-        self._restored: dict[Any, Tensor] = {}  # by FSDP's parameters: from a checkpoint, until they are gathered again
         self.use_scaler(scaler)
 
     def use_scaler(self, scaler: LossScaler) -> LossScaler:
@@ -54,7 +52,6 @@ class ShardedGradients(Gradients):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scaled loss to those of the window's earlier batches."""
-        self._put_restored()
         super().backward(loss)
         self._sharded().idle.remember()
 
@@ -72,7 +69,6 @@ class ShardedGradients(Gradients):
         """The collectives of the other processes' backward pass."""
         loss, self._idle_loss = self._idle_loss, None
         assert loss is not None
-        self._put_restored()
         loss.backward()  # type: ignore[no-untyped-call]
 
     def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:
@@ -156,46 +152,22 @@ class ShardedGradients(Gradients):
     def state_dict(
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
     ) -> dict[str, Tensor]:
-        """What this process has of the gradients that no weight update has used yet.
-
-        That is its parts; and in a window, whose gradients are exchanged at its end, the whole of its own batches'.
-        """
+        """This process's parts of the gradients that no weight update has used yet; whole ones of an open window."""
         parameters, optimizers = list(parameters), list(optimizers)
         found = {name: _part(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
-        waiting = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        for name, one in self._fsdp_parameters(parameters):
-            if id(one.sharded_param) in waiting:
-                gradient = self._restored.get(one, getattr(getattr(one, "_unsharded_param", None), "grad", None))
-                if gradient is not None:
-                    found[_WHOLE + name] = gradient.detach()
-        return found
+        held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        whole = {id(one): gradient for one, gradient in waiting_gradients(self._sharded().root).items()}
+        return found | {_WHOLE + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
 
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         """Put back what :meth:`state_dict` returned, on as many processes."""
         parameters = list(parameters)
         parts = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
         super().load_state_dict(parameters, parts)
-        self._restored = {
-            one: state[_WHOLE + name].to(self._device)
-            for name, one in self._fsdp_parameters(parameters)
-            if _WHOLE + name in state
-        }
-        if self._restored:
+        whole: dict[Any, Tensor] = {p: state[_WHOLE + name] for name, p in parameters if _WHOLE + name in state}
+        if whole:
+            load_waiting_gradients(self._sharded().root, whole)
             self.scaler.expect_scaled(self._device)
-
-    def _put_restored(self) -> None:
-        """Add the window's next gradients to the restored ones: after a forward, which has gathered the parameters."""
-        for one in [one for one in self._restored if hasattr(one, "_unsharded_param")]:
-            one.unsharded_param.grad = self._restored.pop(one)
-
-    def _fsdp_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> Iterable[tuple[str, Any]]:
-        """The names, and what FSDP keeps of each of these parameters."""
-        names = {id(parameter): name for name, parameter in parameters}
-        for module in sharded_modules(self._sharded().root):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for one in group.fsdp_params:
-                    if id(one.sharded_param) in names:
-                        yield names[id(one.sharded_param)], one
 
     def _parts(self, optimizer: Optimizer) -> list[Tensor]:
         return [_part(gradient) for gradient in _gradients(optimizer)]
