@@ -17,15 +17,17 @@ from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
     from trainer.compat.checkpoint_io import CheckpointFiles
+    from trainer.compat.fsdp import FSDP2Strategy
     from trainer.precision import LossScaler, Precision
     from trainer.state.outcome import StepOutcome
     from trainer.trainer import Trainer
 
-__all__ = ["CheckpointFiles", "LossScaler", "Precision", "StepOutcome", "Trainer", "__version__"]
+__all__ = ["CheckpointFiles", "FSDP2Strategy", "LossScaler", "Precision", "StepOutcome", "Trainer", "__version__"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointFiles": "trainer.compat.checkpoint_io",
+    "FSDP2Strategy": "trainer.compat.fsdp",
     "LossScaler": "trainer.precision.scaler",
     "Precision": "trainer.precision.base",
     "StepOutcome": "trainer.state.outcome",

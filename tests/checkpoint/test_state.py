@@ -585,7 +585,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text.ckpt").write_text("hello")
     with pytest.raises(CheckpointError, match=r"text\.ckpt"):
         resume(tmp_path / "text.ckpt")
-    with pytest.raises(CheckpointError, match="is a folder"):
+    with pytest.raises(CheckpointError, match="is no checkpoint, or was not written to its end: a folder without"):
         resume(tmp_path)
 
 

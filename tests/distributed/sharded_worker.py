@@ -1,4 +1,4 @@
-"""What every process of ``test_sharded.py`` runs: the same fits by DDP, and by an engine that shards (``sharded.py``).
+"""What every process of ``test_sharded.py`` runs: the same fits by DDP, and by FSDP2.
 
 ``torchrun ... sharded_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``.
 """
@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.sharded import ShardedTrainer, whole
+from tests.distributed.sharded import whole
 from tests.distributed.worker import BATCH, WORLD_SIZE, Shard, precision_of, samples
 from tests.distributed.worker import Regression as Plain
 from trainer import Trainer
@@ -55,6 +55,7 @@ class Seen(Callback):
         self.outcomes: list[bool] = []
         self.norms: list[float] = []
         self.are_plain = True
+        self.device_mesh = False
         self.weights: dict[str, Tensor] = {}
 
     def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
@@ -65,12 +66,13 @@ class Seen(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.weights = whole(pl_module)
+        self.device_mesh = any(hasattr(p, "device_mesh") for p in pl_module.parameters())
 
 
-def fit(cls: type[Trainer], module: Net, callbacks: Any = (), **arguments: Any) -> dict[str, Any]:
+def fit(strategy: str, module: Net, callbacks: Any = (), **arguments: Any) -> dict[str, Any]:
     seen = Seen()
-    trainer = cls(
-        accelerator="cpu", devices=WORLD_SIZE, strategy="ddp", max_epochs=2, limit_train_batches=5, logger=False,
+    trainer = Trainer(
+        accelerator="cpu", devices=WORLD_SIZE, strategy=strategy, max_epochs=2, limit_train_batches=5, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0,
         use_distributed_sampler=False, callbacks=[seen, *callbacks], **arguments,
     )  # fmt: skip
@@ -78,7 +80,9 @@ def fit(cls: type[Trainer], module: Net, callbacks: Any = (), **arguments: Any) 
     return {
         "weights": seen.weights, "outcomes": seen.outcomes, "norms": seen.norms, "are_plain": seen.are_plain,
         "global_step": trainer.global_step, "skipped_steps": trainer.skipped_steps, "scale": trainer.scaler.get_scale(),
-        "device_mesh": any(hasattr(p, "device_mesh") for p in module.parameters()),
+        "device_mesh": seen.device_mesh,
+        "is_put_back": type(module) is Net and all(type(p) is nn.Parameter for p in module.parameters()),
+        "plain": {key: value.clone() for key, value in module.state_dict().items()},
     }  # fmt: skip
 
 
@@ -122,12 +126,12 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name, (make, given) in scenarios().items():
         results[name] = {}
-        for kind, cls in (("ddp", Trainer), ("sharded", ShardedTrainer)):
+        for kind, strategy in (("ddp", "ddp"), ("sharded", "fsdp")):
             arguments = dict(given)
             if "precision" in arguments:
                 arguments["precision"] = precision_of(arguments["precision"])
             callbacks = [NonFiniteGuard("skip")] if arguments.pop("guard", False) else []
-            results[name][kind] = fit(cls, make(), callbacks, **arguments)
+            results[name][kind] = fit(strategy, make(), callbacks, **arguments)
     torch.save(results, folder / f"rank_{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -42,6 +42,8 @@ def test_a_sharded_engine_does_what_ddp_does(ranks: list[dict[str, Any]], name: 
             assert sharded[key] == ddp[key], key
         assert sharded["norms"] == pytest.approx(ddp["norms"], rel=tolerance)
         assert sharded["are_plain"]
+        assert sharded["is_put_back"]
+        assert all(torch.equal(sharded["plain"][key], value) for key, value in sharded["weights"].items())
     weights = [rank[name]["sharded"]["weights"] for rank in ranks]
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 

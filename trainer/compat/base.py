@@ -22,8 +22,8 @@ from trainer.checkpoint.process import ProcessState
 from trainer.compat.callbacks import first_of, overrides
 from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.data import DataSource
-from trainer.compat.engine import LightningEngine
 from trainer.compat.errors import adopt
+from trainer.compat.fsdp import build_engine
 from trainer.compat.logging import LoggerConnector
 from trainer.compat.signals import Signals
 from trainer.compat.views import EvalLoopView, FitLoopView, LoopAttribute, PredictLoopView, alias
@@ -88,7 +88,7 @@ class TrainerBase(LightningTrainer):
 
     def _build_engine(self, precision: Precision, plugins: Any, **options: Any) -> Engine:
         """The engine of this Trainer. A subclass may return another one."""
-        return LightningEngine(self, precision, plugins, **options)
+        return build_engine(self, precision, plugins, **options)
 
     @property
     def _callback_connector(self) -> _CallbackConnector:  # type: ignore[override]

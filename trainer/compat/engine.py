@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.arguments import refuse_other_package
-from trainer.compat.checkpoint_io import adopt, without_objects
+from trainer.checkpoint import sharded_files
+from trainer.compat.checkpoint_io import CheckpointFiles, adopt, files_of, local_path, without_objects
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.launchers import WatchedLauncher, signals_passed_on
 from trainer.compat.optimizers import set_up_optimizers
@@ -100,6 +101,7 @@ class LightningEngine:
             )
         self._reductions = 0  # exchanges by `reduce`
         self._agreement_group: Callable[[], Any] = _none  # weak: torch.distributed has it until the process leaves
+        self._save_group: Callable[[], Any] = _none
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
@@ -204,11 +206,16 @@ class LightningEngine:
         assert module is not None
         method = getattr(module, name)
         step: Callable[..., Any] = method
-        if self.strategy.model is not module:
+        if self.goes_through_wrapper:
             step = partial(self._through_wrapper, name)
         if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
             return partial(_without_batch_idx, step)
         return step
+
+    @property
+    def goes_through_wrapper(self) -> bool:
+        """Whether the module's steps are called by the forward of what the strategy has wrapped it in."""
+        return self.strategy.model is not self.strategy.lightning_module
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:
         """The module's step by the wrapper's forward. The wrapper is looked up each time: it ends with the run."""
@@ -340,25 +347,88 @@ class LightningEngine:
             self.strategy.load_optimizer_state_dict(checkpoint)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint from rank 0, and wait until it is written.
+        """Write a checkpoint: from rank 0 a file, or by all ranks a folder. Waits until it is written.
 
         Raises:
             CheckpointError: it cannot be written; on all ranks.
         """
+        if not self.saves_shards:
+            checkpoint = self.gathered(checkpoint)
         error: CheckpointError | None = None
         try:
-            self.strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            if self.saves_shards:
+                self._files.wait()  # raises on rank 0 alone where a file was not removed
+            else:
+                self.strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
         except CheckpointError as problem:
             error = problem
         if self.any_rank(error is not None):  # the ranks wait for each other here
             raise error or CheckpointWriteError(f"The checkpoint {path} was not written: rank 0 says why.")
+        if self.saves_shards:
+            self._files.save_shards(checkpoint, path, self._group_of_saves())
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether the checkpoints are folders (``CheckpointFiles(sharded=True)``)."""
+        files = files_of(self.strategy)
+        return files is not None and files.sharded
+
+    @property
+    def _files(self) -> CheckpointFiles:
+        files = files_of(self.strategy)
+        assert files is not None
+        return files
+
+    def _group_of_saves(self) -> Any:
+        """All processes, by gloo, for saves in the background: another group is in use meanwhile. None for one process.
+
+        Made when it is first asked for, by all processes together.
+        """
+        if self.world_size == 1:
+            return None
+        group = self._save_group()
+        if group is None:
+            assert self._ddp is not None
+            group = torch.distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
+            self._save_group = weakref.ref(group)
+        return group
+
+    def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """``checkpoint`` with whole tensors, on rank 0, where it has sharded ones. Called by all processes together."""
+        return checkpoint
+
+    def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """What a tensor of a checkpoint's folder is read into; None for a plain one in host memory."""
+        return None
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
-        """Read a checkpoint."""
+        """Read a checkpoint; of a folder, only what this process needs. Then all processes call it together."""
         with pl_legacy_patch():
-            with without_objects(self.strategy, path) if weights_only else nullcontext():
-                checkpoint = self.strategy.load_checkpoint(path, weights_only=weights_only)
+            folder = local_path(path)
+            if folder is not None and folder.is_dir() and files_of(self.strategy) is not None:
+                checkpoint = self._load_shards(folder, weights_only)
+            else:
+                if folder is not None and (folder.parent / sharded_files.MANIFEST).is_file():
+                    raise CheckpointError(f"{folder} is a part of a checkpoint. Expected the folder: {folder.parent}")
+                with without_objects(self.strategy, path) if weights_only else nullcontext():
+                    checkpoint = self.strategy.load_checkpoint(path, weights_only=weights_only)
             return up_to_date(checkpoint, path)
+
+    def _load_shards(self, folder: Path, weights_only: bool) -> dict[str, Any]:
+        """Read a folder. Each process verifies a part of the files."""
+        from trainer.checkpoint import shards
+
+        self._files.wait()
+        error: CheckpointError | None = None
+        try:
+            sharded_files.verify(folder, self.global_rank, self.world_size)
+        except CheckpointError as problem:
+            error = problem
+        if self.any_rank(error is not None):
+            raise error or CheckpointError(f"{folder} is damaged: another process says why.")
+        return shards.read_whole(
+            folder, weights_only=weights_only, template=self.template, process=(self.global_rank, self.world_size)
+        )
 
     def on_exception(self, error: BaseException) -> None:
         """Let the strategy add what it knows to the message; end the processes that it started."""

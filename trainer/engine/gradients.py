@@ -3,8 +3,9 @@
 In a training step, in this order::
 
     clear(optimizer)                   at a window's first batch, for each optimizer
-    backward(scale(loss))              each batch; or
-    backward_without_loss(exchanges)   where this process has no loss
+    backward(scale(loss))              each batch; or, where this process has no loss,
+    forward_without_loss()             before the processes tell each other who has one, and
+    backward_without_loss(exchanges)   in the place of the backward pass
     multiply_(optimizers, factor)      at a window's end, where its mean is not what the shares had expected
     unscale_(optimizer)                for each optimizer: gradients are in true units from here on
     norm(optimizer), clip_(optimizer, ...), local(optimizer)       hooks, callbacks
@@ -84,6 +85,9 @@ class Gradients:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scaled loss to those of the window's earlier batches."""
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def forward_without_loss(self) -> None:
+        """Take part in the other processes' forward pass, in the place of a batch that has no loss."""
 
     def backward_without_loss(self, exchanges: bool) -> None:
         """Take part in the other processes' backward pass, in the place of a batch that has no loss. Adds zeros.

@@ -193,19 +193,27 @@ class Engine(Protocol):
         """Wait for the other processes."""
 
     def module_state(self) -> dict[str, Any]:
-        """The whole module's state dict, gathered where it is sharded."""
+        """The module's state dict. Sharded tensors stay that: :meth:`save` gathers them where it has to."""
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load ``checkpoint["state_dict"]`` into the module."""
+        """Load ``checkpoint["state_dict"]``, whole or sharded as the module is, into the module."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """One optimizer's state dict, gathered where it is sharded."""
+        """One optimizer's state dict, in which sharded tensors stay that."""
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load ``checkpoint["optimizer_states"]`` into the optimizers."""
+        """Load ``checkpoint["optimizer_states"]``, whole or sharded as the parameters are, into the optimizers."""
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether each process writes its own part of a checkpoint, so that nothing is to be gathered for it."""
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint (rank 0 does, or all of them where it is sharded)."""
+        """Write a checkpoint, which may have ``DTensor`` in it. All processes call it together.
+
+        Rank 0 writes a file, for which sharded tensors are gathered, one after the other; or each process its part of a
+        folder, where :attr:`saves_shards`.
+        """
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint."""

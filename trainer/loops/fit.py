@@ -257,6 +257,8 @@ class FitLoop:
     def share_of(self, output: Any) -> Tensor | None:
         """What the batch adds to the window's mean loss: what to run backward on. None for nothing."""
         loss, weight = loss_in(output)
+        if loss is None:
+            self.gradients.forward_without_loss()
         if self.window.corrects_loss:
             return self.window.corrected_share(loss, weight, self.engine)
         return None if loss is None else self.window.share(loss, weight)

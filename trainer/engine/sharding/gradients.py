@@ -1,0 +1,173 @@
+"""Gradients of which each process holds a part: after the exchange that ends a window's last backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from trainer.engine.gradients import Gradients
+from trainer.engine.sharding.wrap import ShardedModule
+from trainer.precision.scaler import LossScaler
+
+
+class ShardedGradients(Gradients):
+    """Gradients under FSDP2, and of tensor parallelism below it.
+
+    All that can be done part by part is done on this process's parts, which are plain tensors. One exchange finds out
+    whether any of them is not finite, and one what their norm is; multiplying, stepping and updating take none.
+
+    Args:
+        scaler: the loss scaler. It looks at this process's parts, and agrees with the others.
+        sharded: returns the sharded module.
+        device: of the processes' exchanges; parts may be on the CPU instead.
+    """
+
+    def __init__(self, scaler: LossScaler, sharded: Callable[[], ShardedModule], device: torch.device) -> None:
+        super().__init__(scaler)
+        self._sharded = sharded
+        self._device = device
+        self._idle_loss: Tensor | None = None
+        self.use_scaler(scaler)
+
+    def use_scaler(self, scaler: LossScaler) -> LossScaler:
+        """Have the scaler look at this process's parts, and agree with the others."""
+        scaler.gradients_of = self._parts
+        scaler.agree = self._any_process
+        return super().use_scaler(scaler)
+
+    # --- a window's batches ---------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a scaled loss to those of the window's earlier batches."""
+        super().backward(loss)
+        self._sharded().idle.remember()
+
+    def forward_without_loss(self) -> None:
+        """The collectives of the other processes' forward pass, as far as this batch had none of its own."""
+        self.scaler.expect_scaled(self._device)
+        self._idle_loss = self._sharded().idle.forward()
+
+    def backward_without_loss(self, exchanges: bool) -> None:
+        """The collectives of the other processes' backward pass."""
+        loss, self._idle_loss = self._idle_loss, None
+        assert loss is not None
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:
+        """Multiply the parts: the same factor everywhere."""
+        for parts in _by_device(part for optimizer in optimizers for part in self._parts(optimizer)):
+            torch._foreach_mul_(parts, factor.to(parts[0].device) if isinstance(factor, Tensor) else factor)
+
+    # --- one weight update ----------------------------------------------------------------------------------
+
+    def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
+        """The norm of all parts of all processes, the same bits on each of them.
+
+        Each process sends the norm of its own. What several of them hold counts once: it is divided by their number,
+        before it is raised to the power. Gathered, not reduced: gloo's maximum drops a NaN.
+        """
+        gradients = _gradients(optimizer)
+        if not gradients:
+            return None
+        groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in gradients:
+            if (part := _part(gradient)).numel():
+                groups.setdefault((_copies(gradient), part.device, part.dtype), []).append(part)
+        norms = [torch.zeros((), device=self._device)]
+        for (copies, _, dtype), parts in groups.items():
+            wide = torch.promote_types(dtype, torch.float32)
+            each = torch.stack(torch._foreach_norm(parts, norm_type, dtype=wide)).to(self._device)
+            norms.append(torch.linalg.vector_norm(each, norm_type) * copies ** (-1 / norm_type))
+        mine = norms[-1] if len(norms) <= 2 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        every = mine.new_empty(distributed.get_world_size())
+        distributed.all_gather_into_tensor(every, mine.reshape(1))
+        total: Tensor = torch.linalg.vector_norm(every, norm_type)
+        return total
+
+    def clip_(
+        self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
+    ) -> Tensor | None:
+        """By the norm of the whole model, or value by value."""
+        norm = self.norm(optimizer, norm_type) if measure or algorithm == "norm" else None
+        if norm is not None and algorithm == "norm":
+            self.multiply_([optimizer], (limit / (norm + 1e-6)).clamp(max=1.0))
+        elif algorithm == "value":
+            for parts in _by_device(self._parts(optimizer)):
+                torch._foreach_clamp_min_(parts, -limit)
+                torch._foreach_clamp_max_(parts, limit)
+        return norm
+
+    # --- looking at them, keeping them ----------------------------------------------------------------------
+
+    def local(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+        """The parameters, and this process's parts of their gradients."""
+        return [(parameter, _part(gradient)) for parameter, gradient in super().local(optimizer)]
+
+    def state_dict(
+        self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
+    ) -> dict[str, Tensor]:
+        """This process's parts of the gradients that no weight update has used yet."""
+        return {name: _part(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
+
+    def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+        """Put back what :meth:`state_dict` returned, on as many processes."""
+        parameters = list(parameters)
+        whole = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
+        super().load_state_dict(parameters, whole)
+
+    def _parts(self, optimizer: Optimizer) -> list[Tensor]:
+        return [_part(gradient) for gradient in _gradients(optimizer)]
+
+    def _any_process(self, flag: Tensor) -> None:
+        if flag.device.type == self._device.type:
+            distributed.all_reduce(flag, distributed.ReduceOp.MAX)
+        else:  # of gradients that are kept on the CPU
+            distributed.all_reduce(there := flag.to(self._device), distributed.ReduceOp.MAX)
+            flag.copy_(there)
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _part(gradient: Tensor) -> Tensor:
+    """As much of it as this process holds, sharing its memory."""
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+def _copies(gradient: Tensor) -> int:
+    """How many processes hold the same part."""
+    if not isinstance(gradient, DTensor):
+        return distributed.get_world_size()
+    mesh = gradient.device_mesh
+    held = prod(mesh.size(i) for i, placement in enumerate(gradient.placements) if isinstance(placement, Replicate))
+    return held * (distributed.get_world_size() // mesh.size())
+
+
+def _as(part: Tensor, parameter: Any) -> Tensor:
+    """The whole of which ``part`` is this process's, spread as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return part
+    whole: Tensor = DTensor.from_local(
+        part.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole
+
+
+def _by_device(parts: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for part in parts:
+        groups.setdefault(part.device, []).append(part)
+    return groups.values()

@@ -1,0 +1,206 @@
+"""What a process does that has no batch, or no loss, while the others compute: the same collectives, in their order.
+
+Each sharded block gathers its parameters as its forward begins, gathers them again in the backward pass, and reduces
+their gradients at its end. A process that leaves one of these out lets the others wait for ever. So it takes part in
+them without any arithmetic, by FSDP's own hooks. Which block comes when is what it has seen in a batch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+try:  # as FSDP itself looks for them, dataclasses included
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+except ImportError:  # an older torch, whose FSDP looks where pytree does
+
+    def collect_grad_tensors(value: Any) -> Sequence[Tensor]:  # type: ignore[misc]
+        """The tensors in ``value`` that need a gradient."""
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+TRAINING = "training_step"
+
+
+class Call:
+    """One call of a sharded module's forward.
+
+    Attributes:
+        module: which.
+        inside: the calls of other sharded modules that it made.
+        takes_gradient: whether one of its inputs needs a gradient: FSDP reduces its gradients where the backward pass
+            leaves it, otherwise at the end of all.
+        gives_gradient: whether one of its outputs does: whether the backward pass comes here.
+    """
+
+    __slots__ = ("gives_gradient", "inside", "module", "takes_gradient")
+
+    def __init__(self, module: Any, takes_gradient: bool, gives_gradient: bool = True) -> None:
+        self.module = module
+        self.inside: list[Call] = []
+        self.takes_gradient = takes_gradient
+        self.gives_gradient = gives_gradient
+
+
+class IdlePasses:
+    """Forward and backward passes of a sharded module, reduced to their collectives.
+
+    Args:
+        root: the sharded module, which calls the others. Its hooks are watched until :meth:`close`.
+        before_forward: what else is exchanged as a forward begins.
+    """
+
+    def __init__(self, root: nn.Module, before_forward: Callable[[], None]) -> None:
+        self._root = root
+        self._before_forward = before_forward
+        self._known: dict[str, Call] = {}
+        self._current: Call | None = None  # of the batch that this process is at
+        self._open: list[Call] = []  # the calls that have not returned yet
+        self._handles: list[Any] = []
+        untraced: Any = torch.compiler.disable
+        enter, leave = untraced(self._enter), untraced(self._leave)
+        for module in sharded_modules(root):
+            self._handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave),
+            ]
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    # --- watching -------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is self._root:
+            self._open = []
+        elif not self._open:
+            return  # recomputed in a backward pass, or called outside of the root
+        call = Call(module, torch.is_grad_enabled() and bool(collect_grad_tensors((args, kwargs))))
+        if self._open:
+            self._open[-1].inside.append(call)
+        else:
+            self._current = call
+        self._open.append(call)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._open and self._open[-1].module is module:
+            self._open.pop().gives_gradient = bool(collect_grad_tensors((output,)))
+
+    def remember(self, step: str = TRAINING) -> None:
+        """The last forward was that of a whole batch: others will be like it."""
+        if self._current is not None:
+            self._known[step] = self._current
+            self._current = None
+
+    # --- taking part ----------------------------------------------------------------------------------------
+
+    def forward(self, step: str = TRAINING) -> Tensor:
+        """The collectives of a forward pass, or as many of them as the one of this batch has left out.
+
+        Returns:
+            A loss of 0, whose backward pass is the others' in the same way.
+        """
+        done, self._current = self._current, None
+        like = self._known.get(step) or next(iter(self._known.values()), None) or self._guess()
+        if not torch.is_grad_enabled():
+            done = None
+        if done is None:
+            self._before_forward()
+            self._run(like)
+        else:
+            for call in like.inside[len(done.inside) :]:
+                self._run(call)
+        start = torch.zeros((), device=next(self._root.parameters()).device, requires_grad=torch.is_grad_enabled())
+        loss: Tensor = _Backward.apply(start, like)
+        return loss
+
+    def _run(self, call: Call) -> None:
+        module, before = call.module, vars(call.module).get("forward")
+
+        def forward() -> None:
+            for inner in call.inside:
+                self._run(inner)
+
+        with _fsdp_hooks_only(module):
+            module.forward = forward
+            try:
+                module._call_impl()
+            finally:
+                if before is None:
+                    del module.forward
+                else:
+                    module.forward = before
+
+    def _guess(self) -> Call:
+        """Before this process has seen any batch: each module once, in the order of their definition."""
+        names = [name for name, _ in self._root.named_parameters() if "." in name]  # the root's own may come anywhere
+        first = names[0] if names else ""
+        root = Call(self._root, takes_gradient=False)
+        calls: dict[str, Call] = {}
+        for name, module in self._root.named_modules():
+            if not isinstance(module, FSDPModule) or name == "":
+                continue
+            outer = next((calls[one] for one in reversed(calls) if name.startswith(f"{one}.")), root)
+            is_first = not calls and first.startswith(f"{name}.")
+            calls[name] = call = Call(module, takes_gradient=not is_first)
+            outer.inside.append(call)
+        return root
+
+
+def sharded_modules(root: nn.Module) -> list[Any]:
+    """The modules under ``root``, itself included, that ``fully_shard`` was applied to."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+class _Backward(torch.autograd.Function):
+    """The collectives of a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, root: Call) -> Tensor:
+        ctx.root = root
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        _backward([ctx.root], gradient)
+        return gradient, None
+
+
+def _backward(calls: list[Call], gradient: Tensor) -> None:
+    for call in reversed(calls):
+        if not call.gives_gradient:
+            continue
+        state = call.module._get_fsdp_state()
+        state._pre_backward(gradient)
+        _backward(call.inside, gradient)
+        if call.takes_gradient:
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+
+
+@contextmanager
+def _fsdp_hooks_only(module: nn.Module) -> Iterator[None]:
+    """A context in which those of the module's forward hooks are away that are not FSDP's: there is no batch."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    kept = {name: getattr(module, name) for name in names}
+    for name, hooks in kept.items():
+        setattr(module, name, type(hooks)((key, hook) for key, hook in hooks.items() if _is_fsdp(hook)))
+    try:
+        yield
+    finally:
+        for name, hooks in kept.items():
+            setattr(module, name, hooks)
+
+
+def _is_fsdp(hook: Any) -> bool:
+    methods = (hook, getattr(hook, "__wrapped__", None))  # of a group of modules, the method is in a function
+    owners = (type(getattr(method, "__self__", None)) for method in methods)
+    return any(owner.__module__.startswith("torch.distributed.fsdp") for owner in owners)
