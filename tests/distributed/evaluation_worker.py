@@ -6,6 +6,7 @@ in one process, for comparison: :func:`scenarios`.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -78,8 +80,8 @@ class Module(LightningModule):
         self.hooks: list[str] = []
 
     def forward(self, batch: Tensor) -> Tensor:
-        output: Tensor = self.net(batch.reshape(-1, 1))
-        return output.reshape(-1)
+        output: Tensor = self.net(batch.reshape(-1, 1)).sum(1)
+        return output
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self(batch) - 1).square().mean()
@@ -159,7 +161,7 @@ class Watching(Module):
             self.all_gather(torch.ones(1))
         if self.how == "raw":
             torch.distributed.all_reduce(torch.ones(1))
-        self.log("mean", batch.mean())
+        self.log("mean", batch.mean() + 0 * self(batch).mean())
 
 
 class Lists(Module):
@@ -227,7 +229,7 @@ PASSES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "batch sampler": (lambda: DataLoader(Numbers(5), batch_sampler=Evens(SequentialSampler(Numbers(5)), 1, False)), {}),
     "stream": (lambda: DataLoader(Stream(5)), {}),
     "stream of one": (lambda: DataLoader(Stream(1)), {}),
-    "streams": (lambda: [DataLoader(Stream(1)), DataLoader(Stream(0)), DataLoader(Stream(3))], {}),
+    "streams": (lambda: [DataLoader(Stream(1)), DataLoader(Stream(3))], {}),
     "side by side": (lambda: CombinedLoader(sizes(5, 5), "max_size"), {}),
     "workers": (lambda: sizes(5, num_workers=1), {}),
 }  # fmt: skip
@@ -239,6 +241,11 @@ LIMITED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "own sampler": (lambda: sizes(5, sampler=DistributedSampler(Numbers(5), shuffle=False)), {}),
     "not divided": (lambda: sizes(5), {"use_distributed_sampler": False}),
 }
+
+
+MORE = ("five", "four", "one", "several", "shuffled", "streams")
+"""On three processes, too."""
+SHARDED = ("five", "one", "several", "several, the first small", "stream", "stream of one", "streams", "side by side")
 
 
 def validate(strategy: str, world_size: int, make: Callable[[], Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -323,6 +330,16 @@ def scenarios(folder: Path, world_size: int, strategy: str = "ddp") -> dict[str,
     if world_size > 1:
         for name, (make, count, arguments) in FAILURES.items():
             found[f"failure {name}"] = failure(strategy, world_size, make(), count, **arguments)
+    if world_size == 2 and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        for name in SHARDED:
+            found[f"sharded {name}"] = validate("fsdp", world_size, *PASSES[name])
+        for name in ("gather", "raw", "gather, even"):
+            make, count, arguments = FAILURES[name]
+            found[f"failure sharded {name}"] = failure("fsdp", world_size, make(), count, **arguments)
+        for count in (5, 1):
+            found[f"sharded fit {count}"] = fit("fsdp", world_size, count, folder / f"sharded_fit_{count}")
+        predictions = build("fsdp", world_size).predict(Module(), sizes(5))
+        found["sharded predict"] = [float(one) for one in predictions or []]
     return found
 
 
@@ -331,8 +348,11 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers")
     warnings.filterwarnings("ignore", ".*smaller than the logging interval")
-    world_size = int(sys.argv[2]) if sys.argv[2].isdigit() else 2
-    found = scenarios(folder, world_size)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size == 2:
+        found = scenarios(folder, world_size)
+    else:
+        found = {name: validate("ddp", world_size, *PASSES[name]) for name in MORE}
     torch.save(found, folder / f"rank_{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

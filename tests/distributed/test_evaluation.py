@@ -64,6 +64,17 @@ def test_what_several_processes_log_is_what_one_logs(
     assert_same(ranks[1][name].get("callback_metrics", {}), ranks[0][name].get("callback_metrics", {}))
 
 
+def test_three_processes(python: WarmPython, tmp_path: Path, alone: dict[str, Any]) -> None:
+    run(python, tmp_path, "torchrun", script=Path(worker.__file__), processes=3)
+    ranks = load(tmp_path, 3)
+    for name in worker.MORE:
+        assert sorted(x for rank in ranks for x in rank[name]["seen"]) == sorted(alone[name]["seen"])
+        for rank in ranks:
+            for mine, theirs in zip(rank[name]["results"], alone[name]["results"], strict=True):
+                assert_same(mine, theirs)
+    assert [rank["four"]["seen"] for rank in ranks] == [[0.0, 3.0], [1.0], [2.0]]
+
+
 def test_five_samples_on_two_processes(ranks: list[dict[str, Any]]) -> None:
     assert [rank["five"]["seen"] for rank in ranks] == [[0.0, 2.0, 4.0], [1.0, 3.0]]
     assert [rank["five"]["results"][0]["mean"] for rank in ranks] == [2.0, 2.0]
@@ -190,8 +201,44 @@ def test_an_exchange_in_each_batch_works_where_all_have_partners(ranks: list[dic
 
 
 def test_nothing_of_ours_warns(launched: tuple[str, list[dict[str, Any]]]) -> None:
-    """Not even that ``sync_dist`` is missing: what a step of an evaluation logs is reduced all the same."""
-    for line in launched[0].splitlines():
-        if "Warning" in line:
-            meant = ("'of_rank'", "samples in targets", "shuffling enabled", "is deprecated")
-            assert any(text in line for text in meant), line
+    """Not that ``sync_dist`` is missing, either, but once where the data is padded: a step's values are reduced."""
+    meant = ("'of_rank'", "samples in targets", "shuffling enabled", "is deprecated")
+    warned = [
+        line for line in launched[0].splitlines() if "Warning" in line and not any(text in line for text in meant)
+    ]
+    found = sorted(line.split("`self.log(")[-1].split(",")[0] for line in warned)
+    assert found == ["'in_hook'", "'min'", "'plain'", "'plain_sum'", "'rare'"]
+
+
+@pytest.mark.parametrize("name", worker.SHARDED)
+def test_a_sharded_engine_is_kept_in_step(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str) -> None:
+    """A process that lacks a batch takes part in the others' forward."""
+    if f"sharded {name}" not in ranks[0]:
+        pytest.skip("of torch 2.13")
+    for rank in ranks:
+        found = rank[f"sharded {name}"]
+        assert found["seen"] == rank[name]["seen"]
+        for mine, theirs in zip(found["results"], alone[name]["results"], strict=True):
+            assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("count", [5, 1])
+def test_a_sharded_fit_chooses_as_any_other(ranks: list[dict[str, Any]], count: int) -> None:
+    if "sharded fit 5" not in ranks[0]:
+        pytest.skip("of torch 2.13")
+    for rank in ranks:
+        found, ddp = rank[f"sharded fit {count}"], rank[f"fit {count}"]
+        assert_same(found["metrics"], ddp["metrics"])
+        assert found["score"] == ddp["score"]
+        assert found["lr"] == ddp["lr"]
+        assert found["running"] == pytest.approx(ddp["running"], abs=1e-6)
+        assert rank["sharded predict"] == rank["predict 5"]
+
+
+@pytest.mark.parametrize("how", ["gather", "raw"])
+def test_an_exchange_is_told_from_those_of_a_sharded_forward(ranks: list[dict[str, Any]], how: str) -> None:
+    if "sharded fit 5" not in ranks[0]:
+        pytest.skip("of torch 2.13")
+    for rank in ranks:
+        assert "at each batch, but they have different numbers" in rank[f"failure sharded {how}"]["raised"]
+        assert rank["failure sharded gather, even"]["results"][0]["mean"] == 1.5
