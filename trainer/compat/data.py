@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,13 +30,16 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
+from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
 from trainer.data.unpadded import Span, UnpaddedSampler
 from trainer.data.worker_signals import outlive_signals
 from trainer.data.workers import bounded
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, ResumeError
+from trainer.loops.accumulation import AccumulationWindow
 
 _STAGES = RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.PREDICTING
 
@@ -82,11 +88,32 @@ class _Connector(_DataConnector):
         self.attach_data(model, datamodule=datamodule)
 
 
+@dataclass
+class Carried:
+    """What a run keeps of one on another number of processes, which has begun it.
+
+    Attributes:
+        order: of its training samples.
+        given: the settings that are counted in batches, as this run was given them.
+        keeps_limit: whether ``limit_train_batches`` is as it was: the order has it already.
+        validation: batches of now between two validations, and whether an epoch's end has one in any case. None where
+            ``val_check_interval`` says it.
+    """
+
+    order: SampleOrder
+    given: dict[str, Any]
+    keeps_limit: bool
+    validation: tuple[int, bool] | None = None
+
+
 class DataSource:
     """Where a run's dataloaders come from: arguments, the module's methods, or a datamodule's.
 
     Args:
         trainer: the Trainer; Lightning's connector asks it for ranks and strategy.
+
+    Attributes:
+        carried: what the run keeps of one on another number of processes, which has begun it. None for nothing.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -98,6 +125,7 @@ class DataSource:
         self._made_in: dict[RunningStage, float] = {}
         self._outdated: set[RunningStage] = set()
         self.resumed: dict[str, Any] | None = None
+        self.carried: Carried | None = None
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
         """Note where each stage's dataloaders will come from.
@@ -111,7 +139,7 @@ class DataSource:
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
         self._outdated.clear()
-        self.resumed = None
+        self.resumed = self.carried = None
         for stage in _STAGES:
             loaders = given.get(stage)
             instance = datamodule if datamodule is not None else module if loaders is None else loaders
@@ -145,11 +173,20 @@ class DataSource:
         """
         self.resumed = state
 
+    def give_up_order(self) -> None:
+        """Have the training's dataloaders order their samples as they would in a run that begins."""
+        self.carried = self.resumed = None
+        self.forget(RunningStage.TRAINING)
+
     def forget(self, stage: RunningStage) -> None:
         """Make the dataloaders of ``stage`` anew when they are asked for next."""
         old = self._ready.pop(stage, None)
         if old is not None:
             old.close()
+
+    def ready(self, stage: RunningStage) -> LoaderSet | None:
+        """The dataloaders of ``stage``, if they have been made already."""
+        return self._ready.get(stage)
 
     def is_ready(self, stage: RunningStage) -> bool:
         """Whether the dataloaders of ``stage`` have been made already."""
@@ -240,9 +277,12 @@ class DataSource:
             _resolve_overfit_batches(combined, stage)
         for loader in combined.flattened:
             _check_dataloader_iterable(loader, source, trainer.state.fn)
-        combined.flattened = [self._prepare(loader, stage) for loader in combined.flattened]
+        unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
+        samplers = self._put_in_order(combined, unprepared) if training and self.carried is not None else []
         lengths = self._lengths(combined, training)
         spans = [Span(length, length) for length in lengths] if training else self._over_processes(lengths)
+        if self.carried is not None and samplers and self.carried.keeps_limit:
+            limit = 1.0
         most = [_parse_num_batches(stage, span.most, limit) for span in spans]
         limits = [min(pair) for pair in zip(lengths, most, strict=True)]
         fetcher = _select_data_fetcher(trainer, stage)
@@ -254,6 +294,8 @@ class DataSource:
         if not training:
             made.most = most
             made.spans = self._over_processes(limits if made.is_sequential else [made.num_batches()])
+        if samplers and type(made) is LoaderSet:
+            made.announce = partial(_weigh, trainer.loop.window, samplers[0])
         return made
 
     def _lengths(self, combined: CombinedLoader, training: bool) -> list[float]:
@@ -285,6 +327,46 @@ class DataSource:
             for most, fewest in zip(found[: len(batches)], found[len(batches) :], strict=True)
         ]
 
+    def _put_in_order(self, combined: CombinedLoader, unprepared: list[Any]) -> list[ElasticSampler]:
+        """Have the training's dataloader read its share of the samples in the carried order. Returns its sampler.
+
+        Args:
+            combined: the dataloader, prepared.
+            unprepared: as the user has made it.
+
+        Raises:
+            ResumeError: there are several, or one whose samples cannot be divided in another way.
+        """
+        assert self.carried is not None
+        if len(combined.flattened) != 1:
+            raise ResumeError(f"there are {len(combined.flattened)} training dataloaders, expected one")
+        given, loader = unprepared[0], combined.flattened[0]
+        if (reason := not_ordered(given) or not_ordered(loader)) is not None:
+            raise ResumeError(reason)
+        kind, own = self.carried.order.sampler, type(given.batch_sampler.sampler).__name__
+        if kind != own and "RandomSampler" in (kind, own) and kind != "DistributedSampler":
+            raise ResumeError(f"its sampler was a {kind} and is a {own}")
+        replicas = self._trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        if replicas["num_replicas"] > 1 and type(loader.batch_sampler.sampler) is not DistributedSampler:
+            raise ResumeError("use_distributed_sampler=False has each process read all samples")
+        engine = self._trainer.engine
+        sampler = ElasticSampler(
+            self.carried.order,
+            given.batch_sampler.sampler,
+            given.dataset,
+            replicas["num_replicas"],
+            replicas["rank"],
+            loader.batch_size,
+            lambda value: engine.broadcast(
+                value
+            ),  # not the method: who looks for generators would look into the engine
+        )
+        ordered = copy(loader)  # as if made with it: the attributes of a dataloader cannot be set
+        batches = BatchSampler(sampler, loader.batch_size, drop_last=False)
+        vars(ordered).update(sampler=sampler, batch_sampler=batches, drop_last=False, _iterator=None)
+        combined.flattened = [ordered]
+        return [sampler]
+
     def _prepare(self, loader: Any, stage: RunningStage) -> Any:
         shuffled = stage is RunningStage.TRAINING or _is_dataloader_shuffled(loader)
         if shuffled and stage is not RunningStage.TRAINING:
@@ -299,6 +381,10 @@ class DataSource:
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
         outlive_signals(loader)
         return loader
+
+
+def _weigh(window: AccumulationWindow, sampler: ElasticSampler, batch_idx: int) -> None:
+    window.batch_weight = sampler.weight_of(batch_idx)
 
 
 def move_training_batch(batch: Any, device: torch.device) -> Any:

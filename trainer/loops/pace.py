@@ -115,6 +115,11 @@ class Pace:
             for _ in range(done, int(most)):
                 engine.idle_forward()
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether processes have, or may have, different numbers of batches."""
+        return any(span.fewest < span.most for span in self._spans)
+
     def agree(self, objects: MetricObjects) -> None:
         """Have all processes reduce what any of them has logged of the current dataloader."""
         engine, metrics = self._engine, self._metrics
