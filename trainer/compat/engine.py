@@ -248,9 +248,9 @@ class LightningEngine:
 
     def idle_forward(self) -> None:
         """What DDP's next forward would exchange: the first process's buffers. There is no wrapper outside of a fit."""
-        wrapper = self.strategy.model
-        if isinstance(wrapper, DistributedDataParallel) and wrapper.will_sync_module_buffers():
-            wrapper._sync_buffers()
+        wrapper: Any = self.strategy.model
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            wrapper._sync_buffers()  # type: ignore[no-untyped-call]
             wrapper.require_forward_param_sync = False  # as after a forward without gradients
 
     def exchanges(self) -> int:
