@@ -57,13 +57,13 @@ def is_elastic(trainer: Any, checkpoint: dict[str, Any]) -> bool:
     return len(ours["processes"]) != trainer.engine.world_size or bool(ours.get(_KEY, {}).get("carried"))
 
 
-def resume(trainer: Any, checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
+def resume(trainer: Any, checkpoint: dict[str, Any], states: list[Any]) -> dict[str, Any]:
     """Have the run go on where a run on other processes was: its dataloaders, settings, counters.
 
     Args:
         trainer: whose counters are those of the checkpoint.
         checkpoint: what was read.
-        states: of each of its processes.
+        states: of each of its processes; None for others than this one, which as many processes need not have read.
 
     Returns:
         The state of this process, for ``ProcessState.load``.
@@ -77,7 +77,8 @@ def resume(trainer: Any, checkpoint: dict[str, Any], states: list[dict[str, Any]
     given, order = _given(trainer), SampleOrder.from_state(noted["samples"])
     keeps_limit = noted["given"]["limit_train_batches"] == given["limit_train_batches"]
     carried = trainer.data.carried = Carried(order, given, keeps_limit)
-    trainer.data.resume(states[0]["data"])  # so that no pass is opened
+    any_state: dict[str, Any] = next(state for state in states if state is not None)
+    trainer.data.resume(any_state["data"])  # so that no pass is opened
     loaders = trainer.data.loaders(RunningStage.TRAINING, anew=True)
     if loaders is None:
         raise ResumeError("limit_train_batches is 0")
@@ -92,14 +93,17 @@ def resume(trainer: Any, checkpoint: dict[str, Any], states: list[dict[str, Any]
     ]
     if trainer.enable_validation and noted["given"]["val_check_interval"] == given["val_check_interval"]:
         carried.validation = _validation(trainer, change)
-    is_same = len(states) == trainer.engine.world_size and noted["batch_size"] == sampler.batch_size
-    done = trainer.progress.batches_this_epoch if is_same else _position(states[0], trainer.progress, change)
+    is_same = len(states) == trainer.engine.world_size
+    if is_same and change.was != change.now:
+        raise ResumeError(f"a batch of all processes had {change.was} samples and has {change.now}")
+    done = trainer.progress.batches_this_epoch if is_same else _position(any_state, trainer.progress, change)
     # nothing is refused from here on
     _accumulate(trainer, needed)
     for config, frequency in zip(schedules, frequencies, strict=False):
         config.frequency = frequency
     if is_same:
-        return states[int(trainer.global_rank)]
+        own: dict[str, Any] = states[trainer.global_rank]
+        return own
     change.translate(trainer.progress, done)
     state: dict[str, Any]
     state, lost = trainer.process.taken_over(states)
