@@ -7,7 +7,7 @@ post-mortems use nothing else of an engine than what is here; only ``trainer.com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -118,6 +118,9 @@ class Engine(Protocol):
     def launch(self) -> Callable[..., Any]:
         """Calls ``function(*args)`` in every process, and returns what it returned in this one."""
 
+    def refuse(self, callbacks: Iterable[Any]) -> None:
+        """Raise an UnsupportedError, if one of the Trainer's callbacks cannot work on this engine."""
+
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the one to run. Nothing is moved yet."""
 
@@ -154,8 +157,12 @@ class Engine(Protocol):
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
 
+    @property
+    def next_forward_exchanges(self) -> bool:
+        """Whether the next forward begins by making buffers equal on all processes. It does so mostly, not always."""
+
     def abandon_forward(self) -> None:
-        """The forward that has raised will be run again: what it has exchanged with other processes is not repeated."""
+        """Have the next forward not begin by that: it is one that has raised, run again; or that of a resumed run."""
 
     def sum(self, *values: Weight) -> list[Weight]:
         """The sums of these over the processes. On a GPU they stay there, and nothing waits for them."""
