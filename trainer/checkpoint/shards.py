@@ -61,17 +61,24 @@ Template = Callable[[Path_, torch.Size, torch.dtype], Tensor | None]
 # --- what goes where --------------------------------------------------------------------------------------------------
 
 
-def taken_apart(checkpoint: dict[str, Any], *, is_first: bool) -> tuple[Tree, dict[str, Tensor], Any]:
-    """A checkpoint of this process as :func:`write` takes it: the tree, the tensors, and what is this process's own."""
+def taken_apart(checkpoint: dict[str, Any], rank: int = 0) -> tuple[Tree, dict[str, Tensor], dict[int, Any]]:
+    """A checkpoint as :func:`write` takes it: the tree, the tensors, and what processes have for themselves.
+
+    Args:
+        checkpoint: of the process ``rank``, with what it has for itself; or one that was read from a file, with what
+            all processes have, which is for process 0 to write.
+        rank: which process this is.
+    """
     loops = checkpoint.get("loops", {})
     ours = dict(loops.get(OUR_KEY, {}))
-    own = ours.pop("processes", None)
+    processes = ours.pop("processes", [])
     checkpoint = {**checkpoint, "loops": {**loops, OUR_KEY: ours}} if ours else checkpoint
-    return *split(checkpoint, ours.get("parameters", []), is_first=is_first), own[0] if own else None
+    tree, tensors = split(checkpoint, ours.get("parameters", []), is_first=rank == 0)
+    return tree, tensors, dict(enumerate(processes, start=rank))
 
 
 def read_whole(folder: Path, **options: Any) -> dict[str, Any]:
-    """A checkpoint folder as a file would have it, by :func:`read`, whose options these are."""
+    """A checkpoint folder as a file would have it, read by :func:`read`, whose options these are."""
     checkpoint, processes = read(folder, **options)
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"], names = by_number(checkpoint["optimizer_states"])
@@ -181,7 +188,7 @@ def write(
     place: Path,
     tree: Tree,
     tensors: dict[str, Tensor],
-    own: Any,
+    own: Mapping[int, Any],
     facts: Mapping[str, Any],
     group: distributed.ProcessGroup | None,
 ) -> Manifest:
@@ -191,7 +198,7 @@ def write(
         place: where it is to be; on a file system that all processes share.
         tree: from :func:`split`; process 0's is written.
         tensors: from :func:`split`; nobody changes them meanwhile.
-        own: what this process has for itself, or None.
+        own: what this process has for itself, by its number.
         facts: more for the manifest; plain values.
         group: the processes, by gloo, in a group that nobody else uses; None for this process alone.
 
@@ -209,8 +216,8 @@ def write(
         def write_own() -> dict[str, tuple[int, str]]:
             if rank == 0:
                 files.save(tree, part / STATE)
-            if own is not None:
-                files.save(own, part / _process_file(rank))
+            for number, state in own.items():
+                files.save(state, part / _process_file(number))
             return files.sums
 
         sums = {name: one for each in _together(group, write_own) for name, one in each.items()}
@@ -347,6 +354,7 @@ def read(
     weights_only: bool = True,
     template: Template | None = None,
     process: tuple[int, int] | None = None,
+    only: str = "",
 ) -> tuple[Tree, list[Any]]:
     """Read a checkpoint folder, which has been verified. No other process is needed.
 
@@ -356,6 +364,7 @@ def read(
         template: what tensors are read into. None reads whole ones into host memory.
         process: the number of this process, and of how many. Where as many have written the checkpoint, only what this
             one had for itself is read. None reads what all had.
+        only: a key of the checkpoint, such as ``"state_dict"``: tensors elsewhere are not read, and stay without data.
 
     Returns:
         The checkpoint, its optimizers' states by the names of parameters; and what each process had for itself, None
@@ -371,7 +380,7 @@ def read(
     targets: dict[str, Tensor] = {}
 
     def make(path: Path_, value: Tensor) -> Tensor:
-        if not value.is_meta:
+        if not value.is_meta or (only and path[0] != only):
             return value
         key = _key(path, targets)
         found = metadata.state_dict_metadata.get(key)

@@ -134,7 +134,7 @@ class CheckpointFiles(TorchCheckpointIO):
                 f"Got CheckpointFiles(sharded=True) and a checkpoint at {path}, expected a folder of this machine's"
                 " file systems. Write there, or use sharded=False."
             )
-        tree, tensors, own = shards.taken_apart(checkpoint, is_first=group is None or group.rank() == 0)
+        tree, tensors, own = shards.taken_apart(checkpoint, 0 if group is None else group.rank())
         rest, copied = (tree, own), None
         if self.asynchronous:
             tensors = self._staged(tensors)
@@ -155,7 +155,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return staged
 
     def _save_shards(
-        self, tree: Any, own: Any, tensors: Any, facts: dict[str, Any], place: Path, group: Any
+        self, tree: Any, own: dict[int, Any], tensors: Any, facts: dict[str, Any], place: Path, group: Any
     ) -> list[str]:
         from trainer.checkpoint import shards
 

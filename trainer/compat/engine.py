@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_signal
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 
 from trainer.arguments import refuse_other_package
 from trainer.checkpoint import sharded_files
+from trainer.compat import cluster
 from trainer.compat.checkpoint_io import CheckpointFiles, adopt, files_of, local_path, without_objects
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.launchers import WatchedLauncher, signals_passed_on
@@ -84,6 +86,7 @@ class LightningEngine:
         self._trainer = trainer
         self.connector = _AcceleratorConnector(plugins=plugins, precision=None, **options)
         self.strategy: Strategy = self.connector.strategy
+        cluster.check_local_rank(self.connector.cluster_environment, self.strategy)
         if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise UnsupportedError(
                 f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device,"
@@ -169,6 +172,9 @@ class LightningEngine:
         launcher = self.strategy.launcher
         if isinstance(launcher, _MultiProcessingLauncher):
             return partial(self._spawn, launcher)
+        if launcher is None and self._trainer.state.fn is TrainerFn.FITTING:
+            cluster.check_alone(self.connector.cluster_environment)
+        cluster.check_counts(self.connector.cluster_environment, self.strategy)
         return operator.call if launcher is None else partial(launcher.launch, trainer=self._trainer)
 
     @property
@@ -191,7 +197,11 @@ class LightningEngine:
 
     def setup_environment(self) -> None:
         """Select the device and join the process group."""
-        self.strategy.setup_environment()
+        try:
+            cluster.join_process_group(self.strategy)
+            self.strategy.setup_environment()
+        except torch.distributed.DistNetworkError as error:
+            raise cluster.explained(error) from error
         if self.world_size > 1:
             leave_group_at_exit()
 
@@ -229,6 +239,11 @@ class LightningEngine:
         assert strategy.model is not None
         assert strategy.lightning_module is not None
         return strategy._forward_redirection(strategy.model, strategy.lightning_module, name, *args)
+
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """The bare module's."""
+        step: Callable[..., Any] = getattr(self.strategy.lightning_module, name)
+        return step
 
     def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
         """None: the loop does one thing after the other."""

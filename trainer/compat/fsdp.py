@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lightning.fabric.strategies.model_parallel import _setup_device_mesh
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -197,19 +198,22 @@ class FSDP2Strategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state dict, on rank 0."""
         assert self.lightning_module is not None
-        return state.module_state(self.lightning_module)
+        whole: dict[str, Any] = state.gathered(self.lightning_module.state_dict(), self.is_global_zero)
+        return whole
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a whole state dict."""
+        """Load a state dict, whole or sharded."""
         assert self.lightning_module is not None
         state.load_module_state(self.lightning_module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """One optimizer's whole state dict, on rank 0."""
-        return state.optimizer_state(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        whole: dict[str, Any] = state.gathered(bare.state_dict(), self.is_global_zero)
+        return whole
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole state dicts."""
+        """Load state dicts, whole or sharded."""
         for optimizer, one in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             state.load_optimizer_state(optimizer, one)
 
@@ -300,6 +304,26 @@ class ShardedEngine(LightningEngine):
         assert self.strategy.sharded is not None
         return self.strategy.sharded
 
+    def module_state(self) -> dict[str, Any]:
+        """The module's state dict, of sharded tensors."""
+        assert self.strategy.lightning_module is not None
+        found: dict[str, Any] = self.strategy.lightning_module.state_dict()
+        return found
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """One optimizer's state dict, of sharded tensors."""
+        return optimizer.state_dict()
+
+    def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """``checkpoint`` with whole tensors, on rank 0."""
+        whole: dict[str, Any] = state.gathered(checkpoint, self.global_rank == 0)
+        return whole
+
+    def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Sharded as the parameter that it belongs to."""
+        assert self.strategy.lightning_module is not None
+        return state.template(self.strategy.lightning_module, place, shape, dtype)
+
     @property
     def replicas(self) -> int:
         """How many processes have batches of their own."""
@@ -358,6 +382,16 @@ class ShardedEngine(LightningEngine):
         with torch.no_grad():
             sharded.idle.forward(_STEPS[self._trainer.state.stage])
         sharded.reshard_root()
+
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """By the module's own forward, where its weights are gathered."""
+        return partial(self._replay, name)
+
+    def _replay(self, name: str, *args: Any) -> Any:
+        try:
+            return self._through_wrapper(name, *args)
+        finally:
+            self._sharded().idle.forget()
 
 
 _NEED_WHOLE = {

@@ -136,6 +136,9 @@ class Engine(Protocol):
     def step_function(self, name: str) -> Callable[..., Any]:
         """The module's ``training_step`` (``validation_step``, ...), going through the wrapper where there is one."""
 
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """The module's step once more, by itself: nothing is exchanged by it but what it cannot be computed without."""
+
     def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
         """What takes the place of ``FitLoop.train_batch``, where backward, step and update are one for the engine.
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as distributed
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
+from trainer.engine.sharding.state import load_waiting_gradients, waiting_gradients
 from trainer.engine.sharding.wrap import ShardedModule
 from trainer.precision.scaler import LossScaler
+
+_WHOLE = "whole: "  # in names of a checkpoint
 
 
 class ShardedGradients(Gradients):
@@ -28,6 +32,8 @@ class ShardedGradients(Gradients):
         sharded: returns the sharded module.
         device: of the processes' exchanges; parts may be on the CPU instead.
     """
+
+    are_parts = True
 
     def __init__(self, scaler: LossScaler, sharded: Callable[[], ShardedModule], device: torch.device) -> None:
         super().__init__(scaler)
@@ -115,17 +121,53 @@ class ShardedGradients(Gradients):
         """The parameters, and this process's parts of their gradients."""
         return [(parameter, _part(gradient)) for parameter, gradient in super().local(optimizer)]
 
+    def part(self, tensor: Tensor) -> Tensor:
+        """This process's part."""
+        return _part(tensor)
+
+    def total(self, counts: Tensor, of: Sequence[Tensor]) -> Tensor:
+        """One exchange. What several processes hold is counted by each of them, and divided by their number."""
+        copies = torch.tensor([_copies(parameter) for parameter in of], dtype=torch.float64)
+        sums = counts.to(self._device, torch.float64) / copies.to(self._device).unsqueeze(1)
+        distributed.all_reduce(sums)
+        return sums
+
+    def leaves(self, module: nn.Module) -> dict[str, Tensor]:
+        """The whole parameters, as they are during a forward pass. Each block is gathered once, to find them."""
+        self._sharded().reshard_root()
+        parameters, found = dict(module.named_parameters()), dict[str, Tensor]()
+        for path, block in module.named_modules():
+            if isinstance(block, FSDPModule):
+                block.unshard()
+                now = module.get_submodule(path).named_parameters(path)
+                found |= {name: whole for name, whole in now if whole is not parameters.get(name)}
+                block.reshard()
+        return {name: found.get(name, parameter) for name, parameter in parameters.items()}
+
+    def idle_loss(self) -> Tensor:
+        """The collectives of the other processes' forward pass."""
+        self._sharded().idle.forget()
+        return self._sharded().idle.forward()
+
     def state_dict(
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
     ) -> dict[str, Tensor]:
-        """This process's parts of the gradients that no weight update has used yet."""
-        return {name: _part(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
+        """This process's parts of the gradients that no weight update has used yet; whole ones of an open window."""
+        parameters, optimizers = list(parameters), list(optimizers)
+        found = {name: _part(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
+        held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        whole = {id(one): gradient for one, gradient in waiting_gradients(self._sharded().root).items()}
+        return found | {_WHOLE + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
 
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         """Put back what :meth:`state_dict` returned, on as many processes."""
         parameters = list(parameters)
-        whole = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
-        super().load_state_dict(parameters, whole)
+        parts = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
+        super().load_state_dict(parameters, parts)
+        whole: dict[Any, Tensor] = {p: state[_WHOLE + name] for name, p in parameters if _WHOLE + name in state}
+        if whole:
+            load_waiting_gradients(self._sharded().root, whole)
+            self.scaler.expect_scaled(self._device)
 
     def _parts(self, optimizer: Optimizer) -> list[Tensor]:
         return [_part(gradient) for gradient in _gradients(optimizer)]

@@ -103,6 +103,10 @@ class IdlePasses:
             self._known[step] = self._current
             self._current = None
 
+    def forget(self) -> None:
+        """The last forward was none of a batch's."""
+        self._current = None
+
     # --- taking part ----------------------------------------------------------------------------------------
 
     def forward(self, step: str = TRAINING) -> Tensor:
