@@ -1,7 +1,7 @@
 """What every process of ``test_fsdp.py`` runs: all kinds of modules, by DDP and by FSDP2.
 
-``torchrun ... fsdp_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``. Further arguments are names of
-scenarios, in the place of all of them.
+``torchrun ... fsdp_worker.py FOLDER torchrun`` leaves what each rank saw in ``FOLDER/rank_R.pt``. Further arguments are
+names of scenarios, in the place of all of them.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ def scenarios() -> dict[str, Scenario]:
 
 
 def main() -> None:
-    folder, *names = sys.argv[1:]
+    folder, _, *names = sys.argv[1:]
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers")
     warnings.filterwarnings("ignore", ".*smaller than the logging interval")
