@@ -31,6 +31,13 @@ class UnsupportedError(ConfigurationError, NotImplementedError):
     """Something Lightning offers and this package does not (yet). Raised when the Trainer is built."""
 
 
+class ClusterError(ConfigurationError):
+    """What a launcher (torchrun, Slurm) has started, or said, does not go together with the Trainer's arguments.
+
+    Also where the processes of a run cannot find each other, or do not see the same files.
+    """
+
+
 class PrecisionError(ConfigurationError):
     """A precision that does not exist, or that the chosen device cannot compute in."""
 

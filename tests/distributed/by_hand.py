@@ -48,11 +48,16 @@ def wrap(net: Net, engine: str) -> nn.Module:
 
 def clip_(parameters: list[nn.Parameter], how: str) -> Tensor:
     """Clip; returns the norm before."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if how == "value":
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(gradients)
         torch.nn.utils.clip_grad_value_(parameters, CLIPPING[how])
+    elif how == "inf":  # of whole gradients: of a DTensor, torch cannot compute it where a shard is empty
+        whole = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        norm = torch.nn.utils.get_total_norm(whole, float("inf"))
+        torch.nn.utils.clip_grads_with_norm_(parameters, CLIPPING[how], norm)
     else:
-        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIPPING[how], float("inf") if how == "inf" else 2.0)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIPPING[how])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -66,30 +66,34 @@ class Ranks:
             What it returned, by rank.
 
         Raises:
-            RankError: what it raised in the process that was first; or which processes have not answered.
+            RankError: what it raised, or that there is no answer, by rank, first things first.
         """
         if not self._processes:
             self._start()
         for connection in self._calls:
             connection.send_bytes(pickle.dumps((function, arguments)))
         results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
         ends = time.monotonic() + self.timeout
-        while len(results) < self.size:
-            waiting = [connection for rank, connection in enumerate(self._answers) if rank not in results]
-            ready = wait(waiting, max(0.0, ends - time.monotonic()))
+        while len(results) + len(errors) < self.size:
+            waiting = {c: rank for rank, c in enumerate(self._answers) if rank not in results and rank not in errors}
+            ready = wait([*waiting], max(0.0, ends - time.monotonic()))
             if not ready:
-                missing = [rank for rank in range(self.size) if rank not in results]
-                self.end()
-                raise RankError(f"no answer from rank {missing} within {self.timeout:g} s")
+                errors |= dict.fromkeys(waiting.values(), "no answer")
             for connection in ready:
-                rank = self._answers.index(connection)  # type: ignore[arg-type]
+                rank = waiting[connection]  # type: ignore[index]
                 try:
-                    results[rank], error = pickle.loads(self._answers[rank].recv_bytes())
+                    result, error = pickle.loads(self._answers[rank].recv_bytes())
                 except EOFError:
-                    error = "the process has ended"
-                if error is not None:
-                    self.end()
-                    raise RankError(f"rank {rank}: {error}")
+                    result, error = None, "the process has ended"
+                if error is None:
+                    results[rank] = result
+                else:
+                    errors[rank] = error
+                    ends = min(ends, time.monotonic() + 3.0)  # the others may wait for this one in vain
+        if errors:
+            self.end()
+            raise RankError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
         return [results[rank] for rank in range(self.size)]
 
     def _start(self) -> None:

@@ -1,8 +1,8 @@
 """Descriptions of fits that run on any engine: by our Trainer (:func:`fit`), and by hand (``by_hand.py``).
 
 A :class:`Setup` says what is trained on which batches, and what goes wrong on the way. :func:`draw` draws one. On an
-engine of W processes each has batches of its own. A single device gets the same batches one after the other, and W times
-as many for each weight update: the mathematics are the same, so weights differ by rounding alone.
+engine of W processes each has batches of its own. A single device gets the same batches one after the other, and W
+times as many for each weight update: the mathematics are the same, so weights differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPTIMIZERS = {
     "adamw-fused": partial(torch.optim.AdamW, lr=0.01, eps=1e-2, fused=True),
     "adam-fused": partial(torch.optim.Adam, lr=0.01, eps=1e-2, fused=True),
 }
-"""Of a large epsilon: with the usual one, the sign of a gradient that is 0 but for rounding moves a weight by its rate."""
+"""Of a large epsilon: with the usual one, the sign of a gradient that is 0 but for rounding moves a weight by lr."""
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 SCALER = {"init_scale": 1024.0, "growth_interval": 3}
 CLIPPING = {"norm": 0.3, "inf": 0.1, "value": 0.05}

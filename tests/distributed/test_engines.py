@@ -1,6 +1,7 @@
 """The same fits on every engine, by our Trainer and by hand: one device, DDP, and FSDP2, on two processes.
 
-A seed is a set-up (``setups.draw``). ``RANDOM_SETUPS=1000`` tries that many, ``RANDOM_SETUPS=500:1000`` those from 500 on.
+A seed is a set-up (``setups.draw``). ``RANDOM_SETUPS=1000`` tries that many, ``RANDOM_SETUPS=500:1000`` those from 500
+on.
 """
 
 from __future__ import annotations
@@ -39,15 +40,12 @@ def traces(ranks: Ranks, setup: Setup, engine: str) -> tuple[list[Trace], list[T
 
 
 def assert_same(ours: Trace, theirs: Trace, tolerance: float) -> None:
-    """To the bit, if the tolerance is 0."""
+    """To the bit, if the tolerance is 0; but for norms, which are sums in an order of their own."""
     assert ours.counts == theirs.counts
     for name in ("skipped", "scales", "next_scales", "rates"):
         assert getattr(ours, name) == getattr(theirs, name), name
-    for name in ("norms", "val_losses"):
-        mine, other = (torch.tensor(getattr(trace, name)) for trace in (ours, theirs))
-        torch.testing.assert_close(
-            mine, other, rtol=10 * tolerance, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert ours.val_losses == pytest.approx(theirs.val_losses, rel=tolerance, abs=tolerance, nan_ok=True)
+    assert ours.norms == pytest.approx(theirs.norms, rel=max(1e-6, 20 * tolerance), nan_ok=True)
     assert len(ours.weights) == len(theirs.weights)
     for epoch, (mine, other) in enumerate(zip(ours.weights, theirs.weights, strict=True)):
         close(mine, other, tolerance, f"epoch {epoch}")
@@ -63,8 +61,14 @@ def close(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], toleran
 
 
 def tolerance_of(setup: Setup, engine: str) -> float:
-    """How far our weights may be from those of the loop by hand."""
-    return 0.0 if setup.is_plain_mean else TOLERANCES[setup.precision]
+    """How far our weights may be from those of the loop by hand: not at all, unless sums are in another order.
+
+    That is so in windows of unequal weights, whose unit is ours, and where the norm that clips has been added up over
+    shards: DTensors add up the processes' parts of each parameter, we add up each process's parts.
+    """
+    if setup.is_plain_mean and (engine != "fsdp" or setup.clip != "norm"):
+        return 0.0
+    return TOLERANCES[setup.precision]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -244,41 +244,30 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
             run.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
 
 
-def process_state_in(checkpoint: dict[str, Any], engine: Engine, *, exact: bool) -> dict[str, Any] | None:
-    """What a checkpoint has of this process; None where it has nothing of processes.
+def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[str, Any]]:
+    """What a checkpoint has of each process; [] where it has nothing of processes.
 
     Args:
         checkpoint: from :func:`read`.
-        engine: knows which process this is.
-        exact: whether to refuse what another number of processes, or another version of this package, has written;
-            otherwise it is left alone.
+        exact: whether to refuse what another version of this package has written; otherwise it is left alone.
 
     Raises:
         ResumeError: it was, and ``exact`` is set.
     """
     ours = checkpoint.get("loops", {}).get(OUR_KEY, {})
-    processes = ours.get("processes", [])
-    if not processes:
-        return None
-    if ours["format"] != FORMAT:
-        problem = (
-            f"The checkpoint was written by another version of this package (format {ours['format']}, expected"
-            f" {FORMAT}): its random states and its place in the data cannot be read."
-        )
-        advice = "Resume with that version"
-    elif len(processes) != engine.world_size:
-        problem = (
-            f"The checkpoint was written by a run of {len(processes)} processes, this one has {engine.world_size}: each"
-            " gets other samples and random numbers than in the run that wrote it."
-        )
-        advice = "Resume with the same number"
-    else:
-        state: dict[str, Any] = processes[engine.global_rank]
-        return state
+    processes: list[dict[str, Any]] = ours.get("processes", [])
+    if not processes or ours["format"] == FORMAT:
+        return processes
+    problem = (
+        f"The checkpoint was written by another version of this package (format {ours['format']}, expected {FORMAT}):"
+        " its random states and its place in the data cannot be read."
+    )
     if exact:
-        raise ResumeError(f"{problem} {advice}, or go on all the same with Trainer(exact_resume=False).")
+        raise ResumeError(
+            f"{problem} Resume with that version, or go on all the same with Trainer(exact_resume=False)."
+        )
     warnings.warn(f"{problem} The run goes on, but not exactly.", stacklevel=2)
-    return None
+    return []
 
 
 def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:

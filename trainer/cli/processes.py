@@ -122,15 +122,16 @@ def agree(folder: str) -> str:
     key-value store for the ranks to find each other; the name goes through that before there is a process
     group.
     """
-    if not under_torchrun() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not under_torchrun():
         return folder
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from trainer.engine.rendezvous import is_served, store_of_this_start
 
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    key = f"amp_trainer/folder/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if not is_served():
+        return folder
+    store = store_of_this_start()
     if is_first():
-        store.set(key, folder)
-    return str(store.get(key).decode())
+        store.set("folder", folder)
+    return str(store.get("folder").decode())
 
 
 def is_debug() -> bool:

@@ -10,17 +10,17 @@ from typing import Any
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_registry import _is_registry, download_model_from_registry
 from lightning_utilities.core.imports import module_available
 
 from trainer import redaction
 from trainer.checkpoint import state as checkpoints
-from trainer.compat import hparams, loop_state, model_checkpoints, resuming
+from trainer.compat import elastic, hparams, loop_state, model_checkpoints, resuming
 from trainer.compat.checkpoint_io import local_path
 from trainer.compat.logging import ModuleScope
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, ResumeError
 
 VERSION_KEY = "pytorch-lightning_version"
 
@@ -106,11 +106,36 @@ class CheckpointConnector(_CheckpointConnector):
                 f"You restored a checkpoint with current_epoch={trainer.current_epoch}, but you have set"
                 f" Trainer(max_epochs={trainer.max_epochs}). Set max_epochs to the number of epochs in all."
             )
-        state = checkpoints.process_state_in(checkpoint, trainer.engine, exact=trainer.exact_resume)
+        state = self._process_state(checkpoint)
         position = loop_state.data_position_in(checkpoint, trainer.progress, trainer.max_steps != -1)
         if state is not None or position:
             trainer.data.resume((state or {}).get("data") or position)
         return state
+
+    def _process_state(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        """What a checkpoint has of this process: translated, where other processes have written it. None for nothing.
+
+        Raises:
+            ResumeError: they have, it cannot be, and the resume is to be exact.
+        """
+        trainer = self.trainer
+        states = checkpoints.process_states_in(checkpoint, exact=trainer.exact_resume)
+        if not states or not elastic.is_elastic(trainer, checkpoint):
+            return states[trainer.global_rank] if states else None
+        try:
+            return elastic.resume(trainer, checkpoint, states)
+        except ResumeError as error:
+            problem = (
+                f"The checkpoint was written by a run of {len(states)} processes, this one has {trainer.world_size}:"
+                f" each update would get other samples, for {error}."
+            )
+            if trainer.exact_resume:
+                raise ResumeError(
+                    f"{problem} Resume with the same number, or go on all the same with Trainer(exact_resume=False)."
+                ) from None
+        trainer.data.give_up_order()
+        rank_zero_warn(f"{problem} The run goes on, but not exactly.")
+        return None
 
     def forget(self) -> None:
         """After everything is restored: say so, and free the memory."""
@@ -171,6 +196,7 @@ class CheckpointConnector(_CheckpointConnector):
         outer = scope.enter("on_save_checkpoint")
         checkpoint = checkpoints.dump(trainer, as_lightning, weights_only=bool(weights_only))
         scope.enter(outer)
+        elastic.note(trainer, checkpoint)
         hparams.make_loadable(checkpoint, module, trainer.datamodule)  # after the hooks, which may have changed them
         return checkpoint
 

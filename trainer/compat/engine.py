@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_signal
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 
 from trainer.arguments import refuse_other_package
 from trainer.checkpoint import sharded_files
+from trainer.compat import cluster
 from trainer.compat.checkpoint_io import CheckpointFiles, adopt, files_of, local_path, without_objects
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.launchers import WatchedLauncher, signals_passed_on
@@ -36,8 +38,10 @@ from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
 from trainer.engine.agreement import Agreement
 from trainer.engine.gradients import Gradients, zero_loss
+from trainer.engine.initialisation import initialise
 from trainer.engine.processes import children, leave_group_at_exit
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
+from trainer.engine.sharding.wrap import put_back
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
@@ -82,10 +86,11 @@ class LightningEngine:
         self._trainer = trainer
         self.connector = _AcceleratorConnector(plugins=plugins, precision=None, **options)
         self.strategy: Strategy = self.connector.strategy
+        cluster.check_local_rank(self.connector.cluster_environment, self.strategy)
         if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise UnsupportedError(
-                f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device or"
-                " DDP. Sharded strategies are not supported yet: use strategy='ddp'."
+                f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device,"
+                " DDP or FSDP: strategy='ddp', or strategy='fsdp' to shard the model."
             )
         self._ddp = self.strategy if isinstance(self.strategy, DDPStrategy) else None  # asked for at every step
         self.precision = precision.for_device(self.device)
@@ -167,6 +172,9 @@ class LightningEngine:
         launcher = self.strategy.launcher
         if isinstance(launcher, _MultiProcessingLauncher):
             return partial(self._spawn, launcher)
+        if launcher is None and self._trainer.state.fn is TrainerFn.FITTING:
+            cluster.check_alone(self.connector.cluster_environment)
+        cluster.check_counts(self.connector.cluster_environment, self.strategy)
         return operator.call if launcher is None else partial(launcher.launch, trainer=self._trainer)
 
     @property
@@ -179,6 +187,9 @@ class LightningEngine:
         with signals_passed_on(launcher):
             return launcher.launch(function, *args, trainer=self._trainer)
 
+    def refuse(self, callbacks: Iterable[Any]) -> None:
+        """Every callback works."""
+
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the strategy's."""
         self.strategy.precision_plugin = self.adapter  # another Trainer may have been built with the strategy since
@@ -186,13 +197,20 @@ class LightningEngine:
 
     def setup_environment(self) -> None:
         """Select the device and join the process group."""
-        self.strategy.setup_environment()
+        try:
+            cluster.join_process_group(self.strategy)
+            self.strategy.setup_environment()
+        except torch.distributed.DistNetworkError as error:
+            raise cluster.explained(error) from error
         if self.world_size > 1:
             leave_group_at_exit()
 
     def convert_module(self) -> None:
         """Put the module into the precision's dtype."""
+        put_back(self.model)  # an earlier run may have failed
         self.strategy.model = self.precision.convert_module(self.model)
+        if not self.restores_after_setup:
+            initialise(self.model, self.device)
 
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
@@ -221,6 +239,11 @@ class LightningEngine:
         assert strategy.model is not None
         assert strategy.lightning_module is not None
         return strategy._forward_redirection(strategy.model, strategy.lightning_module, name, *args)
+
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """The bare module's."""
+        step: Callable[..., Any] = getattr(self.strategy.lightning_module, name)
+        return step
 
     def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
         """None: the loop does one thing after the other."""

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from trainer.compat.cluster import check_addresses
 from trainer.engine.processes import children, name_parent, parent_watched
 
 ENDING_SIGNALS = [signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGTERM]
@@ -26,6 +27,7 @@ class WatchedLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other processes, and call ``function`` in this one."""
         environment = self.cluster_environment
+        check_addresses(environment, self.num_nodes, self.num_nodes * self.num_processes)
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             name_parent()

@@ -24,12 +24,12 @@ parameters' gradients. Ours finds them by ``LossScaler.gradients_of``, which wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
@@ -47,12 +47,11 @@ class Gradients:
         scaler: the one in use; see :meth:`use_scaler`.
         calls_module_backward: whether :meth:`backward` ends in the module's own ``backward``, so that the loop is not
             to call that.
-        corrects_losses: whether processes may exchange numbers between a forward and its backward pass: whether one
-            that has no loss has taken part in all exchanges of the others' forward by then.
+        are_parts: whether a process holds no more than parts of parameters and gradients.
     """
 
     calls_module_backward = False
-    corrects_losses = True
+    are_parts = False
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
@@ -85,6 +84,10 @@ class Gradients:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scaled loss to those of the window's earlier batches."""
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
+        """A backward pass inside of ``training_step``: ``run`` on the scaled loss."""
+        run(loss)
 
     def forward_without_loss(self) -> None:
         """Take part in the other processes' forward pass, in the place of a batch that has no loss."""
@@ -163,6 +166,36 @@ class Gradients:
         A figure of what is spread over processes is that of one process only: sum it over them before it is told.
         """
         return [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """As much of a parameter, or of anything else, as this process holds, as a plain tensor."""
+        return tensor
+
+    def total(self, counts: Tensor, of: Sequence[Tensor]) -> Tensor:
+        """What the processes have counted in their parts, added up: each part once, however many hold a copy of it.
+
+        All processes call this together, with the same parameters. Nothing waits for a GPU.
+
+        Args:
+            counts: this process's, of shape (parameters, any).
+            of: the parameters.
+
+        Returns:
+            The sums, of the same shape.
+        """
+        return counts
+
+    def leaves(self, module: nn.Module) -> dict[str, Tensor]:
+        """What a forward pass computes with, by the parameters' names: where its backward pass brings gradients."""
+        return dict(module.named_parameters())
+
+    def idle_loss(self) -> Tensor | None:
+        """A forward pass in step with those of the other processes, in the place of a batch that this one lacks.
+
+        Returns:
+            A loss without a value: its backward passes are in step with theirs, too. None where they do not wait.
+        """
+        return None
 
     def state_dict(
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]

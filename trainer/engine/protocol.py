@@ -7,7 +7,7 @@ post-mortems use nothing else of an engine than what is here; only ``trainer.com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -118,6 +118,9 @@ class Engine(Protocol):
     def launch(self) -> Callable[..., Any]:
         """Calls ``function(*args)`` in every process, and returns what it returned in this one."""
 
+    def refuse(self, callbacks: Iterable[Any]) -> None:
+        """Raise an UnsupportedError, if one of the Trainer's callbacks cannot work on this engine."""
+
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the one to run. Nothing is moved yet."""
 
@@ -132,6 +135,9 @@ class Engine(Protocol):
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """The module's ``training_step`` (``validation_step``, ...), going through the wrapper where there is one."""
+
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """The module's step once more, by itself: nothing is exchanged by it but what it cannot be computed without."""
 
     def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
         """What takes the place of ``FitLoop.train_batch``, where backward, step and update are one for the engine.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as distributed
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
@@ -32,6 +33,8 @@ class ShardedGradients(Gradients):
         device: of the processes' exchanges; parts may be on the CPU instead.
     """
 
+    are_parts = True
+
     def __init__(self, scaler: LossScaler, sharded: Callable[[], ShardedModule], device: torch.device) -> None:
         super().__init__(scaler)
         self._sharded = sharded
@@ -51,6 +54,11 @@ class ShardedGradients(Gradients):
         """Add the gradients of a scaled loss to those of the window's earlier batches."""
         super().backward(loss)
         self._sharded().idle.remember()
+
+    def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
+        """A backward pass inside of ``training_step``, which is no forward of the root then."""
+        with self._sharded().backward_inside(loss) as watched:
+            run(watched)
 
     def forward_without_loss(self) -> None:
         """The collectives of the other processes' forward pass, as far as this batch had none of its own."""
@@ -112,6 +120,34 @@ class ShardedGradients(Gradients):
     def local(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
         """The parameters, and this process's parts of their gradients."""
         return [(parameter, _part(gradient)) for parameter, gradient in super().local(optimizer)]
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This process's part."""
+        return _part(tensor)
+
+    def total(self, counts: Tensor, of: Sequence[Tensor]) -> Tensor:
+        """One exchange. What several processes hold is counted by each of them, and divided by their number."""
+        copies = torch.tensor([_copies(parameter) for parameter in of], dtype=torch.float64)
+        sums = counts.to(self._device, torch.float64) / copies.to(self._device).unsqueeze(1)
+        distributed.all_reduce(sums)
+        return sums
+
+    def leaves(self, module: nn.Module) -> dict[str, Tensor]:
+        """The whole parameters, as they are during a forward pass. Each block is gathered once, to find them."""
+        self._sharded().reshard_root()
+        parameters, found = dict(module.named_parameters()), dict[str, Tensor]()
+        for path, block in module.named_modules():
+            if isinstance(block, FSDPModule):
+                block.unshard()
+                now = module.get_submodule(path).named_parameters(path)
+                found |= {name: whole for name, whole in now if whole is not parameters.get(name)}
+                block.reshard()
+        return {name: found.get(name, parameter) for name, parameter in parameters.items()}
+
+    def idle_loss(self) -> Tensor:
+        """The collectives of the other processes' forward pass."""
+        self._sharded().idle.forget()
+        return self._sharded().idle.forward()
 
     def state_dict(
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]

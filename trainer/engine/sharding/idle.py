@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ except ImportError:  # an older torch, whose FSDP looks where pytree does
         return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
+R = TypeVar("R")
 TRAINING = "training_step"
 
 
@@ -68,7 +69,7 @@ class IdlePasses:
         for module in sharded_modules(root):
             self._handles += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
-                module.register_forward_hook(leave),
+                module.register_forward_hook(leave, always_call=True),
             ]
 
     def close(self) -> None:
@@ -80,7 +81,9 @@ class IdlePasses:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is self._root:
-            self._open = []
+            if self._open:  # `self(batch)` in a step: what it calls, the step does
+                self._open.append(self._open[0])
+                return
         elif not self._open:
             return  # recomputed in a backward pass, or called outside of the root
         call = Call(module, torch.is_grad_enabled() and bool(collect_grad_tensors((args, kwargs))))
@@ -100,6 +103,10 @@ class IdlePasses:
             self._known[step] = self._current
             self._current = None
 
+    def forget(self) -> None:
+        """The last forward was none of a batch's."""
+        self._current = None
+
     # --- taking part ----------------------------------------------------------------------------------------
 
     def forward(self, step: str = TRAINING) -> Tensor:
@@ -118,40 +125,43 @@ class IdlePasses:
         else:
             for call in like.inside[len(done.inside) :]:
                 self._run(call)
+            self._end_with_root()
         start = torch.zeros((), device=next(self._root.parameters()).device, requires_grad=torch.is_grad_enabled())
         loss: Tensor = _Backward.apply(start, like)
         return loss
 
     def _run(self, call: Call) -> None:
-        module, before = call.module, vars(call.module).get("forward")
-
         def forward() -> None:
             for inner in call.inside:
                 self._run(inner)
 
-        with _fsdp_hooks_only(module):
-            module.forward = forward
-            try:
-                module._call_impl()
-            finally:
-                if before is None:
-                    del module.forward
-                else:
-                    module.forward = before
+        call_with_hooks(call.module, forward)
+
+    def _end_with_root(self) -> None:
+        """Put the root at the end of the order of the forwards, by which FSDP looks ahead in the backward pass."""
+        state = self._root._get_fsdp_state()  # type: ignore[operator]
+        order, last = state._comm_ctx.post_forward_order, state._fsdp_param_groups
+        order[:] = [group for group in order if group not in last] + last
+        for group in order:
+            group._post_forward_indices.clear()
+        for index, group in enumerate(order):
+            group._post_forward_indices.append(index)
 
     def _guess(self) -> Call:
-        """Before this process has seen any batch: each module once, in the order of their definition."""
-        names = [name for name, _ in self._root.named_parameters() if "." in name]  # the root's own may come anywhere
-        first = names[0] if names else ""
-        root = Call(self._root, takes_gradient=False)
+        """Before this process has seen any batch: each module once, in the order of their definition.
+
+        Gradients flow from the first parameter on that is trained. The root's own may be used anywhere.
+        """
+        root, flows = Call(self._root, takes_gradient=False), False
         calls: dict[str, Call] = {}
         for name, module in self._root.named_modules():
-            if not isinstance(module, FSDPModule) or name == "":
-                continue
-            outer = next((calls[one] for one in reversed(calls) if name.startswith(f"{one}.")), root)
-            is_first = not calls and first.startswith(f"{name}.")
-            calls[name] = call = Call(module, takes_gradient=not is_first)
-            outer.inside.append(call)
+            if name and isinstance(module, FSDPModule):
+                outer = next((calls[one] for one in reversed(calls) if name.startswith(f"{one}.")), root)
+                trains = any(parameter.requires_grad for parameter in module.parameters())  # type: ignore[attr-defined]
+                calls[name] = Call(module, takes_gradient=flows, gives_gradient=flows or trains)
+                outer.inside.append(calls[name])
+            if name:
+                flows = flows or any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         return root
 
 
@@ -184,6 +194,21 @@ def _backward(calls: list[Call], gradient: Tensor) -> None:
         if call.takes_gradient:
             for group in state._fsdp_param_groups:
                 group.post_backward()
+
+
+def call_with_hooks(module: Any, forward: Callable[[], R]) -> R:
+    """``forward()`` in the place of the module's, between FSDP's hooks and no others. Its result needs no arguments."""
+    before = vars(module).get("forward")
+    with _fsdp_hooks_only(module):
+        module.forward = forward
+        try:
+            result: R = module._call_impl()
+        finally:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+    return result
 
 
 @contextmanager

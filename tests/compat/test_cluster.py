@@ -1,0 +1,125 @@
+"""What a launcher has started, and what the Trainer's arguments ask for: where they differ, an error names both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities import rank_zero_only
+
+from tests.parity import QUIET
+from trainer import Trainer
+from trainer.compat import cluster
+from trainer.errors import ClusterError, ConfigurationError
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK", "SLURM_JOB_ID")
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+            "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0"}  # fmt: skip
+SRUN = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", rank_zero_only.rank)  # which a Trainer sets: put back afterwards
+    for name in {*NAMES, *TORCHRUN, *SRUN}:
+        monkeypatch.delenv(name, raising=False)
+
+
+def build(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **arguments: Any) -> Trainer:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return Trainer(**QUIET | {"accelerator": "cpu"} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "num_nodes", "said"),
+    [
+        (TORCHRUN, 2, 1, "2 processes, but torchrun has started 4 processes: WORLD_SIZE=4"),
+        (TORCHRUN, 4, 1, "LOCAL_WORLD_SIZE=2 on each of 2 nodes"),
+        (SRUN, 2, 1, "2 processes, but Slurm has started 4 processes: SLURM_NTASKS=4, SLURM_NNODES=2"),
+        (SRUN, 4, 1, "4 processes, but Slurm has started 4 processes"),
+    ],
+)
+def test_other_counts_are_refused_before_processes_wait(
+    environment: dict[str, str], devices: int, num_nodes: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(monkeypatch, environment, devices=devices, num_nodes=num_nodes, strategy="ddp")
+    with pytest.raises(ClusterError, match=said) as raised:
+        trainer.fit(BoringModel())
+    assert f"Got devices={devices} and num_nodes={num_nodes}" in str(raised.value)
+    assert "Expected devices=2 and num_nodes=2" in str(raised.value)
+
+
+def test_more_processes_than_devices_here_are_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ClusterError, match="Expected devices=2 and num_nodes=2"):
+        build(monkeypatch, TORCHRUN | {"LOCAL_RANK": "1", "RANK": "1"}, devices=1, strategy="ddp")
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN])
+def test_the_same_counts_are_not(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build(monkeypatch, environment, devices=2, num_nodes=2, strategy="ddp")
+    assert callable(trainer.engine.launch)
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN])
+def test_several_processes_that_would_all_train_alone_are_refused(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(monkeypatch, environment, devices=1)
+    with pytest.raises(ClusterError, match="each of them would do the whole training") as raised:
+        trainer.fit(BoringModel())
+    assert "strategy='ddp' (or another one for several processes) with devices=2 and num_nodes=2" in str(raised.value)
+    assert trainer.global_step == 0
+    build(monkeypatch, environment, devices=1, plugins=LightningEnvironment(), max_steps=1).fit(BoringModel())
+    build(monkeypatch, environment, devices=1, limit_test_batches=1).test(BoringModel(), verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_nodes", "said"),
+    [
+        ({"LOCAL_RANK": "1"}, 1, "LOCAL_RANK=1 says .* but MASTER_PORT is not set"),
+        ({"LOCAL_RANK": "1", "MASTER_PORT": "1"}, 2, "but MASTER_ADDR is not set"),
+        ({}, 2, "num_nodes is 2, .* but MASTER_ADDR, MASTER_PORT, NODE_RANK are not set"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, 1, "Got 2 processes by .* WORLD_SIZE=4 are set"),
+    ],
+)
+def test_variables_without_which_processes_cannot_find_each_other(
+    environment: dict[str, str], num_nodes: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(monkeypatch, environment, devices=2, num_nodes=num_nodes, strategy="ddp")
+    with pytest.raises(ConfigurationError, match=said):
+        trainer.fit(BoringModel())
+
+
+def test_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.check_addresses(LightningEnvironment(), 1, 2)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # of a run that this process was part of
+    cluster.check_addresses(LightningEnvironment(), 1, 2)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+        monkeypatch.setenv(name, "1")
+    cluster.check_addresses(LightningEnvironment(), 2, 4)
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = torch.distributed.DistNetworkError("... port: 80, code: -98, name: EADDRINUSE, ...")
+    assert cluster.explained(error) is error, "nobody has chosen a port"
+    monkeypatch.setenv("MASTER_PORT", "80")
+    assert "The port 80 of this machine" in str(cluster.explained(error))
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert "15000 and the last four digits" in str(cluster.explained(error))
+    other = torch.distributed.DistNetworkError("timed out")
+    assert cluster.explained(other) is other
+
+
+def test_who_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (TORCHRUN | SRUN).items():
+        monkeypatch.setenv(name, value)
+    assert cluster._started(TorchElasticEnvironment())[1:] == (4, 2, 2)
+    assert cluster._started(SLURMEnvironment())[1:] == (4, 2, 2)
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert cluster._started(SLURMEnvironment()) is None
+    assert cluster._started(LightningEnvironment()) is None

@@ -1,0 +1,54 @@
+"""Processes find those of their own start, whatever an earlier start has left in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, Store
+
+from trainer.engine.rendezvous import meet
+from trainer.errors import ClusterError
+
+LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
+
+
+def together(*functions: Callable[[], Any]) -> list[Any]:
+    """What they return, called at the same time."""
+    with ThreadPoolExecutor(len(functions)) as threads:
+        return [future.result() for future in [threads.submit(function) for function in functions]]
+
+
+def start(served: Store, processes: int = 3) -> list[Store]:
+    return together(*(lambda rank=rank: meet(served, rank, processes, LONG) for rank in range(processes)))
+
+
+def test_each_start_has_a_store_of_its_own() -> None:
+    served = HashStore()
+    first = start(served)
+    first[1].set("where", "here")
+    assert [store.get("where") for store in first] == [b"here"] * 3
+    second = start(served)
+    assert not any(store.check(["where"]) for store in second)
+    second[0].set("where", "there")
+    assert [store.get("where") for store in second] == [b"there"] * 3
+
+
+def test_a_question_of_a_process_that_has_died_is_not_taken_for_one_of_this_start() -> None:
+    served = HashStore()
+    served.set("amp_trainer/asks/1", "died before it was answered")
+    stores = together(lambda: meet(served, 0, 2, LONG), lambda: meet(served, 1, 2, LONG))
+    stores[0].set("a", "b")
+    assert stores[1].get("a") == b"b"
+
+
+def test_the_ranks_that_do_not_come_are_named() -> None:
+    served = HashStore()
+    served.set_timeout(SHORT)
+    with pytest.raises(ClusterError, match="of 3, rank 1, 2 did not come"):
+        meet(served, 0, 3, SHORT)
+    with pytest.raises(ClusterError, match="rank 0 did not come"):
+        meet(served, 1, 3, SHORT)

@@ -1,0 +1,185 @@
+"""What launchers say of a run's processes (torchrun, Slurm): whether it fits, and how they find each other."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+
+from trainer.engine.rendezvous import is_served, store_of_this_start
+from trainer.errors import ClusterError
+
+_ALONE = "To train in each of them by itself, say so: Trainer(plugins=LightningEnvironment())."
+
+
+class Started(NamedTuple):
+    """What a launcher has started, by the variables that it sets.
+
+    Attributes:
+        what: the launcher, and the variables.
+        processes: of the whole run.
+        on_a_node: of them; None where the launcher does not say, or not of all nodes the same.
+        nodes: None where it does not say.
+    """
+
+    what: str
+    processes: int
+    on_a_node: int | None
+    nodes: int | None
+
+
+def check_counts(environment: Any, strategy: Any) -> None:
+    """Compare the processes that a launcher has started with those that the arguments of a Trainer ask for.
+
+    Raises:
+        ClusterError: there are more or fewer.
+    """
+    started = _started(environment)
+    if started is None or not isinstance(strategy, ParallelStrategy):
+        return
+    devices, nodes = len(strategy.parallel_devices or ()), int(getattr(strategy, "num_nodes", 1))
+    fits = devices * nodes == started.processes and started.nodes in (None, nodes)
+    if fits and started.on_a_node in (None, devices):
+        return
+    expected = "as many as there are"
+    if started.on_a_node and started.nodes:
+        expected = f"devices={started.on_a_node} and num_nodes={started.nodes}"
+    raise ClusterError(
+        f"Got devices={devices} and num_nodes={nodes}, which is {_number(devices * nodes)}, but {started.what}."
+        f" Expected {expected}, or another number of processes from the launcher."
+    )
+
+
+def check_local_rank(environment: Any, strategy: Any) -> None:
+    """When a Trainer is built, before it takes its device: is there one for this process?
+
+    Raises:
+        ClusterError: the launcher has started more processes here than the Trainer has devices.
+    """
+    if isinstance(strategy, ParallelStrategy) and environment.local_rank() >= len(strategy.parallel_devices or ()):
+        check_counts(environment, strategy)
+
+
+def check_alone(environment: Any) -> None:
+    """For a fit on a single device: nobody has started several processes, which would all do the same.
+
+    Raises:
+        ClusterError: somebody has.
+    """
+    started = _started(environment)
+    if started is not None and started.processes > 1:
+        raise ClusterError(
+            f"Got a single device and strategy 'auto', but {started.what}: each of them would do the whole training,"
+            f" and write into the same folders. Expected strategy='ddp' (or another one for several processes) with"
+            f" devices={started.on_a_node or '...'} and num_nodes={started.nodes or '...'}. {_ALONE}"
+        )
+
+
+def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
+    """Before processes look for each other by the environment's variables: are those there that they need?
+
+    Raises:
+        ClusterError: they would wait for each other in different places.
+    """
+    if type(environment) is not LightningEnvironment or processes == 1:
+        return
+    given = {name: os.environ[name] for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK") if name in os.environ}
+    if "LOCAL_RANK" in given:
+        names = ["MASTER_PORT"] if num_nodes == 1 else ["MASTER_ADDR", "MASTER_PORT"]  # one machine has an address
+        missing = [name for name in names if name not in os.environ]
+        why = f"LOCAL_RANK={given['LOCAL_RANK']} says that this process is one of several that somebody has started"
+    elif num_nodes > 1:
+        names = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK"]
+        missing = [name for name in names if name not in os.environ]
+        why = f"num_nodes is {num_nodes}, and each node starts its processes by itself"
+    elif given.get("WORLD_SIZE", str(processes)) != str(processes) and "RANK" in given:
+        raise ClusterError(
+            f"Got {_number(processes)} by devices and num_nodes, but RANK={given['RANK']} and"
+            f" WORLD_SIZE={given['WORLD_SIZE']} are set. Expected the same number, and LOCAL_RANK, MASTER_ADDR and"
+            " MASTER_PORT as well, as torchrun sets them; or, for processes that the Trainer starts, none of these."
+        )
+    else:
+        return
+    if missing:
+        raise ClusterError(
+            f"{why}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and so the processes"
+            " cannot find each other. Start them with torchrun or srun, which see to that; or set on each node"
+            " MASTER_ADDR (the first node's name), MASTER_PORT (a free port there) and NODE_RANK (0, 1, ...); or, if"
+            " LOCAL_RANK is left over from another run, unset it."
+        )
+
+
+def join_process_group(strategy: Any) -> None:
+    """Join the process group, where torchrun has started this process, by a store that only this start of it uses.
+
+    Lightning, which does it elsewhere, finds it done. It would read what the processes of an earlier start have
+    written, and wait for these.
+    """
+    environment = getattr(strategy, "cluster_environment", None)
+    if not isinstance(strategy, ParallelStrategy) or not isinstance(environment, TorchElasticEnvironment):
+        return
+    if not is_served() or torch.distributed.is_initialized():
+        return
+    device, timeout = strategy.root_device, strategy._timeout  # type: ignore[attr-defined]
+    assert strategy.accelerator is not None
+    strategy.accelerator.setup_device(device)
+    torch.distributed.init_process_group(
+        strategy._get_process_group_backend(),  # type: ignore[attr-defined]
+        store=store_of_this_start(timeout),
+        rank=environment.global_rank(),
+        world_size=environment.world_size(),
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+
+
+def explained(error: torch.distributed.DistNetworkError) -> BaseException:
+    """What to raise in the place of ``error``, which processes get that cannot find each other."""
+    port = os.environ.get("MASTER_PORT")
+    if errno.errorcode[errno.EADDRINUSE] not in str(error) or port is None:
+        return error
+    how = "left out, a free one is chosen"
+    if "SLURM_JOB_ID" in os.environ:
+        how = "without one, it is 15000 and the last four digits of the job's number, the same for all steps of a job"
+    return ClusterError(
+        f"The port {port} of this machine, at which the processes of this run were to find each other, is in use,"
+        f" perhaps by another run. Expected a free one: set another MASTER_PORT on all of them ({how})."
+    )
+
+
+def _started(environment: Any) -> Started | None:
+    """What the launcher of ``environment`` has started; None where it has not started any."""
+    if type(environment) is TorchElasticEnvironment:
+        count = {name: _number_in(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")}
+        here, processes = count["LOCAL_WORLD_SIZE"], count["WORLD_SIZE"]
+        nodes = count["GROUP_WORLD_SIZE"]
+        if processes is None:
+            return None
+        each = f" (LOCAL_WORLD_SIZE={here} on each of {_number(nodes, 'node')})" if here and nodes else ""
+        return Started(
+            f"torchrun has started {_number(processes)}: WORLD_SIZE={processes}{each}", processes, here, nodes
+        )
+    if type(environment) is SLURMEnvironment:
+        processes, here, nodes = map(_number_in, ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"))
+        if processes is None or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+            return None
+        more = f", SLURM_NNODES={nodes}" if nodes else ""
+        return Started(
+            f"Slurm has started {_number(processes)}: SLURM_NTASKS={processes}{more}", processes, here, nodes
+        )
+    return None
+
+
+def _number_in(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _number(count: int, what: str = "process") -> str:
+    return f"{count} {what}" + ("" if count == 1 else "es" if what == "process" else "s")
