@@ -17,7 +17,7 @@ from lightning_utilities.core.imports import module_available
 
 from trainer import redaction
 from trainer.checkpoint import state as checkpoints
-from trainer.compat import hparams, loop_state, model_checkpoints, resuming
+from trainer.compat import cluster, hparams, loop_state, model_checkpoints, resuming
 from trainer.compat.checkpoint_io import local_path
 from trainer.compat.logging import ModuleScope
 from trainer.errors import ConfigurationError
@@ -84,6 +84,9 @@ class CheckpointConnector(_CheckpointConnector):
         if self._ckpt_path is None:
             return
         rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self._ckpt_path))}")
+        if self.trainer.num_nodes > 1 and (path := local_path(self._ckpt_path)) is not None:
+            what = f"The run goes on from the checkpoint {redaction.text(str(path))}, which every process reads"
+            cluster.check_shared(self.trainer.engine, path.exists, what)
         self.resume_start(self._ckpt_path, weights_only)
         checkpoints.restore_module_and_callbacks(self.trainer, self._loaded_checkpoint)
         if self.trainer.state.fn is TrainerFn.FITTING:
