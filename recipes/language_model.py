@@ -1,151 +1,48 @@
-"""A small GPT that reads and writes bytes."""
+"""A GPT that reads and writes text: of any size, on one device or sharded over many."""
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
-from recipes.data.text import END, NO_TARGET, VOCABULARY
+from recipes.data.text import NO_TARGET, VOCABULARY
+from recipes.data.tokenizers import Tokenizer, load_tokenizer
+from recipes.gpt import GPT, Block, CausalSelfAttention, Positions
 from recipes.schedules import with_schedule
 
-INIT_STD = 0.02  # of the weights at the start, as in GPT-2
-
-
-class GPT(nn.Module):
-    """A decoder-only transformer: learned positions, and normalisation before each layer, as in GPT-2.
-
-    Args:
-        vocabulary: number of tokens.
-        context: the longest sequence.
-        width: size of the hidden vectors.
-        heads: of the attention; they share the width.
-        layers: number of blocks.
-        dropout: probability that a value is set to zero in training: of embeddings, attention and residuals.
-        tie_weights: let the output layer use the token embedding's weights.
-
-    Raises:
-        ValueError: ``width`` is no multiple of ``heads``.
-    """
-
-    def __init__(
-        self,
-        vocabulary: int,
-        context: int,
-        *,
-        width: int,
-        heads: int,
-        layers: int,
-        dropout: float = 0.0,
-        tie_weights: bool = False,
-    ) -> None:
-        super().__init__()
-        if width % heads:
-            raise ValueError(f"width is {width} and heads is {heads}, expected a width that is a multiple of heads.")
-        self.context = context
-        self.token = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(context, width)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self._initialise()
-        if tie_weights:
-            self.head.weight = self.token.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at each place, of shape (batch, length, vocabulary).
-
-        Args:
-            tokens: int64, shape (batch, length), with a length of at most ``context``.
-        """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.dropout(self.token(tokens) + self.position(positions))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
-
-    def _initialise(self) -> None:
-        """As GPT-2: normal weights, and smaller ones where a layer adds to the residual stream."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim >= 2:
-                adds = name.endswith(("attention.out.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * len(self.blocks)) if adds else INIT_STD)
-
-
-class Block(nn.Module):
-    """Attention and a two-layer perceptron, each normalised before and added to its input.
-
-    Args:
-        width: size of the hidden vectors.
-        heads: of the attention.
-        dropout: probability that a value is set to zero in training.
-    """
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = CausalSelfAttention(width, heads, dropout)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """From and to shape (batch, length, width)."""
-        hidden = hidden + self.attention(self.attention_norm(hidden))
-        return hidden + self.mlp(self.mlp_norm(hidden))
-
-
-class CausalSelfAttention(nn.Module):
-    """Every place looks at itself and at those before it, by torch's ``scaled_dot_product_attention``.
-
-    Args:
-        width: size of the hidden vectors.
-        heads: that share the width.
-        dropout: probability that an attention weight, or an output, is set to zero in training.
-    """
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.out_dropout = nn.Dropout(dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """From and to shape (batch, length, width)."""
-        batch, length, width = hidden.shape
-        split = self.qkv(hidden).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width of a head)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
-        return self.out_dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
+__all__ = [
+    "Block", "CausalSelfAttention", "GPT", "LanguageModel", "Perplexity", "Ratio", "TextSamples", "TextWriter",
+    "characters", "printable", "sum_of_losses",
+]  # fmt: skip
 
 
 class LanguageModel(L.LightningModule):
-    """Trains a `GPT` on bytes, to predict the next one.
+    """Trains a `GPT` to predict the next token.
 
     A batch is ``(tokens, targets)``, both int64 of shape (batch, length); places whose target is -100 do not count. The
     loss is the mean over those that do, and ``training_step`` returns their number as the batch's weight: with
     ``accumulate_grad_batches`` the update is that of one big batch, however many targets each part has.
 
-    Logged are ``train_loss`` at every step, ``val_loss`` and ``test_loss`` over an epoch, in nats per byte; and over an
-    epoch ``train_bpc``, ``val_bpc`` and ``test_bpc``: bits per character, which are the sum of all bits over the number
-    of characters (a character beyond ASCII has several bytes; the end of a document counts as one).
+    Logged are ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats per token, and
+    ``val_perplexity`` and ``test_perplexity``, e to the power of that. Where tokens are bytes also ``train_bpc``,
+    ``val_bpc`` and ``test_bpc``: bits per character, which are the sum of all bits over the number of characters (a
+    character beyond ASCII has several bytes; the end of a document counts as one).
+
+    The network is made by `configure_model`, on the device where it is to be, or without values (on the meta device)
+    where a strategy is to shard it first; `init_weights` then gives every process its part of the same weights.
 
     Args:
         optimizer: called with parameter groups and returns the optimizer, such as
@@ -154,15 +51,28 @@ class LanguageModel(L.LightningModule):
         scheduler: called with the optimizer and the number of optimizer steps of the run, returns a schedule
             that is stepped after every optimizer step (see `recipes.schedules`). None: the rate stays.
         context: tokens that the model sees at most.
+        vocabulary: number of tokens; 256 for bytes.
+        tokenizer: for what is written: a folder with a ``tokenizer.json``, or that file; None for bytes.
         width: size of the hidden vectors.
         heads: of the attention; they share the width.
         layers: number of blocks.
         dropout: probability that a value is set to zero in training.
         tie_weights: let the output layer use the token embedding's weights.
-        sample_length: bytes that `predict_step` writes.
-        temperature: of what is written: below 1 likely bytes become likelier; 0 takes the likeliest.
+        positions: ``"learned"`` or ``"rotary"`` (see `GPT`).
+        compile: have ``torch.compile`` compile the blocks, each by itself: one compilation serves them all, and a
+            strategy can shard each of them.
+        sample_length: tokens that `predict_step` writes.
+        temperature: of what is written: below 1 likely tokens become likelier; 0 takes the likeliest.
         sample_seed: of what is written, and of nothing else.
+
+    Attributes:
+        net: the `GPT`, after `configure_model`.
+
+    Raises:
+        ValueError: as `GPT`, by `configure_model`.
     """
+
+    net: GPT
 
     def __init__(
         self,
@@ -170,46 +80,91 @@ class LanguageModel(L.LightningModule):
         scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
         *,
         context: int,
+        vocabulary: int = VOCABULARY,
+        tokenizer: str | None = None,
         width: int = 96,
         heads: int = 3,
         layers: int = 3,
         dropout: float = 0.0,
         tie_weights: bool = False,
+        positions: Positions = "learned",
+        compile: bool = False,
         sample_length: int = 500,
         temperature: float = 0.7,
         sample_seed: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
-        self.net = GPT(
-            VOCABULARY, context, width=width, heads=heads, layers=layers, dropout=dropout, tie_weights=tie_weights
+        self.make_net = partial(
+            GPT,
+            vocabulary,
+            context,
+            width=width,
+            heads=heads,
+            layers=layers,
+            dropout=dropout,
+            tie_weights=tie_weights,
+            positions=positions,
         )
+        self.context = context
+        self.compile_blocks = compile
+        self.tokenizer_path = tokenizer
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
         self.sample_length = sample_length
         self.temperature = temperature
         self.sample_seed = sample_seed
-        for name in ("train_bpc", "val_loss", "val_bpc", "test_loss", "test_bpc"):
-            setattr(self, name, Ratio())
+        self.reads_bytes = tokenizer is None
+        for stage in ("val", "test"):
+            setattr(self, f"{stage}_loss", Ratio())
+            setattr(self, f"{stage}_perplexity", Perplexity())
+        for stage in ("train", "val", "test") if self.reads_bytes else ():
+            setattr(self, f"{stage}_bpc", Ratio())
+
+    def configure_model(self) -> None:
+        """Make the network on torch's default device; a second call finds it done."""
+        if hasattr(self, "net"):
+            return
+        device = torch.get_default_device()
+        with torch.device("meta"):  # nothing is drawn that `init_weights` would overwrite
+            self.net = self.make_net()
+        if device.type != "meta":
+            self.net.to_empty(device=device)
+            self.init_weights()
+        for block in self.net.blocks if self.compile_blocks else ():
+            block.compile()
+
+    def init_weights(self) -> None:
+        """Draw the network's weights: the same on every process, and whether they are sharded or not."""
+        seed = [torch.initial_seed()]
+        if dist.is_available() and dist.is_initialized():
+            dist.broadcast_object_list(seed)  # where nobody has set the seed, each process has its own
+        self.net.init_weights(seed[0])
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """What makes tokens of prompts, and text of tokens."""
+        return load_tokenizer(self.tokenizer_path)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next byte, of shape (batch, length, 256)."""
+        """Logits of the next token, of shape (batch, length, vocabulary)."""
         return self.net(tokens)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """The mean loss of a batch, a scalar, and the number of targets that it is the mean of."""
-        nats, count, characters = self._count(batch)
+        nats, count = self._count(batch)
         loss = nats / count
         self.log("train_loss", loss, prog_bar=True)
-        self._log_ratio("train_bpc", nats.detach() / math.log(2), characters)
+        if self.reads_bytes:
+            self._log_ratio("train_bpc", nats.detach() / math.log(2), characters(batch[1]))
         return {"loss": loss, "weight": count}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``val_loss`` and ``val_bpc``."""
+        """Log ``val_loss``, ``val_perplexity`` and, of bytes, ``val_bpc``."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``test_loss`` and ``test_bpc``."""
+        """Log ``test_loss``, ``test_perplexity`` and, of bytes, ``test_bpc``."""
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Sequence[str], batch_idx: int) -> list[str]:
@@ -218,27 +173,30 @@ class LanguageModel(L.LightningModule):
 
     @torch.no_grad()
     def write(self, prompt: str = "", *, seed: int = 0) -> str:
-        """What the model writes after ``prompt``: ``sample_length`` bytes, or fewer where a document ends.
+        """What the model writes after ``prompt``: ``sample_length`` tokens, or fewer where a document ends.
+
+        Of several processes that hold parts of the weights all must call it, with the same arguments.
 
         Args:
             prompt: what it continues; an empty one begins a document.
             seed: of the choice. No global random state is touched.
         """
+        end = self.tokenizer.end
         draw = torch.Generator(self.device).manual_seed(seed)
-        stream = [END, *prompt.encode()]
+        stream = [end, *self.tokenizer.encode([prompt])[0]]
         start = len(stream)
         for _ in range(self.sample_length):
-            tokens = torch.tensor([stream[-self.net.context :]], device=self.device)
+            tokens = torch.tensor([stream[-self.context :]], device=self.device)
             logits = self(tokens)[0, -1].float()
             if self.temperature > 0:
                 choice = torch.multinomial((logits / self.temperature).softmax(0), 1, generator=draw)
             else:
                 choice = logits.argmax()
-            stream.append(int(choice))  # waits for the device: the next byte depends on it
-            if stream[-1] == END:
+            stream.append(int(choice))  # waits for the device: the next token depends on it
+            if stream[-1] == end:
                 stream.pop()
                 break
-        return bytes(stream[start:]).decode(errors="replace")
+        return self.tokenizer.decode(stream[start:])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, with weight decay on matrices alone, and the schedule, if there is one."""
@@ -250,24 +208,37 @@ class LanguageModel(L.LightningModule):
         return with_schedule(self.make_optimizer(groups), self.make_scheduler, self)
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        nats, count, characters = self._count(batch)
+        nats, count = self._count(batch)
         self._log_ratio(f"{stage}_loss", nats, count)
-        self._log_ratio(f"{stage}_bpc", nats / math.log(2), characters)
+        self._log_ratio(f"{stage}_perplexity", nats, count)
+        if self.reads_bytes:
+            self._log_ratio(f"{stage}_bpc", nats / math.log(2), characters(batch[1]))
 
-    def _count(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The sum of the losses of all targets, in nats; how many these are; and how many characters."""
+    def _count(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of all targets, in nats, and how many these are."""
         tokens, targets = batch
-        logits = self(tokens).flatten(0, 1)
-        nats = F.cross_entropy(logits, targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
-        counts = targets != NO_TARGET
-        # In UTF-8 the bytes after a character's first are those that begin with the bits 10.
-        characters = counts & (targets & 0b1100_0000 != 0b1000_0000)
-        return nats, counts.sum(), characters.sum()
+        return sum_of_losses(self.net(tokens), targets)
 
     def _log_ratio(self, name: str, amount: Tensor, count: Tensor) -> None:
         metric = getattr(self, name)
         metric.update(amount, count)
         self.log(name, metric, on_step=False, on_epoch=True, prog_bar=True)
+
+
+def sum_of_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of all targets, in nats, and how many these are; both scalars.
+
+    Args:
+        logits: of the next token, shape (batch, length, vocabulary).
+        targets: int64, shape (batch, length); -100 does not count.
+    """
+    nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
+    return nats, (targets != NO_TARGET).sum()
+
+
+def characters(targets: Tensor) -> Tensor:
+    """How many characters begin among these bytes, a scalar: in UTF-8 all others begin with the bits 10."""
+    return ((targets != NO_TARGET) & (targets & 0b1100_0000 != 0b1000_0000)).sum()
 
 
 class Ratio(Metric):
@@ -294,6 +265,38 @@ class Ratio(Metric):
     def compute(self) -> Tensor:
         """The ratio, a float32 scalar."""
         return self.amount / self.count
+
+
+class Perplexity(Ratio):
+    """e to the power of all nats over all targets, as torchmetrics' own, which needs the logits for it once more."""
+
+    def compute(self) -> Tensor:
+        """The perplexity, a float32 scalar."""
+        return super().compute().exp()
+
+
+class TextSamples(Callback):
+    """Has the model write something after each validation, and keeps it in ``written.txt``.
+
+    Args:
+        dirpath: folder of the file.
+        prompt: what it continues; an empty one begins a document.
+    """
+
+    def __init__(self, dirpath: str, prompt: str = "") -> None:
+        self.path = Path(dirpath) / "written.txt"
+        self.prompt = prompt
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write a text, on all processes: each may hold a part of the weights. The first one keeps it."""
+        assert isinstance(pl_module, LanguageModel)
+        if trainer.sanity_checking:
+            return
+        text = self.prompt + pl_module.write(self.prompt, seed=pl_module.sample_seed)
+        if trainer.is_global_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{'-' * 80}\nafter {trainer.global_step} steps:\n{text}\n")
 
 
 class TextWriter(BasePredictionWriter):

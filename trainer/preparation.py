@@ -200,8 +200,11 @@ class Preparation:
         """Set after which batches of an epoch of ``loaders`` a validation is due."""
         trainer = self._trainer
         knows_its_end = loaders.has_length and not isinstance(loaders, DrawnLoaderSet)
+        carried = trainer.data.carried
+        interval, at_end = (carried and carried.validation) or (trainer.val_check_interval, False)
+        trainer.loop.limits.validates_at_end = at_end
         trainer.loop.limits.schedule_validation(
-            trainer.val_check_interval, loaders.num_batches(), knows_its_end, validates=bool(trainer.limit_val_batches)
+            interval, loaders.num_batches(), knows_its_end, validates=bool(trainer.limit_val_batches)
         )
 
     def _warn_of_missing_rows(self, loaders: Loaders) -> None:

@@ -9,7 +9,9 @@ from recipes.data.cifar10 import CIFAR10
 from recipes.data.digit_scans import DigitScans
 from recipes.data.digit_scenes import DigitScenes
 from recipes.data.digits import Digits
+from recipes.data.examples import Examples
 from recipes.data.image_folder import ImageFolder, UnreadableImageError
+from recipes.data.packed_text import PackedText
 from recipes.data.random_vectors import RandomVectors
 from recipes.data.tabular import Tabular
 from recipes.data.text import ByteText
@@ -21,7 +23,9 @@ __all__ = [
     "DigitScans",
     "DigitScenes",
     "Digits",
+    "Examples",
     "ImageFolder",
+    "PackedText",
     "RandomVectors",
     "Tabular",
     "UnreadableImageError",

@@ -59,13 +59,7 @@ class ByteText(L.LightningDataModule):
         prompts: str | Sequence[str] = ("The ",),
     ) -> None:
         super().__init__()
-        if context < 1:
-            raise ValueError(f"context is {context}, expected at least 1 token in a sequence.")
-        if not 0.0 < held_out < 0.5:
-            raise ValueError(
-                f"held_out is {held_out}, expected a share of the text above 0 and below 0.5: it is taken twice, for"
-                " the validation and for the test."
-            )
+        check_cuts(context, held_out)
         self.path = path
         self.separator = separator
         self.context = context
@@ -86,8 +80,9 @@ class ByteText(L.LightningDataModule):
             documents = re.split(self.separator, read_text(Path(self.path).expanduser()))
         clean = [document.replace("\0", "").strip("\n") for document in documents]
         encoded = [document.encode() for document in clean if document.strip()]
-        for name, part in split_documents(encoded, self.held_out, self.split_seed).items():
-            self.splits[name] = TensorDataset(*cut(part, self.context))
+        sizes = [len(document) for document in encoded]
+        for name, part in split_documents(sizes, self.held_out, self.split_seed).items():
+            self.splits[name] = TensorDataset(*cut([encoded[place] for place in part], self.context))
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Shuffled sequences; the few left over after the last full batch are dropped."""
@@ -108,6 +103,17 @@ class ByteText(L.LightningDataModule):
     def _loader(self, split: str) -> DataLoader[Batch]:
         return make_loader(
             self.splits[split], batch_size=self.batch_size, num_workers=self.num_workers, training=split == "train"
+        )
+
+
+def check_cuts(context: int, held_out: float) -> None:
+    """Raise a ValueError where sequences would have no token, or training no text."""
+    if context < 1:
+        raise ValueError(f"context is {context}, expected at least 1 token in a sequence.")
+    if not 0.0 < held_out < 0.5:
+        raise ValueError(
+            f"held_out is {held_out}, expected a share of the text above 0 and below 0.5: it is taken twice, for"
+            " the validation and for the test."
         )
 
 
@@ -146,11 +152,11 @@ def python_topics() -> list[str]:
     return documents
 
 
-def split_documents(documents: Sequence[bytes], held_out: float, seed: int) -> dict[str, list[bytes]]:
-    """Whole documents to test, to validate and to train on.
+def split_documents(sizes: Sequence[int], held_out: float, seed: int) -> dict[str, list[int]]:
+    """Which documents are to test, to validate and to train on: whole ones, by their place in ``sizes``.
 
     Args:
-        documents: none of them empty.
+        sizes: of the documents, in bytes or characters; above 0.
         held_out: share of all bytes for the test, and again for the validation; what comes closest with documents
             that are not longer than what is still missing.
         seed: of the order in which documents are taken.
@@ -158,24 +164,24 @@ def split_documents(documents: Sequence[bytes], held_out: float, seed: int) -> d
     Raises:
         ValueError: there is not a document for each split.
     """
-    order = list(documents)
+    order = list(range(len(sizes)))
     random.Random(seed).shuffle(order)
-    wanted = held_out * sum(map(len, order))
-    splits: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
+    wanted = held_out * sum(sizes)
+    splits: dict[str, list[int]] = {"train": [], "val": [], "test": []}
     for name in ("test", "val"):
-        size = 0
+        taken = 0
         rest = []
         for document in order:
-            if size + len(document) <= wanted:
+            if taken + sizes[document] <= wanted:
                 splits[name].append(document)
-                size += len(document)
+                taken += sizes[document]
             else:
                 rest.append(document)
         order = rest
     splits["train"] = order
     if not all(splits.values()):
         raise ValueError(
-            f"{len(documents)} documents do not make a training, a validation and a test set with held_out={held_out}."
+            f"{len(sizes)} documents do not make a training, a validation and a test set with held_out={held_out}."
             " Give it more or shorter documents (data.separator), or set data.held_out to a larger share."
         )
     return splits

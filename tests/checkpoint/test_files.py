@@ -203,7 +203,7 @@ def test_a_file_with_nothing_to_check_is_read_before_it_is_the_newest_good_one(t
 
 def test_what_cannot_be_read_is_an_error_of_checkpoints(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in complaint(tmp_path / "x.ckpt")
-    assert "cannot be read: Is a directory" in complaint(tmp_path)
+    assert "is no checkpoint, or was not written to its end: a folder without manifest.json" in complaint(tmp_path)
 
 
 # --- a save that does not come to its end -----------------------------------------------------------------------------

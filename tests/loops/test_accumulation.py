@@ -104,13 +104,13 @@ def test_a_window_goes_on_in_the_next_epoch_if_asked_to():
 # --- the mean -------------------------------------------------------------------------------------------------------
 
 
-def accumulate(batches, *, size, known=True, weigh=float, engine=None, stop=None, corrects_losses=True):
+def accumulate(batches, *, size, known=True, weigh=float, engine=None, stop=None):
     """The gradient and the shares of one window over the losses ``(p * x).mean()``; None is a batch without a loss."""
     p = nn.Parameter(torch.ones(3))
     engine = engine or Processes()
     optimizer = torch.optim.SGD([p], lr=1.0)
     window, shares = AccumulationWindow(size), []
-    window.start_run(engine.replicas, corrects_losses)
+    window.start_run(engine.replicas)
     for i, x in enumerate(batches):
         window.advance(len(batches) - i if known else math.inf, i + 1 == len(batches) and stop is None)
         weight = None if x is None else weigh(len(x))
@@ -266,7 +266,7 @@ def test_the_mean_goes_over_the_processes_too():
 def test_weights_are_measured_by_the_mean_of_the_last_window():
     engine = Processes([2.0, 6.0])
     window, loss = AccumulationWindow(2), torch.tensor(1.0)
-    window.start_run(2, corrects_losses=True)
+    window.start_run(2)
     for weight in (4.0, 8.0):
         window.advance(9, False)
         window.share(loss, weight)
@@ -276,7 +276,7 @@ def test_weights_are_measured_by_the_mean_of_the_last_window():
     window.share(loss, 10.0)
     assert window.factor == pytest.approx(10 / 5 / 2)  # the mean of 4, 8, 2 and 6 is 5
     restored = AccumulationWindow(2)
-    restored.start_run(2, corrects_losses=True)
+    restored.start_run(2)
     restored.load_state_dict(window.state_dict(is_open=False), torch.device("cpu"))
     restored.advance(7, False)
     restored.share(loss, 10.0)
@@ -293,30 +293,28 @@ def test_complete_windows_are_not_corrected_on_several_processes_either():
 
 
 @pytest.mark.parametrize("on_a_device", [False, True])
-@pytest.mark.parametrize("corrects_losses", [False, True])
-def test_a_window_of_one_batch_is_corrected_by_its_loss(monkeypatch, on_a_device, corrects_losses):
-    """One number in the place of all gradients, where processes may exchange numbers before the backward pass."""
+def test_a_window_of_one_batch_is_corrected_by_its_loss(monkeypatch, on_a_device):
+    """One number in the place of all gradients."""
     multiplied = []
     engine = Processes([9.0])
     monkeypatch.setattr(engine.gradients, "multiply_", lambda optimizers, factor: multiplied.append(factor))
     if on_a_device:
         there = engine.sum
         monkeypatch.setattr(engine, "sum", lambda *values: [torch.as_tensor(value) for value in there(*values)])
-    gradient, (share,), window = accumulate([torch.ones(3, 3)], size=1, engine=engine, corrects_losses=corrects_losses)
+    gradient, (share,), window = accumulate([torch.ones(3, 3)], size=1, engine=engine)
     assert engine.sums == 1
-    assert bool(multiplied) is not corrects_losses
-    if corrects_losses:
-        assert torch.allclose(gradient, torch.full((3,), 2 * 3 / 12))  # 3 of 12 samples, times two processes
-        assert share == pytest.approx(3 * 2 * 3 / 12)
-        assert float(window.factor) == pytest.approx(2 * 3 / 12)
-        assert window.correction == 1.0
+    assert not multiplied
+    assert torch.allclose(gradient, torch.full((3,), 2 * 3 / 12))  # 3 of 12 samples, times two processes
+    assert share == pytest.approx(3 * 2 * 3 / 12)
+    assert float(window.factor) == pytest.approx(2 * 3 / 12)
+    assert window.correction == 1.0
 
 
 def test_a_half_precision_loss_is_multiplied_once():
     """Not by the weight first, which may be 100,000 tokens."""
     engine = Processes([1e5])
     window = AccumulationWindow(1)
-    window.start_run(2, corrects_losses=True)
+    window.start_run(2)
     window.advance(1, True)
     loss = torch.tensor(2.0, dtype=torch.float16)
     assert window.corrected_share(loss, 1e5, engine).item() == 2.0
@@ -326,7 +324,7 @@ def test_a_half_precision_loss_is_multiplied_once():
 def test_a_process_without_a_loss_sums_up_with_the_others(on_a_device):
     engine = Processes([4.0])
     window = AccumulationWindow(1)
-    window.start_run(2, corrects_losses=True)
+    window.start_run(2)
     window.advance(1, True)
     assert window.corrected_share(None, None, engine) is None
     assert window.close([], engine)

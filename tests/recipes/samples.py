@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw
+
+from recipes.data.text import python_topics
 
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 THINGS = ["001.ak47", "056.dog", "145.motorbikes-101", "252.car-side-101"]
@@ -55,6 +59,42 @@ def caltech256(folder: Path, *, images: int = 12) -> Path:
     return folder
 
 
+def tiny_llama(folder: Path, *, classes: int | None = None) -> Path:
+    """A folder as `save_pretrained` writes it: a Llama of two layers, and a tokenizer trained on Python's topics.
+
+    Args:
+        folder: made where it is missing.
+        classes: of a classifier; None for a language model.
+    """
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(python_topics()[:20], trainer)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=library.get_vocab_size(), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    if classes is not None:
+        config.num_labels = classes
+    kind = transformers.LlamaForCausalLM if classes is None else transformers.LlamaForSequenceClassification
+    kind(config).save_pretrained(folder)
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+def _finetune(folder: Path) -> list[str]:
+    return [f"model.folder={tiny_llama(folder).as_posix()}", "data.context=32"]
+
+
 def _bars(label: int, draw: np.random.Generator) -> np.ndarray:
     """uint8, shape (3, 32, 32): noise, and a bright bar whose place and colour say the class."""
     image = draw.integers(0, 100, (3, 32, 32), dtype=np.uint8)
@@ -88,6 +128,7 @@ def _caltech256(folder: Path) -> list[str]:
 
 
 _SAMPLES: dict[str, Callable[[Path], list[str]]] = {
+    "finetune": _finetune,
     "resnet50_cifar10": _cifar10,
     "resnet50_caltech256": _caltech256,
 }

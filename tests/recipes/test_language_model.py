@@ -1,18 +1,23 @@
 import copy
 import math
 import os
+import re
+import warnings
 from functools import partial
 
 import pytest
 import torch
+import torchmetrics
 from lightning import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes.data import ByteText
+from recipes.data import ByteText, PackedText
 from recipes.data.text import NO_TARGET
-from recipes.language_model import GPT, Block, LanguageModel, TextWriter, printable
+from recipes.gpt import GPT, Block, rotate
+from recipes.language_model import LanguageModel, TextSamples, TextWriter, printable
 from recipes.schedules import warmup_cosine
 from tests.support import make_trainer
 from trainer.callbacks import ActivationCheckpointing
@@ -24,7 +29,12 @@ TINY = {"context": 16, "width": 16, "heads": 2, "layers": 2}
 
 def model(optimizer=ADAMW, **options) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(optimizer, **TINY | options)
+    return built(LanguageModel(optimizer, **TINY | options))
+
+
+def built(module: LanguageModel) -> LanguageModel:
+    module.configure_model()
+    return module
 
 
 def sequences(count: int = 8, context: int = 16, seed: int = 1) -> TensorDataset:
@@ -80,7 +90,9 @@ def test_weights_begin_as_in_gpt2_and_may_be_tied():
     assert (net.norm.weight == 1).all()
     assert net.head.weight is not net.token.weight
     tied = GPT(256, 32, width=64, heads=4, layers=8, tie_weights=True)
-    assert tied.head.weight is tied.token.weight
+    assert "head.weight" not in tied.state_dict()
+    tied.blocks, tied.position, tied.norm = nn.ModuleList(), None, nn.Identity()
+    assert torch.equal(tied(torch.arange(3).unsqueeze(0)), tied.token.weight[None, :3] @ tied.token.weight.T)
     with pytest.raises(ValueError, match=r"width is 64 and heads is 5.*multiple"):
         GPT(256, 32, width=64, heads=5, layers=1)
 
@@ -114,7 +126,7 @@ def test_an_accumulated_step_is_that_of_one_big_batch(parts, tmp_path):
     for size in parts:
         split.append(data[start : start + size])
         start += size
-    accumulated, unweighted = copy.deepcopy(whole), Unweighted(SGD, **TINY)
+    accumulated, unweighted = copy.deepcopy(whole), built(Unweighted(SGD, **TINY))
     unweighted.load_state_dict(whole.state_dict())
     for module in (accumulated, unweighted):
         trainer = fit(module, DataLoader(split, batch_size=None), tmp_path, accumulate_grad_batches=len(parts))
@@ -147,10 +159,11 @@ def test_bits_per_character_are_all_bits_over_all_characters(tmp_path):
 
     data = DataLoader(TensorDataset(tokens, targets), batch_size=2)  # of unequal weight
     (metrics,) = make_trainer(tmp_path).validate(module, data, verbose=False)
-    bpc, per_byte = nats / characters / math.log(2), nats / len(wanted)
-    assert metrics == {"val_bpc": pytest.approx(bpc, rel=1e-5), "val_loss": pytest.approx(per_byte, rel=1e-5)}
+    per_byte = nats / len(wanted)
+    expected = {"bpc": nats / characters / math.log(2), "loss": per_byte, "perplexity": math.exp(per_byte)}
+    assert metrics == {f"val_{name}": pytest.approx(value, rel=1e-5) for name, value in expected.items()}
     (metrics,) = make_trainer(tmp_path).test(module, data, verbose=False)
-    assert metrics == {"test_bpc": pytest.approx(bpc, rel=1e-5), "test_loss": pytest.approx(per_byte, rel=1e-5)}
+    assert metrics == {f"test_{name}": pytest.approx(value, rel=1e-5) for name, value in expected.items()}
 
 
 def unigram_entropy(data: ByteText) -> float:
@@ -198,7 +211,7 @@ def test_what_is_written_depends_on_its_seed_alone(tmp_path):
 
 
 def test_writing_goes_on_behind_the_context_and_ends_with_the_document():
-    module = model(sample_length=40, temperature=0.0).eval()
+    module = model(sample_length=40, temperature=0.0, context=4).eval()
     follows = {0: ord("a"), **{byte: byte + 1 for byte in range(ord("a"), ord("z"))}, ord("z"): 0}
 
     class Alphabet(nn.Module):
@@ -245,3 +258,98 @@ def test_a_checkpoint_loads_with_weights_only(tmp_path):
     loaded = LanguageModel.load_from_checkpoint(tmp_path / "last.ckpt", optimizer=ADAMW, weights_only=True)
     assert loaded.temperature == 0.5
     assert distance(loaded, module) == 0.0
+
+
+def test_rotary_positions_turn_by_distance_alone():
+    torch.manual_seed(0)
+    query, key = torch.randn(8), torch.randn(8)
+    turned = rotate(torch.stack([query.expand(12, 8), key.expand(12, 8)]))
+    products = turned[0] @ turned[1].T  # of a query and a key at each pair of places
+    for distance_ in range(-5, 6):
+        diagonal = products.diagonal(distance_)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-5)
+    assert not torch.allclose(products[0, 0], products[0, 1], atol=1e-2)
+    assert torch.equal(turned[0, 0], query)
+    cos, sin = math.cos(3.0), math.sin(3.0)  # the first pair is turned by 1 for each place
+    pair = torch.stack([query[0] * cos - query[4] * sin, query[0] * sin + query[4] * cos])
+    assert torch.allclose(turned[0, 3, [0, 4]], pair, atol=1e-5)
+    net = GPT(256, 16, width=32, heads=4, layers=1, positions="rotary").eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(10.0)
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    assert not torch.allclose(net(tokens)[0, -1], net(tokens[:, [1, 0, 2, 3]])[0, -1], atol=1e-4)  # order counts
+    with pytest.raises(ValueError, match=r"a head is 3 wide.*even"):
+        GPT(256, 16, width=12, heads=4, layers=1, positions="rotary")
+    with pytest.raises(ValueError, match=r"positions is 'absolute', expected 'learned' or 'rotary'"):
+        GPT(256, 16, width=12, heads=4, layers=1, positions="absolute")
+
+
+def test_weights_depend_on_the_seed_alone():
+    first = model().state_dict()
+    torch.rand(5)
+    again = built(LanguageModel(ADAMW, **TINY))  # the seed is that of manual_seed, whatever was drawn since
+    assert all(torch.equal(value, first[f"net.{name}"]) for name, value in again.net.state_dict().items())
+    torch.manual_seed(1)
+    other = built(LanguageModel(ADAMW, **TINY))
+    assert not torch.equal(other.net.token.weight, first["net.token.weight"])
+    assert not torch.equal(first["net.token.weight"][:16], first["net.position.weight"])
+
+    module = LanguageModel(ADAMW, **TINY)
+    with torch.device("meta"):
+        module.configure_model()
+    assert all(p.is_meta for p in module.parameters())
+    torch.manual_seed(0)
+    module.to_empty(device="cpu")
+    module.init_weights()
+    assert all(torch.equal(value, first[f"net.{name}"]) for name, value in module.net.state_dict().items())
+
+
+def test_perplexity_is_torchmetrics(tmp_path):
+    module, data = model(vocabulary=300, tokenizer="not needed to validate"), sequences()
+    theirs = torchmetrics.text.Perplexity(ignore_index=NO_TARGET)
+    theirs.update(module(data.tensors[0]), data.tensors[1])
+    (metrics,) = make_trainer(tmp_path).validate(module, DataLoader(data, batch_size=3), verbose=False)
+    assert metrics["val_perplexity"] == pytest.approx(theirs.compute().item(), rel=1e-5)
+    assert set(metrics) == {"val_loss", "val_perplexity"}  # whose tokens are no bytes knows nothing of characters
+
+
+def test_blocks_may_be_compiled():
+    assert all(block._compiled_call_impl is None for block in model().net.blocks)
+    compiled = model(compile=True)
+    assert all(block._compiled_call_impl is not None for block in compiled.net.blocks)
+    assert compiled.state_dict().keys() == model().state_dict().keys()
+
+
+def test_texts_of_each_validation(tmp_path):
+    module = model(sample_length=5)
+    data = DataLoader(sequences(), batch_size=4)
+    trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[TextSamples(str(tmp_path / "run"), prompt="The ")])
+    trainer.fit(module, data, data)
+    written = (tmp_path / "run" / "written.txt").read_text(encoding="utf-8")
+    assert re.findall(r"after (\d+) steps:\nThe ", written) == ["2", "4"]  # and none of the sanity check
+    assert written.endswith(f"The {module.eval().write('The ')}\n")
+
+
+def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(ckpt_path=None) -> LanguageModel:
+        seed_everything(0, verbose=False)
+        schedule = partial(warmup_cosine, warmup=0.1)
+        module = LanguageModel(ADAMW, schedule, **TINY | {"positions": "rotary", "dropout": 0.1})
+        saved = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=3, save_top_k=-1)
+        trainer = make_trainer(
+            tmp_path, max_epochs=1, limit_train_batches=12, limit_val_batches=2, gradient_clip_val=1.0,
+            accumulate_grad_batches=2, enable_checkpointing=True, callbacks=[saved],
+        )  # fmt: skip
+        trainer.fit(module, datamodule=PackedText(context=16, batch_size=4), ckpt_path=ckpt_path)
+        assert trainer.global_step == 6
+        return module
+
+    whole = run()
+    seen = torch.get_rng_state()
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists")
+    resumed = run(tmp_path / "saved" / "step=3.ckpt")
+    assert distance(whole, resumed) == 0.0
+    assert torch.equal(torch.get_rng_state(), seen)

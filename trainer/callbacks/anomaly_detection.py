@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.postmortem.recording import RecordedBatch, Recorder
-from trainer.postmortem.replay import backward, rewind, run, undisturbed
+from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, run, undisturbed
 from trainer.state.outcome import StepOutcome
 
 _SCALE = 2.0**-100
@@ -67,13 +68,14 @@ class AnomalyDetection(Callback):
             self._recorder = None
 
 
-def _replay(trainer: Any, batches: Iterable[RecordedBatch]) -> None:
-    parameters = dict(trainer.lightning_module.named_parameters())
-
-    def on_loss(loss: Tensor) -> None:
-        backward(loss, _SCALE, parameters, lambda name, gradient: None)
-
+def _replay(trainer: Any, batches: Sequence[RecordedBatch]) -> None:
     with undisturbed(trainer) as now, torch.autograd.set_detect_anomaly(True):
-        for recorded in batches:
+        parameters = optimized(trainer)
+        for recorded in in_step(trainer, batches):
             rewind(trainer, now, recorded)
-            run(trainer, recorded, on_loss)
+            watched = {} if is_idle(recorded) else parameters
+            run(trainer, recorded, partial(_backward, parameters=watched))
+
+
+def _backward(loss: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    backward(loss, _SCALE, parameters, lambda name, gradient: None)

@@ -138,7 +138,7 @@ class NonFiniteGuard(Callback):
         """Refuse to replace a good checkpoint by weights that are not finite. A host-device synchronisation."""
         if self.policy == "go_on" or trainer.state.fn != "fit" or trainer.state.status != "running":
             return
-        if broken := _broken(pl_module):
+        if broken := _broken(pl_module, trainer.engine):
             raise NonFiniteError(
                 f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
                 f" were not saved, and the checkpoints from before are as they were: {names_of(broken)}."
@@ -191,6 +191,7 @@ class _Batch(NamedTuple):
     window: AccumulationWindow
     generators: dict[str, Tensor]
     loss: Any
+    has_loss: bool
 
 
 class _Window:
@@ -223,7 +224,7 @@ class _Window:
         """The batches for a replay, with the module as it is now."""
         state, others = ObjectState([trainer.lightning_module]), random_states.capture(trainer.engine.device)
         return [
-            RecordedBatch(one.batch, one.batch_idx, one.step, one.window, others | one.generators, state)
+            RecordedBatch(one.batch, one.batch_idx, one.step, one.window, others | one.generators, state, one.has_loss)
             for one in self.batches
         ]
 
@@ -283,7 +284,8 @@ class _Watch:
         output = self._training_step(batch, batch_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         loss = loss.detach() if isinstance(loss, Tensor) else None
-        kept.batches.append(_Batch(batch, batch_idx, steps, mark, generators, loss))
+        has_loss = loss is not None or not self._automatic
+        kept.batches.append(_Batch(batch, batch_idx, steps, mark, generators, loss, has_loss))
         return output
 
 
@@ -291,8 +293,8 @@ def _error(trainer: Any, step: int, outcome: StepOutcome, batches: list[Recorded
     """Replay the step, and say what was found. To be called on all ranks."""
     lines = [f"Gradients were not finite at optimizer step {step} of epoch {trainer.current_epoch}."]
     report = None
-    if batches:
-        finding = examine(trainer, batches, outcome.scale)
+    finding = examine(trainer, batches, outcome.scale)
+    if finding is not None:
         report = Report(step, 1, trainer.precision, trainer.scaler.min_scale, trainer.world_size, finding)
         rows = dict(report.rows())
         lines = [
@@ -326,14 +328,22 @@ def _verdict(report: Report) -> str:
     return f"The first number that is not finite was made in the {report.phase} pass, in {report.place}."
 
 
-def _broken(module: LightningModule) -> list[str]:
-    """The names of trained parameters that are not finite. One host-device synchronisation, where there are none."""
-    trained = [(name, p.detach()) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+def _broken(module: LightningModule, engine: Engine) -> list[str]:
+    """The names of trained parameters that are not finite. One host-device synchronisation, where there are none.
+
+    Where processes hold parts of the parameters, all of them come here, and are told the same.
+    """
+    part = engine.gradients.part
+    trained = [(name, part(p.detach())) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
     tensors = [parameter for _, parameter in trained]
-    if not tensors or get_total_norm(tensors).isfinite():
+    is_broken = bool(tensors) and not get_total_norm(tensors).isfinite()
+    if not (engine.any_rank(is_broken) if engine.gradients.are_parts else is_broken):
         return []
     # a norm of large numbers may overflow where none of them has
-    return [name for name, parameter in trained if not parameter.isfinite().all()]
+    broken = [name for name, parameter in trained if not parameter.isfinite().all()]
+    if not engine.gradients.are_parts:
+        return broken
+    return list(dict.fromkeys(name for names in engine.broadcast(engine.gather(broken)) for name in names))
 
 
 @rank_zero_only

@@ -116,7 +116,7 @@ class OverflowReport(Callback):
             return
         if optimizer is not trainer.optimizers[outcome.optimizers[0]]:  # several optimizers are one step
             return
-        step = trainer.global_step - len(outcome.optimizers)
+        step, at_step = trainer.global_step - len(outcome.optimizers), self.at_step
         if outcome.scale != outcome.next_scale:
             self._history.append((trainer.global_step, outcome.next_scale))
         demanded = self._demand.take() if self._demand is not None else []
@@ -124,11 +124,11 @@ class OverflowReport(Callback):
             self._take_skip(trainer, step, outcome)
         elif self._skips:
             self._end_skips()
-        if demanded and self._demand is not None:
+        if self._demand is None or at_step is None or step < at_step:
+            return
+        if any(report.step == step for report in self.reports) or self._report(trainer, step, outcome, demanded):
             self._demand.stop()
             self._demand = None
-            if not any(report.step == step for report in self.reports):
-                self._report(trainer, step, outcome, demanded)
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Drop the recorded batches."""
@@ -148,9 +148,8 @@ class OverflowReport(Callback):
         batches = self._recorder.take() if self._recorder is not None else []
         collapses = self._skips == self.collapse_after or self._skips_at_floor == self.at_floor
         is_due = self.after is not None and self._skips >= self.after and not self._has_reported
-        if batches and (is_due or collapses):
-            self._report(trainer, step, outcome, batches)
-            self._has_reported = True
+        if self._recorder is not None and (is_due or collapses):
+            self._has_reported |= self._report(trainer, step, outcome, batches)
         if collapses:
             self._collapse(trainer, step)
         if self._recorder is None and self._record_from is not None and self._skips >= self._record_from:
@@ -170,15 +169,17 @@ class OverflowReport(Callback):
             self._demand.stop()
             self._demand = None
 
-    def _report(self, trainer: Any, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]) -> None:
-        """Replay the step, and say what was found: on rank 0 of them all."""
+    def _report(self, trainer: Any, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]) -> bool:
+        """Replay the step, and say what was found: on rank 0 of them all. False where no rank has recorded it."""
         finding = examine(trainer, batches, outcome.scale)
+        if finding is None:
+            return False
         floor, world_size = trainer.scaler.min_scale, trainer.world_size
         report = Report(step, self._skips, trainer.precision, floor, world_size, finding)
         self.reports.append(report)
         folder = self._folder(trainer)
         if not trainer.is_global_zero:
-            return
+            return True
         console = self._console or get_console()
         if not console.is_terminal:  # where a width of 80 is assumed
             console = Console(file=console.file, width=160)
@@ -187,6 +188,7 @@ class OverflowReport(Callback):
             _write(path, report.markdown())
         if not self._has_reported:  # once on a row of skips is enough; the file is there of both
             console.print(report.table(path))
+        return True
 
     def _collapse(self, trainer: Any, step: int) -> None:
         before, module = self._before, trainer.lightning_module

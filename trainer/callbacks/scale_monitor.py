@@ -199,7 +199,10 @@ class ScaleMonitor(Callback):
         if self._probe is not None and self._is_due(trainer):
             self._probed_at = trainer.progress.updates
             gradients: Gradients = trainer.engine.gradients
-            self._probe.start((self._names.get(id(p), "?"), gradient) for p, gradient in gradients.local(optimizer))
+            local = gradients.local(optimizer)
+            total = partial(gradients.total, of=[p for p, _ in local]) if gradients.are_parts else None
+            named = ((self._names.get(id(p), "?"), p.numel(), gradient) for p, gradient in local)
+            self._probe.start(named, total)
 
     def _report(self, trainer: Any, pl_module: LightningModule, found: list[Underflow], outcome: StepOutcome) -> None:
         if outcome.skipped:  # infinities and what they became say nothing about small gradients

@@ -23,47 +23,22 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.checkpoint import sharded_files
+from trainer.checkpoint.manifest import FORMAT, PART, Manifest
 from trainer.errors import CheckpointError, CheckpointWriteError
 from trainer.files import replacing, sync_folder
-
-FORMAT = 1
-"""Version of the manifest."""
 
 EXTENSION = ".ckpt"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the system says when there is no room: on the disk, in a quota, under a limit on the size of files."""
 
-_PART = ".ckpt-part"  # the end of the names of files that are being written
 _CHUNK = 1 << 20
 _END = b"PK\x05\x06"  # opens the last record of a zip archive, 22 bytes with a comment's length at the end
 _END_SIZE = 22
 _START = b"PK\x03\x04"  # opens a zip archive
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint file says of itself.
-
-    Args:
-        saved_at: seconds since 1970.
-        size: bytes of the archive, without the manifest.
-        sha256: of the archive as it was before it had a comment, and of the manifest's text up to this number.
-        facts: what else the writer has said, such as the epoch.
-    """
-
-    saved_at: float
-    size: int
-    sha256: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def resumable(self) -> bool:
-        """Whether a training can go on from the file: it holds more than weights."""
-        return not self.facts.get("weights_only", False)
 
 
 class Sealing:
@@ -151,7 +126,7 @@ class Sealing:
 def write(
     save: Callable[[BinaryIO], None], path: str | Path, facts: Mapping[str, Any] | None = None
 ) -> Manifest | None:
-    """Write a checkpoint file, in the place of an older one or not at all. Returns its manifest, if it has one.
+    """Write a checkpoint file, in the place of an older checkpoint or not at all. Returns its manifest, if it has one.
 
     Args:
         save: writes into the stream it is given, from start to end: a zip archive, as ``torch.save`` does, which gets a
@@ -166,14 +141,14 @@ def write(
     stream: Sealing | None = None
     try:
         make_folder(path.parent)
-        with replacing(path, part=_PART, durable=True) as file:
+        with sharded_files.aside(path), replacing(path, part=PART, durable=True) as file:
             stream = Sealing(file, facts)
             save(stream)  # type: ignore[arg-type]  # as much of a BinaryIO as writers need
             return stream.seal()
     except CheckpointError:
         raise
     except OSError as error:
-        raise _cannot_write(path, error, 0 if stream is None else stream.size) from error
+        raise cannot_write(path, error, 0 if stream is None else stream.size) from error
 
 
 def make_folder(folder: Path) -> list[Path]:
@@ -194,13 +169,15 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def read_manifest(path: str | Path) -> Manifest | None:
-    """What the file says of itself, without a look at whether that is so; None for a file without a manifest.
+    """What the file or folder says of itself, without a look at whether that is so; None for a file without a manifest.
 
     Raises:
         CheckpointError: there is no end to the file, or something behind it, or a manifest that cannot be read.
         OSError: the file cannot be read.
     """
     path = Path(path)
+    if path.is_dir():
+        return sharded_files.read_manifest(path)
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size == 0:
@@ -242,7 +219,7 @@ def _parse(path: Path, size: int, tail: bytes) -> Manifest | None:
 
 
 def verify(path: str | Path) -> bool:
-    """See whether a checkpoint file is what was written. Reads all of it.
+    """See whether a checkpoint is what was written. Reads all of it.
 
     The checksums of the archive's members are what there is to check in an archive without a manifest. In what is no
     zip archive, such as a file of torch before 1.6 or an encrypted one, there is nothing: returns False.
@@ -252,6 +229,9 @@ def verify(path: str | Path) -> bool:
     """
     path = Path(path)
     try:
+        if path.is_dir():
+            sharded_files.verify(path)
+            return True
         manifest = read_manifest(path)
         if manifest is not None:
             _check_hash(path, manifest)
@@ -264,8 +244,10 @@ def verify(path: str | Path) -> bool:
     return True
 
 
-def newest_good(folders: Iterable[str | Path], read: Callable[[Path], object] | None = None) -> Path | None:
-    """The newest checkpoint in ``folders`` that a training can go on from; None for none.
+def newest_good(
+    folders: Iterable[str | Path], read: Callable[[Path], object] | None = None, beside: Iterable[Path] = ()
+) -> Path | None:
+    """The newest checkpoint in ``folders``, and of the files ``beside`` them, that a training can go on from; None for none.
 
     Newest by its manifest, or by the file's time where it has none. A damaged one is named in a warning and passed
     over.
@@ -273,8 +255,9 @@ def newest_good(folders: Iterable[str | Path], read: Callable[[Path], object] | 
     Args:
         folders: where to look.
         read: reads a file in which there is nothing to check, or raises a CheckpointError. None trusts such files.
+        beside: files that are there.
     """
-    for path in in_order(folders):
+    for path in in_order(folders, beside):
         try:
             manifest = read_manifest(path)
             if manifest is not None and not manifest.resumable:
@@ -288,23 +271,27 @@ def newest_good(folders: Iterable[str | Path], read: Callable[[Path], object] | 
     return None
 
 
-def in_order(folders: Iterable[str | Path]) -> list[Path]:
-    """The checkpoint files in ``folders``, newest first, but for hidden ones; a file with several names once."""
-    times: dict[Path, float] = {}
+def in_order(folders: Iterable[str | Path], beside: Iterable[Path] = ()) -> list[Path]:
+    """The checkpoints in ``folders``, and ``beside``, newest first, but for hidden ones; one with several names once."""
+    times = {path.resolve(): _saved_at(path) for path in beside}
     for folder in dict.fromkeys(Path(folder) for folder in folders):
         for path in sorted(folder.glob(f"*{EXTENSION}")) if folder.is_dir() else ():
             target = path.resolve()
-            if not path.name.startswith(".") and target.is_file() and target not in times:
+            if not path.name.startswith(".") and target.exists() and target not in times:
                 times[target] = _saved_at(target)
     return sorted(times, key=times.__getitem__, reverse=True)
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
-    """Remove what killed saves have left in ``folder``, where nobody may be writing. Returns what it removed."""
+    """Remove what killed saves have left in ``folder``, where nobody may be writing. Returns what it removed.
+
+    What lacks nothing but its name gets that.
+    """
+    sharded_files.recover(Path(folder))
     removed = []
-    for path in Path(folder).glob(f".*{_PART}"):
-        with suppress(OSError):
-            path.unlink()
+    for path in Path(folder).glob(f".*{PART}"):
+        sharded_files.discard(path)
+        if not os.path.lexists(path):
             removed.append(path)
     return removed
 
@@ -351,13 +338,14 @@ def _saved_at(path: Path) -> float:
     return 0.0
 
 
-def _cannot_write(path: Path, error: OSError, needed: int) -> CheckpointWriteError:
+def cannot_write(path: Path, error: OSError, needed: int) -> CheckpointWriteError:
+    """Why a checkpoint of that many bytes is not at ``path``, and what to do."""
     what = f"The checkpoint {path} was not written: {error.strerror or error}."
     if error.errno in FULL:
         with suppress(OSError):
             what += f" It takes {needed:,} bytes, and there are {shutil.disk_usage(path.parent).free:,} bytes free."
         what += (
-            " A file of that name that was there before is as it was. Make room, or save less often or fewer of them"
+            " What was there before under that name is as it was. Make room, or save less often or fewer of them"
             " (ModelCheckpoint(every_n_epochs, save_top_k)); or have the training go on without, by"
             " Trainer(plugins=CheckpointFiles(when_full='continue'))."
         )

@@ -12,6 +12,7 @@ import torch
 from torch.serialization import load, save
 
 from trainer.checkpoint.inert import PLACES, declared_safe, write_without_data
+from trainer.checkpoint.snapshot import is_sharded
 from trainer.errors import CheckpointError
 
 _LEAVES = frozenset(
@@ -61,7 +62,7 @@ def plain_numbers(value: Any, place: str, offences: list[tuple[str, Any]]) -> An
         offences: gets the place and the value of what ``torch.load(weights_only=True)`` would refuse.
     """
     kind = type(value)
-    if kind in _LEAVES:
+    if kind in _LEAVES or is_sharded(value):
         return value
     if kind in _DICTS:
         return _plain_dict(value, place, offences)

@@ -19,7 +19,7 @@ from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Engine
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
-from trainer.state.metrics import MetricStore
+from trainer.state.metrics import MetricStore, shared_among
 from trainer.state.outcome import StepOutcome
 
 
@@ -100,6 +100,37 @@ class ProcessState:
             state["buffers"] = dict(run.lightning_module.named_buffers())
         copied: dict[str, Any] = on_host(state)  # where another process can read it
         return copied
+
+    def taken_over(self, states: list[dict[str, Any]]) -> tuple[dict[str, Any], set[str]]:
+        """The state of this process of a run that another number of processes has begun.
+
+        What is the same on all of them is the first one's; what each has added up is shared; random numbers go on from
+        their states as far as there are enough of them. The place in the data is not translated here.
+
+        Args:
+            states: of those processes, as :meth:`dump` returned them, at a weight update's boundary.
+
+        Returns:
+            For :meth:`load`; and the names of metric objects of which a part is lost.
+        """
+        engine, first = self._run.engine, states[0]
+        rank, number = engine.global_rank, engine.world_size
+        objects, lost = MetricObjects(self._run.lightning_module).shared(
+            [state["metric_objects"] for state in states], rank, number
+        )
+        window = {key: value for key, value in first["window"].items() if key != "shared_unit"}
+        if engine.replicas > 1:
+            unit = first["window"].get("shared_unit")
+            window["shared_unit"] = window.get("unit", 1.0) if unit is None else unit
+        own = states[rank]["rng"] if rank < len(states) else random_states.derived(first["rng"], rank)
+        return {
+            **first,
+            "rng": own,
+            "metrics": shared_among(number, [state["metrics"] for state in states]),
+            "metric_objects": objects,
+            "should_stop": any(state["should_stop"] for state in states),
+            "window": window,
+        }, lost
 
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
         """Put back what :meth:`dump` returned. Everything is set up, and everybody's ``on_train_start`` is over.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -18,6 +19,12 @@ def on_host(checkpoint: Any) -> Any:
     bytes for the copy of a checkpoint on the CPU as for the checkpoint.
     """
     return _Copier().copy(checkpoint)
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether ``value`` is a ``DTensor``: one of which each process holds a part."""
+    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
+    return module is not None and isinstance(value, module.DTensor)
 
 
 class _Copier:
@@ -49,8 +56,10 @@ class _Copier:
         return made
 
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
         is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        if type(tensor) not in (Tensor, Parameter) or not is_dense or tensor.is_meta:
+        if type(tensor) not in (Tensor, Parameter) or not is_dense:
             return copy.deepcopy(tensor.detach()).cpu()
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:

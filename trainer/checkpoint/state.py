@@ -4,8 +4,8 @@
 ``epoch``, ``global_step``    for people and file names; not used to restore
 ``state_dict``                the module
 ``loops``                     the counters in Lightning's shape; under ``amp_trainer`` in ours, which say more,
-                              with the states of our own callbacks and what each process has for itself
-                              (``trainer.checkpoint.process``)
+                              with the states of our own callbacks, what each process has for itself
+                              (``trainer.checkpoint.process``), and the names of the optimizers' parameters
 ``callbacks``                 the other callbacks' states: Lightning asks for every callback that has one here
 ``optimizer_states``          one for each optimizer
 ``lr_schedulers``             one for each schedule
@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from trainer import redaction
 from trainer.checkpoint.process import ProcessState
@@ -89,7 +91,9 @@ def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[
     ours: dict[str, Any] = {"format": FORMAT, "progress": progress.state_dict()}
     if not weights_only:
         ours["awaited"] = _awaited_metrics(run)
-        ours["processes"] = engine.gather(run.process.dump())
+        own = run.process.dump()
+        ours["processes"] = [own] if engine.saves_shards else engine.gather(own)
+        ours["parameters"] = parameter_names(module, engine.optimizers)
         checkpoint["callbacks"], ours["callbacks"] = {}, {}
         for callback in run.callbacks:
             if state := callback.state_dict():
@@ -112,11 +116,11 @@ def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[
 
 
 def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint file.
+    """Read a checkpoint.
 
     Args:
         engine: reads it.
-        path: the file; a path or a URL.
+        path: the file or folder; a path or a URL.
         weights_only: None and True load tensors and plain containers only; objects among the hyper-parameters are
             :class:`~trainer.checkpoint.inert.StandIn`. False runs whatever code the file asks for: for files of
             one's own making.
@@ -224,6 +228,9 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
             )
     for optimizer, state in zip(engine.optimizers, checkpoint["optimizer_states"], strict=False):
         _refuse_other_kind(optimizer, state)
+    _put_in_order(
+        checkpoint, (ours or {}).get("parameters", []), parameter_names(run.lightning_module, engine.optimizers)
+    )
     engine.load_optimizer_states(checkpoint)
     for config, state in zip(engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # none, or as many
         config.scheduler.load_state_dict(state)
@@ -237,41 +244,56 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
             run.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
 
 
-def process_state_in(checkpoint: dict[str, Any], engine: Engine, *, exact: bool) -> dict[str, Any] | None:
-    """What a checkpoint has of this process; None where it has nothing of processes.
+def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[str, Any]]:
+    """What a checkpoint has of each process; [] where it has nothing of processes.
 
     Args:
         checkpoint: from :func:`read`.
-        engine: knows which process this is.
-        exact: whether to refuse what another number of processes, or another version of this package, has written;
-            otherwise it is left alone.
+        exact: whether to refuse what another version of this package has written; otherwise it is left alone.
 
     Raises:
         ResumeError: it was, and ``exact`` is set.
     """
     ours = checkpoint.get("loops", {}).get(OUR_KEY, {})
-    processes = ours.get("processes", [])
-    if not processes:
-        return None
-    if ours["format"] != FORMAT:
-        problem = (
-            f"The checkpoint was written by another version of this package (format {ours['format']}, expected"
-            f" {FORMAT}): its random states and its place in the data cannot be read."
-        )
-        advice = "Resume with that version"
-    elif len(processes) != engine.world_size:
-        problem = (
-            f"The checkpoint was written by a run of {len(processes)} processes, this one has {engine.world_size}: each"
-            " gets other samples and random numbers than in the run that wrote it."
-        )
-        advice = "Resume with the same number"
-    else:
-        state: dict[str, Any] = processes[engine.global_rank]
-        return state
+    processes: list[dict[str, Any]] = ours.get("processes", [])
+    if not processes or ours["format"] == FORMAT:
+        return processes
+    problem = (
+        f"The checkpoint was written by another version of this package (format {ours['format']}, expected {FORMAT}):"
+        " its random states and its place in the data cannot be read."
+    )
     if exact:
-        raise ResumeError(f"{problem} {advice}, or go on all the same with Trainer(exact_resume=False).")
+        raise ResumeError(
+            f"{problem} Resume with that version, or go on all the same with Trainer(exact_resume=False)."
+        )
     warnings.warn(f"{problem} The run goes on, but not exactly.", stacklevel=2)
-    return None
+    return []
+
+
+def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
+    """The names of each optimizer's parameters, in its order; [] for one with parameters that are not the module's."""
+    names = {id(parameter): _bare(name) for name, parameter in module.named_parameters()}
+    held = [[id(one) for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
+    return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
+
+
+def _bare(name: str) -> str:
+    """The name of a parameter without those of wrappers on the way."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _put_in_order(checkpoint: dict[str, Any], saved: list[list[str]], names: list[list[str]]) -> None:
+    """Number the states of optimizers as their parameters are now, where these are the same in another order."""
+    states = list(checkpoint["optimizer_states"])
+    for index, (before, now) in enumerate(zip(saved, names, strict=False)):
+        groups = states[index].get("param_groups", []) if index < len(states) else []
+        if before == now or len(before) != len(set(before)) or len(groups) != 1 or set(before) != set(now):
+            continue
+        number = {name: now.index(name) for name in before}
+        state = {number[before[old]]: value for old, value in states[index]["state"].items()}
+        groups = [{**groups[0], "params": list(range(len(now)))}]
+        states[index] = {**states[index], "state": state, "param_groups": groups}
+    checkpoint["optimizer_states"] = states
 
 
 def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_registry import _is_registry, download_model_from_registry
 from lightning_utilities.core.imports import module_available
 
 from trainer import redaction
 from trainer.checkpoint import state as checkpoints
-from trainer.compat import cluster, hparams, loop_state, model_checkpoints, resuming
+from trainer.compat import cluster, elastic, hparams, loop_state, model_checkpoints, resuming
 from trainer.compat.checkpoint_io import local_path
 from trainer.compat.logging import ModuleScope
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, ResumeError
 
 VERSION_KEY = "pytorch-lightning_version"
 
@@ -41,6 +41,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
+        self._is_chosen = False  # by the user
         self._foreign: dict[str, str] = {}  # by `best_model_path`, the checkpoint that says so
 
     def select(self, given: str | Path | None, *, model_given: bool) -> None:
@@ -67,16 +68,18 @@ class CheckpointConnector(_CheckpointConnector):
             raise ConfigurationError(f"{str(error).rstrip('.')}. {advice}") from error
         if path != given and not is_assigned:
             self._refuse_foreign(str(path))
-        self._ckpt_path = path
+        self._ckpt_path, self._is_chosen = path, bool(given) or is_assigned
 
     def find_newest(self, session: ExitStack) -> None:
         """``resume="auto"``: unless a checkpoint is chosen, choose the newest good one in the folders of this run.
 
+        Or that of a Slurm job which is run again, if it is newer.
+
         Args:
             session: holds the folders for this run alone until it closes.
         """
-        if self._ckpt_path is None:
-            self._ckpt_path = resuming.newest_checkpoint(self.trainer, session)
+        if not self._is_chosen:
+            self._ckpt_path = resuming.newest_checkpoint(self.trainer, session, self._ckpt_path)
 
     def restore_module_and_callbacks(self, weights_only: bool | None) -> None:
         """Read the run's checkpoint, if it has one, and restore what has to be there before the strategy's set-up."""
@@ -109,11 +112,36 @@ class CheckpointConnector(_CheckpointConnector):
                 f"You restored a checkpoint with current_epoch={trainer.current_epoch}, but you have set"
                 f" Trainer(max_epochs={trainer.max_epochs}). Set max_epochs to the number of epochs in all."
             )
-        state = checkpoints.process_state_in(checkpoint, trainer.engine, exact=trainer.exact_resume)
+        state = self._process_state(checkpoint)
         position = loop_state.data_position_in(checkpoint, trainer.progress, trainer.max_steps != -1)
         if state is not None or position:
             trainer.data.resume((state or {}).get("data") or position)
         return state
+
+    def _process_state(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        """What a checkpoint has of this process: translated, where other processes have written it. None for nothing.
+
+        Raises:
+            ResumeError: they have, it cannot be, and the resume is to be exact.
+        """
+        trainer = self.trainer
+        states = checkpoints.process_states_in(checkpoint, exact=trainer.exact_resume)
+        if not states or not elastic.is_elastic(trainer, checkpoint):
+            return states[trainer.global_rank] if states else None
+        try:
+            return elastic.resume(trainer, checkpoint, states)
+        except ResumeError as error:
+            problem = (
+                f"The checkpoint was written by a run of {len(states)} processes, this one has {trainer.world_size}:"
+                f" each update would get other samples, for {error}."
+            )
+            if trainer.exact_resume:
+                raise ResumeError(
+                    f"{problem} Resume with the same number, or go on all the same with Trainer(exact_resume=False)."
+                ) from None
+        trainer.data.give_up_order()
+        rank_zero_warn(f"{problem} The run goes on, but not exactly.")
+        return None
 
     def forget(self) -> None:
         """After everything is restored: say so, and free the memory."""
@@ -174,6 +202,7 @@ class CheckpointConnector(_CheckpointConnector):
         outer = scope.enter("on_save_checkpoint")
         checkpoint = checkpoints.dump(trainer, as_lightning, weights_only=bool(weights_only))
         scope.enter(outer)
+        elastic.note(trainer, checkpoint)
         hparams.make_loadable(checkpoint, module, trainer.datamodule)  # after the hooks, which may have changed them
         return checkpoint
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,12 +29,15 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
+from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
 from trainer.data.worker_signals import outlive_signals
 from trainer.data.workers import bounded
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, ResumeError
+from trainer.loops.accumulation import AccumulationWindow
 
 _STAGES = RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.PREDICTING
 
@@ -71,11 +77,32 @@ class _Connector(_DataConnector):
         self.attach_data(model, datamodule=datamodule)
 
 
+@dataclass
+class Carried:
+    """What a run keeps of one on another number of processes, which has begun it.
+
+    Attributes:
+        order: of its training samples.
+        given: the settings that are counted in batches, as this run was given them.
+        keeps_limit: whether ``limit_train_batches`` is as it was: the order has it already.
+        validation: batches of now between two validations, and whether an epoch's end has one in any case. None where
+            ``val_check_interval`` says it.
+    """
+
+    order: SampleOrder
+    given: dict[str, Any]
+    keeps_limit: bool
+    validation: tuple[int, bool] | None = None
+
+
 class DataSource:
     """Where a run's dataloaders come from: arguments, the module's methods, or a datamodule's.
 
     Args:
         trainer: the Trainer; Lightning's connector asks it for ranks and strategy.
+
+    Attributes:
+        carried: what the run keeps of one on another number of processes, which has begun it. None for nothing.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -87,6 +114,7 @@ class DataSource:
         self._made_in: dict[RunningStage, float] = {}
         self._outdated: set[RunningStage] = set()
         self.resumed: dict[str, Any] | None = None
+        self.carried: Carried | None = None
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
         """Note where each stage's dataloaders will come from.
@@ -100,7 +128,7 @@ class DataSource:
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
         self._outdated.clear()
-        self.resumed = None
+        self.resumed = self.carried = None
         for stage in _STAGES:
             loaders = given.get(stage)
             instance = datamodule if datamodule is not None else module if loaders is None else loaders
@@ -134,11 +162,20 @@ class DataSource:
         """
         self.resumed = state
 
+    def give_up_order(self) -> None:
+        """Have the training's dataloaders order their samples as they would in a run that begins."""
+        self.carried = self.resumed = None
+        self.forget(RunningStage.TRAINING)
+
     def forget(self, stage: RunningStage) -> None:
         """Make the dataloaders of ``stage`` anew when they are asked for next."""
         old = self._ready.pop(stage, None)
         if old is not None:
             old.close()
+
+    def ready(self, stage: RunningStage) -> LoaderSet | None:
+        """The dataloaders of ``stage``, if they have been made already."""
+        return self._ready.get(stage)
 
     def is_ready(self, stage: RunningStage) -> bool:
         """Whether the dataloaders of ``stage`` have been made already."""
@@ -229,7 +266,8 @@ class DataSource:
             _resolve_overfit_batches(combined, stage)
         for loader in combined.flattened:
             _check_dataloader_iterable(loader, source, trainer.state.fn)
-        combined.flattened = [self._prepare(loader, stage) for loader in combined.flattened]
+        unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
+        samplers = self._put_in_order(combined, unprepared) if training and self.carried is not None else []
         module = trainer.lightning_module
         may_be_empty = module.allow_zero_length_dataloader_with_multiple_devices or (
             self.datamodule is not None and self.datamodule.allow_zero_length_dataloader_with_multiple_devices
@@ -238,11 +276,56 @@ class DataSource:
             len(loader) if has_len_all_ranks(loader, trainer.strategy, may_be_empty) else float("inf")
             for loader in combined.flattened
         ]
+        if self.carried is not None and samplers and self.carried.keeps_limit:
+            limit = 1.0
         limits = [_parse_num_batches(stage, length, limit) for length in lengths]
         fetcher = _select_data_fetcher(trainer, stage)
         if isinstance(fetcher, _DataLoaderIterDataFetcher):
             return DrawnLoaderSet(combined, limits, fetcher, trainer.profiler, stage)
-        return LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
+        made = LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
+        if samplers:
+            made.announce = partial(_weigh, trainer.loop.window, samplers[0])
+        return made
+
+    def _put_in_order(self, combined: CombinedLoader, unprepared: list[Any]) -> list[ElasticSampler]:
+        """Have the training's dataloader read its share of the samples in the carried order. Returns its sampler.
+
+        Args:
+            combined: the dataloader, prepared.
+            unprepared: as the user has made it.
+
+        Raises:
+            ResumeError: there are several, or one whose samples cannot be divided in another way.
+        """
+        assert self.carried is not None
+        if len(combined.flattened) != 1:
+            raise ResumeError(f"there are {len(combined.flattened)} training dataloaders, expected one")
+        given, loader = unprepared[0], combined.flattened[0]
+        if (reason := not_ordered(given) or not_ordered(loader)) is not None:
+            raise ResumeError(reason)
+        kind, own = self.carried.order.sampler, type(given.batch_sampler.sampler).__name__
+        if kind != own and "RandomSampler" in (kind, own) and kind != "DistributedSampler":
+            raise ResumeError(f"its sampler was a {kind} and is a {own}")
+        replicas = self._trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        if replicas["num_replicas"] > 1 and type(loader.batch_sampler.sampler) is not DistributedSampler:
+            raise ResumeError("use_distributed_sampler=False has each process read all samples")
+        engine = self._trainer.engine
+        sampler = ElasticSampler(
+            self.carried.order,
+            given.batch_sampler.sampler,
+            given.dataset,
+            replicas["num_replicas"],
+            replicas["rank"],
+            loader.batch_size,
+            lambda value: engine.broadcast(
+                value
+            ),  # not the method: who looks for generators would look into the engine
+        )
+        ordered = copy(loader)  # as if made with it: the attributes of a dataloader cannot be set
+        batches = BatchSampler(sampler, loader.batch_size, drop_last=False)
+        vars(ordered).update(sampler=sampler, batch_sampler=batches, drop_last=False, _iterator=None)
+        combined.flattened = [ordered]
+        return [sampler]
 
     def _prepare(self, loader: Any, stage: RunningStage) -> Any:
         shuffled = stage is RunningStage.TRAINING or _is_dataloader_shuffled(loader)
@@ -258,6 +341,10 @@ class DataSource:
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
         outlive_signals(loader)
         return loader
+
+
+def _weigh(window: AccumulationWindow, sampler: ElasticSampler, batch_idx: int) -> None:
+    window.batch_weight = sampler.weight_of(batch_idx)
 
 
 def move_training_batch(batch: Any, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -29,16 +29,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.arguments import refuse_other_package
+from trainer.checkpoint import sharded_files
 from trainer.compat import cluster
-from trainer.compat.checkpoint_io import adopt, without_objects
+from trainer.compat.checkpoint_io import CheckpointFiles, adopt, files_of, local_path, without_objects
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.launchers import WatchedLauncher, signals_passed_on
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
 from trainer.engine.agreement import Agreement
 from trainer.engine.gradients import Gradients, zero_loss
+from trainer.engine.initialisation import initialise
 from trainer.engine.processes import children, leave_group_at_exit
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
+from trainer.engine.sharding.wrap import put_back
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
@@ -86,8 +89,8 @@ class LightningEngine:
         cluster.check_local_rank(self.connector.cluster_environment, self.strategy)
         if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise UnsupportedError(
-                f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device or"
-                " DDP. Sharded strategies are not supported yet: use strategy='ddp'."
+                f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device,"
+                " DDP or FSDP: strategy='ddp', or strategy='fsdp' to shard the model."
             )
         self._ddp = self.strategy if isinstance(self.strategy, DDPStrategy) else None  # asked for at every step
         self.precision = precision.for_device(self.device)
@@ -101,6 +104,7 @@ class LightningEngine:
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
         self._agreement_group: Callable[[], Any] = _none  # weak: torch.distributed has it until the process leaves
+        self._save_group: Callable[[], Any] = _none
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
@@ -183,6 +187,9 @@ class LightningEngine:
         with signals_passed_on(launcher):
             return launcher.launch(function, *args, trainer=self._trainer)
 
+    def refuse(self, callbacks: Iterable[Any]) -> None:
+        """Every callback works."""
+
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the strategy's."""
         self.strategy.precision_plugin = self.adapter  # another Trainer may have been built with the strategy since
@@ -200,7 +207,10 @@ class LightningEngine:
 
     def convert_module(self) -> None:
         """Put the module into the precision's dtype."""
+        put_back(self.model)  # an earlier run may have failed
         self.strategy.model = self.precision.convert_module(self.model)
+        if not self.restores_after_setup:
+            initialise(self.model, self.device)
 
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
@@ -229,6 +239,11 @@ class LightningEngine:
         assert strategy.model is not None
         assert strategy.lightning_module is not None
         return strategy._forward_redirection(strategy.model, strategy.lightning_module, name, *args)
+
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """The bare module's."""
+        step: Callable[..., Any] = getattr(self.strategy.lightning_module, name)
+        return step
 
     def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
         """None: the loop does one thing after the other."""
@@ -309,25 +324,88 @@ class LightningEngine:
             self.strategy.load_optimizer_state_dict(checkpoint)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint from rank 0, and wait until it is written.
+        """Write a checkpoint: from rank 0 a file, or by all ranks a folder. Waits until it is written.
 
         Raises:
             CheckpointError: it cannot be written; on all ranks.
         """
+        if not self.saves_shards:
+            checkpoint = self.gathered(checkpoint)
         error: CheckpointError | None = None
         try:
-            self.strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            if self.saves_shards:
+                self._files.wait()  # raises on rank 0 alone where a file was not removed
+            else:
+                self.strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
         except CheckpointError as problem:
             error = problem
         if self.any_rank(error is not None):  # the ranks wait for each other here
             raise error or CheckpointWriteError(f"The checkpoint {path} was not written: rank 0 says why.")
+        if self.saves_shards:
+            self._files.save_shards(checkpoint, path, self._group_of_saves())
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether the checkpoints are folders (``CheckpointFiles(sharded=True)``)."""
+        files = files_of(self.strategy)
+        return files is not None and files.sharded
+
+    @property
+    def _files(self) -> CheckpointFiles:
+        files = files_of(self.strategy)
+        assert files is not None
+        return files
+
+    def _group_of_saves(self) -> Any:
+        """All processes, by gloo, for saves in the background: another group is in use meanwhile. None for one process.
+
+        Made when it is first asked for, by all processes together.
+        """
+        if self.world_size == 1:
+            return None
+        group = self._save_group()
+        if group is None:
+            assert self._ddp is not None
+            group = torch.distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
+            self._save_group = weakref.ref(group)
+        return group
+
+    def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """``checkpoint`` with whole tensors, on rank 0, where it has sharded ones. Called by all processes together."""
+        return checkpoint
+
+    def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """What a tensor of a checkpoint's folder is read into; None for a plain one in host memory."""
+        return None
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
-        """Read a checkpoint."""
+        """Read a checkpoint; of a folder, only what this process needs. Then all processes call it together."""
         with pl_legacy_patch():
-            with without_objects(self.strategy, path) if weights_only else nullcontext():
-                checkpoint = self.strategy.load_checkpoint(path, weights_only=weights_only)
+            folder = local_path(path)
+            if folder is not None and folder.is_dir() and files_of(self.strategy) is not None:
+                checkpoint = self._load_shards(folder, weights_only)
+            else:
+                if folder is not None and (folder.parent / sharded_files.MANIFEST).is_file():
+                    raise CheckpointError(f"{folder} is a part of a checkpoint. Expected the folder: {folder.parent}")
+                with without_objects(self.strategy, path) if weights_only else nullcontext():
+                    checkpoint = self.strategy.load_checkpoint(path, weights_only=weights_only)
             return up_to_date(checkpoint, path)
+
+    def _load_shards(self, folder: Path, weights_only: bool) -> dict[str, Any]:
+        """Read a folder. Each process verifies a part of the files."""
+        from trainer.checkpoint import shards
+
+        self._files.wait()
+        error: CheckpointError | None = None
+        try:
+            sharded_files.verify(folder, self.global_rank, self.world_size)
+        except CheckpointError as problem:
+            error = problem
+        if self.any_rank(error is not None):
+            raise error or CheckpointError(f"{folder} is damaged: another process says why.")
+        return shards.read_whole(
+            folder, weights_only=weights_only, template=self.template, process=(self.global_rank, self.world_size)
+        )
 
     def on_exception(self, error: BaseException) -> None:
         """Let the strategy add what it knows to the message; end the processes that it started."""

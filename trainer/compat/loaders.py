@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize
 from torch.utils.data import SequentialSampler
 
 from trainer.data.batches import Batch, LookAhead, as_it_is
-from trainer.data.resumable import ResumableLoader, StatefulLoader, resumable
+from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, resumable
 from trainer.state import random_states
 
 Watch = Callable[[Iterable[Any]], Iterable[Any]]
@@ -45,6 +45,7 @@ class LoaderSet:
 
     Attributes:
         made_in: the epoch they were made in; -inf for none that counts. DataSource sets it.
+        announce: called with the index of each batch of training that is about to be handed out. None for nothing.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LoaderSet:
         self.limits = limits
         self.has_length = has_length
         self.made_in = float("-inf")
+        self.announce: Callable[[int], None] | None = None
         self._watch = watch or as_it_is
         self._loaders: list[ResumableLoader] = []
         self._together = combined
@@ -116,6 +118,8 @@ class LoaderSet:
         self._pass, self._ahead = None, {}  # its workers end
         source, count = iter(self._watch(self._begin(self.loaders))), self.num_batches()
         self._pass = left = _first(source, max(count - done, 0))  # below 0 where a resumed run is given fewer
+        if self.announce is not None:
+            self._pass = _announced(left, done, self.announce)
         if not self.has_length:
             self._pass = self._look_ahead = LookAhead(left, self._mark, now=count == float("inf"))
 
@@ -166,6 +170,22 @@ class LoaderSet:
         if (iterator := self._together._iterator) is not None:
             state["index"], state["exhausted"] = iterator._idx, list(getattr(iterator, "_consumed", ()))
         return state
+
+    def taken_over(self, states: list[dict[str, Any]], batches: int, random: random_states.State) -> dict[str, Any]:
+        """The state of a pass that other processes have begun, as :meth:`load_state_dict` wants it.
+
+        Args:
+            states: of ``TrainingBatches``, of each of those processes; of one map-style dataloader each.
+            batches: that this process would have trained in the place of theirs.
+            random: the random states that workers start from.
+        """
+        (loader,) = self.loaders
+        assert isinstance(loader, MapStyleLoader)
+        owns = [state["loaders"][0] for state in states]
+        own = loader.taken_over(owns, batches, random) if owns[0] else {}
+        if own and states[0]["is_over"]:
+            own["workers"] = None  # those of the next pass start anew
+        return {**states[0], "batches": batches, "loaders": [own], "ahead": {}}
 
     def loader_states(self) -> list[dict[str, Any]]:
         """What the loaders that have a ``state_dict`` say themselves, as Lightning writes it."""
@@ -319,6 +339,13 @@ def _begun(combined: CombinedLoader) -> Iterator[tuple[Batch, int, int]]:
 def _first(source: Iterator[Any], count: float) -> Iterator[Any]:
     """At most ``count`` items of ``source``."""
     return islice(source, None if count == float("inf") else int(count))
+
+
+def _announced(source: Iterator[Any], first: int, announce: Callable[[int], None]) -> Iterator[Any]:
+    """``source``, of which each item is announced by its index; that of the first is ``first``."""
+    for index, item in enumerate(source, first):
+        announce(index)
+        yield item
 
 
 def _is_repeatable(loader: ResumableLoader) -> bool:

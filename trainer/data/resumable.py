@@ -15,7 +15,9 @@ that was over, the next iteration is the pass that follows it. There are three k
     Anything else: what has been trained is loaded again, and dropped.
 
 A state is of one process: how many of its batches were trained, and in ``set_up`` the batch size and how many
-processes shared the samples, which together say how many samples of the epoch all of them had used.
+processes shared the samples, which together say how many samples of the epoch all of them had used. Other processes
+than those that wrote the states take them over together (:meth:`MapStyleLoader.taken_over`), if the samples come from
+an :class:`~trainer.data.elastic.ElasticSampler`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from torch.utils.data import default_collate as _collate
 from torch.utils.data import default_convert as _convert
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from trainer.data.elastic import ElasticSampler
 from trainer.data.worker_random import Carrier, WorkerRandom
 from trainer.data.workers import bounded_like
 from trainer.state import random_states
@@ -293,6 +296,30 @@ class MapStyleLoader(ResumableLoader):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_running": None}
 
+    def taken_over(self, states: Sequence[State], batches: int, random: State) -> State:
+        """The state of this process, for :meth:`load_state_dict`, of a pass that other processes have begun.
+
+        Args:
+            states: of those processes.
+            batches: that this process would have trained in the place of theirs.
+            random: the random states that its workers start from.
+        """
+        first = states[0]
+        return {
+            "kind": self.kind,
+            "batches": batches,
+            "begun": random,
+            "started": random,
+            "asked": first["asked"],  # what is drawn is the first process's
+            "own": first["own"],
+            "prefetch_factor": -1,  # what the order is drawn from is left as that leaves it
+            "set_up": {**_set_up_of(self.loader), "samples": first["set_up"]["samples"]},
+            "workers": {},
+            "first": None,
+            "last": None,
+            "former": [{name: state[name] for name in ("set_up", "batches", "first", "last")} for state in states],
+        }
+
     def begin_pass(self, *, with_old_workers: bool = False) -> None:
         """A pass begins, with new workers or those of the last pass."""
         self._begun, self._batches = random_states.capture(own=self.generators), 0
@@ -394,6 +421,7 @@ class MapStyleLoader(ResumableLoader):
             if was is not None and was != now and not (which == "last" and state.get("inside")):
                 reasons.append(_other_order(which, was, now))
                 break
+        reasons += _other_row(loader, state.get("former", []))[:1]
         if not loader.in_order and loader.num_workers > 1:
             reasons.append("with in_order=False the order of batches depends on how fast the workers are")
         return iterator
@@ -559,6 +587,20 @@ def _other_order(which: str, was: State, now: State | None) -> str:
         f"the {which} trained batch of this epoch had the samples {text(was)}; the same dataset, sampler and seed would"
         f" give them again, but here it is {given}"
     )
+
+
+def _other_row(loader: DataLoader[Any], former: list[State]) -> list[str]:
+    """Where an epoch that other processes have begun had other samples than the row that is read now."""
+    sampler, reasons = getattr(loader.batch_sampler, "sampler", None), []
+    for rank, state in enumerate(former):
+        batch_size, processes = state["set_up"]["batch_size"], state["set_up"]["world_size"]
+        if not isinstance(sampler, ElasticSampler) or processes != len(former):
+            break  # several processes have shared their samples
+        for which, number in ("first", 0), ("last", state["batches"] - 1):
+            was, now = state[which], _proof(sampler.batch_of(number, rank, processes, batch_size))
+            if was is not None and was != now:
+                reasons.append(_other_order(which, was, now))
+    return reasons
 
 
 def _index_sampler(loader: DataLoader[Any]) -> Any:

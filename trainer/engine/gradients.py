@@ -3,8 +3,9 @@
 In a training step, in this order::
 
     clear(optimizer)                   at a window's first batch, for each optimizer
-    backward(scale(loss))              each batch; or
-    backward_without_loss(exchanges)   where this process has no loss
+    backward(scale(loss))              each batch; or, where this process has no loss,
+    forward_without_loss()             before the processes tell each other who has one, and
+    backward_without_loss(exchanges)   in the place of the backward pass
     multiply_(optimizers, factor)      at a window's end, where its mean is not what the shares had expected
     unscale_(optimizer)                for each optimizer: gradients are in true units from here on
     norm(optimizer), clip_(optimizer, ...), local(optimizer)       hooks, callbacks
@@ -23,12 +24,12 @@ parameters' gradients. Ours finds them by ``LossScaler.gradients_of``, which wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
@@ -46,12 +47,11 @@ class Gradients:
         scaler: the one in use; see :meth:`use_scaler`.
         calls_module_backward: whether :meth:`backward` ends in the module's own ``backward``, so that the loop is not
             to call that.
-        corrects_losses: whether processes may exchange numbers between a forward and its backward pass: whether one
-            that has no loss has taken part in all exchanges of the others' forward by then.
+        are_parts: whether a process holds no more than parts of parameters and gradients.
     """
 
     calls_module_backward = False
-    corrects_losses = True
+    are_parts = False
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
@@ -84,6 +84,13 @@ class Gradients:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scaled loss to those of the window's earlier batches."""
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
+        """A backward pass inside of ``training_step``: ``run`` on the scaled loss."""
+        run(loss)
+
+    def forward_without_loss(self) -> None:
+        """Take part in the other processes' forward pass, in the place of a batch that has no loss."""
 
     def backward_without_loss(self, exchanges: bool) -> None:
         """Take part in the other processes' backward pass, in the place of a batch that has no loss. Adds zeros.
@@ -159,6 +166,36 @@ class Gradients:
         A figure of what is spread over processes is that of one process only: sum it over them before it is told.
         """
         return [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """As much of a parameter, or of anything else, as this process holds, as a plain tensor."""
+        return tensor
+
+    def total(self, counts: Tensor, of: Sequence[Tensor]) -> Tensor:
+        """What the processes have counted in their parts, added up: each part once, however many hold a copy of it.
+
+        All processes call this together, with the same parameters. Nothing waits for a GPU.
+
+        Args:
+            counts: this process's, of shape (parameters, any).
+            of: the parameters.
+
+        Returns:
+            The sums, of the same shape.
+        """
+        return counts
+
+    def leaves(self, module: nn.Module) -> dict[str, Tensor]:
+        """What a forward pass computes with, by the parameters' names: where its backward pass brings gradients."""
+        return dict(module.named_parameters())
+
+    def idle_loss(self) -> Tensor | None:
+        """A forward pass in step with those of the other processes, in the place of a batch that this one lacks.
+
+        Returns:
+            A loss without a value: its backward passes are in step with theirs, too. None where they do not wait.
+        """
+        return None
 
     def state_dict(
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]

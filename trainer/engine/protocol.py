@@ -7,7 +7,7 @@ post-mortems use nothing else of an engine than what is here; only ``trainer.com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -118,6 +118,9 @@ class Engine(Protocol):
     def launch(self) -> Callable[..., Any]:
         """Calls ``function(*args)`` in every process, and returns what it returned in this one."""
 
+    def refuse(self, callbacks: Iterable[Any]) -> None:
+        """Raise an UnsupportedError, if one of the Trainer's callbacks cannot work on this engine."""
+
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the one to run. Nothing is moved yet."""
 
@@ -132,6 +135,9 @@ class Engine(Protocol):
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """The module's ``training_step`` (``validation_step``, ...), going through the wrapper where there is one."""
+
+    def replay_step(self, name: str) -> Callable[..., Any]:
+        """The module's step once more, by itself: nothing is exchanged by it but what it cannot be computed without."""
 
     def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
         """What takes the place of ``FitLoop.train_batch``, where backward, step and update are one for the engine.
@@ -173,19 +179,27 @@ class Engine(Protocol):
         """Wait for the other processes."""
 
     def module_state(self) -> dict[str, Any]:
-        """The whole module's state dict, gathered where it is sharded."""
+        """The module's state dict. Sharded tensors stay that: :meth:`save` gathers them where it has to."""
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load ``checkpoint["state_dict"]`` into the module."""
+        """Load ``checkpoint["state_dict"]``, whole or sharded as the module is, into the module."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """One optimizer's state dict, gathered where it is sharded."""
+        """One optimizer's state dict, in which sharded tensors stay that."""
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load ``checkpoint["optimizer_states"]`` into the optimizers."""
+        """Load ``checkpoint["optimizer_states"]``, whole or sharded as the parameters are, into the optimizers."""
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether each process writes its own part of a checkpoint, so that nothing is to be gathered for it."""
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint (rank 0 does, or all of them where it is sharded)."""
+        """Write a checkpoint, which may have ``DTensor`` in it. All processes call it together.
+
+        Rank 0 writes a file, for which sharded tensors are gathered, one after the other; or each process its part of a
+        folder, where :attr:`saves_shards`.
+        """
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint."""

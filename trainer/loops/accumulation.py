@@ -45,6 +45,8 @@ class AccumulationWindow:
         size: batches in the current window, as far as its start could tell.
         backwards: batches in the current window so far that had a loss.
         is_first, is_last: whether the current batch opens, and closes, the window.
+        batch_weight: what the current batch counts where ``training_step`` returns no weight; 0 for a batch that does
+            not count in any case. None, which is usual, for 1. See ``trainer.data.elastic``.
         factor: what the current batch's loss was multiplied by, to be its share.
         corrects_loss: whether the current batch gets its :meth:`corrected_share`.
         correction: what :meth:`close` has multiplied the gradients by.
@@ -65,11 +67,11 @@ class AccumulationWindow:
         self.is_first = True
         self.is_last = True
         self.corrects_loss = False
+        self.batch_weight: float | None = None
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
         self._position = -1
         self._replicas = 1
-        self._may_correct_losses = False
         self._has_loss: bool | None = None  # None before the sums over the processes are known
         self._shared_unit: Weight | None = None  # of all processes; None on one
         self._unit: Weight = 1.0  # of the current window; 1 where its batches have no weights
@@ -82,15 +84,10 @@ class AccumulationWindow:
         """Whether batches have been accumulated that no weight update has used yet."""
         return not self.is_last
 
-    def start_run(self, replicas: int, corrects_losses: bool) -> None:
-        """A fit begins, in which each window has batches of this many processes.
-
-        Args:
-            replicas: the number of processes.
-            corrects_losses: whether they may exchange numbers between a forward and its backward pass.
-        """
+    def start_run(self, replicas: int) -> None:
+        """A fit begins, in which each window has batches of this many processes."""
         self.reset()
-        self._replicas, self._may_correct_losses = replicas, corrects_losses
+        self._replicas = replicas
         self._shared_unit = 1.0 if replicas > 1 else None
 
     def reset(self) -> None:
@@ -121,7 +118,7 @@ class AccumulationWindow:
         self._before = self.backwards, self._total
         self.factor = self.correction = 1.0
         self.is_last = is_last_batch or self._position + 1 >= self.size
-        self.corrects_loss = self._may_correct_losses and self.is_first and self.is_last
+        self.corrects_loss = self.is_first and self.is_last
         self._has_loss = None
 
     def mark(self) -> dict[str, Any]:
@@ -134,7 +131,7 @@ class AccumulationWindow:
 
     def state_dict(self, *, is_open: bool) -> dict[str, Any]:
         """The state for a checkpoint: of an open window, or what the next one goes on from. Gradients are not in it."""
-        names = _STATE if is_open else ("batches", "_shared_unit")
+        names = _STATE if is_open else ("batches", "_shared_unit", "_unit")
         return {name.removeprefix("_"): getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -161,8 +158,7 @@ class AccumulationWindow:
         Raises:
             ConfigurationError: some batches of a window come with a weight and others without.
         """
-        self._count(weight)
-        if weight is not None:
+        if self._count(weight) is not None:
             return loss * self.factor
         return loss if self.size == 1 else loss / self.size
 
@@ -180,8 +176,12 @@ class AccumulationWindow:
         exact = isinstance(self.factor, float) and self.factor == 1.0
         return loss if loss is None or exact else loss * self.factor
 
-    def _count(self, weight: Weight | None) -> None:
-        """Count the current batch, and set the factor of its loss."""
+    def _count(self, weight: Weight | None) -> Weight | None:
+        """Count the current batch, and set the factor of its loss. Returns its weight."""
+        if weight is None:
+            weight = self.batch_weight
+        elif self.batch_weight == 0:
+            weight = weight * 0.0
         backwards, total = self._before
         if backwards and (weight is not None) is not self._is_weighted:
             raise ConfigurationError(
@@ -193,10 +193,11 @@ class AccumulationWindow:
         self._total = total + (1.0 if weight is None else weight)
         if weight is None:
             self._unit, self.factor = 1.0, 1.0 / self.size
-            return
+            return None
         if not backwards:
             self._unit = _positive(weight) if self._shared_unit is None else self._shared_unit
         self.factor = weight / (self._unit * self.size)
+        return weight
 
     def close(self, optimizers: Iterable[Optimizer], engine: Engine) -> bool:
         """Make the window's gradients the mean over what it really holds. Called after its last backward pass.

@@ -99,7 +99,7 @@ class FitLoop:
         self.hooks, self.batches, self.transfer = hooks, batches, transfer
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
-        self.window.start_run(self.engine.replicas, self.gradients.corrects_losses)
+        self.window.start_run(self.engine.replicas)
         self.schedules, self.choose_path = schedules, as_it_is
         self.take_optimizers()
         self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
@@ -257,6 +257,8 @@ class FitLoop:
     def share_of(self, output: Any) -> Tensor | None:
         """What the batch adds to the window's mean loss: what to run backward on. None for nothing."""
         loss, weight = loss_in(output)
+        if loss is None:
+            self.gradients.forward_without_loss()
         if self.window.corrects_loss:
             return self.window.corrected_share(loss, weight, self.engine)
         return None if loss is None else self.window.share(loss, weight)

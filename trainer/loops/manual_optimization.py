@@ -53,7 +53,7 @@ class ManualOptimization:
         with _without_autocast(loop):
             scaled = loop.gradients.scale(loss)
             loop.hooks.on_before_backward(scaled)
-            run(scaled)
+            loop.gradients.backward_by(run, scaled)
             loop.hooks.on_after_backward()
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:

@@ -117,6 +117,8 @@ class SplitBatches:
             loss, weight = loss_in(output)
             if loss is None:
                 return None, output
+            if window.batch_weight is not None and weight is None:
+                weight = window.batch_weight * fraction
             loss = window.share(loss if weight is not None or fraction == 1.0 else loss * fraction, weight)
             scaled = loop.gradients.scale(loss)
             loop.hooks.on_before_backward(scaled)

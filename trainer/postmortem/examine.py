@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.data.samples import named_tensors_in
 from trainer.engine.protocol import Engine
-from trainer.postmortem.probe import Call, Origin, Probe, measure
+from trainer.postmortem.probe import Call, Origin, Part, Probe, measure
 from trainer.postmortem.recording import RecordedBatch
-from trainer.postmortem.replay import backward, rewind, run, undisturbed
+from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, run, undisturbed
 from trainer.postmortem.state import ObjectState
 
 _POWERS = (-128, 127)
@@ -62,32 +62,41 @@ class Finding:
     error: str = ""
 
 
-def examine(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> Finding:
+def examine(trainer: Any, recorded: Sequence[RecordedBatch], scale: float) -> Finding | None:
     """Replay the batches of one weight update, find the first that fails, and find out why.
 
-    To be called on all ranks, with as many batches on each; returns the same on all of them: what the rank has found
-    on which it began, for a module that synchronises (``SyncBatchNorm``) takes it to the others. So that these stay
-    in step, all ranks run the same number of passes, whatever they find: for a window of one batch, a forward and
-    ten backward passes; for one of several, one of each for every batch besides. Leaves everything as it was
-    (:func:`~trainer.postmortem.replay.undisturbed`).
+    To be called on all ranks; returns the same on all of them: what the rank has found on which it began, for a module
+    that synchronises (``SyncBatchNorm``) takes it to the others. So that these stay in step, all ranks run the same
+    number of passes, whatever they find, and also where they have fewer batches or no loss: for a window of one batch,
+    a forward and ten backward passes; for one of several, one of each for every batch besides. Leaves everything as it
+    was (:func:`~trainer.postmortem.replay.undisturbed`). None where no rank has a batch.
     """
     engine: Engine = trainer.engine
+    batches = in_step(trainer, recorded)
+    if not batches:
+        return None
     position = 0
     if len(batches) > 1:
         first = torch.tensor(_first_failing(trainer, batches, scale), device=engine.device)
         position = int(engine.reduce(first, "min")) % len(batches)  # where none fails by itself, look at any
-    finding = Finding(batches[position].batch_idx, position, len(batches), engine.global_rank, scale)
+    batch = batches[position]
+    batch_idx = -1 if batch is None else batch.batch_idx
+    finding = Finding(batch_idx, position, len(batches), engine.global_rank, scale)
     try:
         with undisturbed(trainer) as now:
-            _look_into(trainer, now, batches[position], finding)
+            _look_into(trainer, now, batch, finding)
     except Exception as error:  # a report must not end the run, and the other ranks wait below
         finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if engine.world_size == 1:
         return finding
-    findings = engine.broadcast(engine.gather(finding))
-    failing = [one for one in findings if one.fails] or findings
-    chosen: Finding = min(failing, key=lambda one: one.before)  # of several, the lowest rank
-    return replace(chosen, largest_scale=min(one.largest_scale for one in findings))
+    findings: list[Finding] = engine.broadcast(engine.gather(finding))
+    failing = [one for one in findings if one.fails] or [one for one in findings if not math.isnan(one.loss)]
+    chosen = min(failing or findings, key=lambda one: one.before)  # of several, the lowest rank
+    return replace(
+        chosen,
+        largest_scale=min(one.largest_scale for one in findings),
+        broken_weights=list(dict.fromkeys(name for one in findings for name in one.broken_weights)),  # parts of them
+    )
 
 
 def largest_power(fits: Callable[[float], bool]) -> float:
@@ -105,45 +114,54 @@ def largest_power(fits: Callable[[float], bool]) -> float:
     return 2.0**low if low > _POWERS[0] else 0.0
 
 
-def _first_failing(trainer: Any, batches: Sequence[RecordedBatch], scale: float) -> int:
+def _first_failing(trainer: Any, batches: Sequence[RecordedBatch | None], scale: float) -> int:
     """The first batch that has a gradient that is not finite, or whose replay breaks off. Looks at all of them."""
     failing: list[bool] = []
     try:
         with undisturbed(trainer) as now:
+            parameters = optimized(trainer)
             for recorded in batches:
-                failing.append(_fails(trainer, now, recorded, scale))
+                failing.append(_fails(trainer, now, recorded, scale, parameters))
     except Exception:
         failing.append(True)
     return failing.index(True) if True in failing else len(batches)
 
 
-def _fails(trainer: Any, now: ObjectState, recorded: RecordedBatch, scale: float) -> bool:
+def _fails(
+    trainer: Any, now: ObjectState, recorded: RecordedBatch | None, scale: float, parameters: Mapping[str, Tensor]
+) -> bool:
     fits: list[bool] = []
+    part = trainer.engine.gradients.part
+    watched = {} if is_idle(recorded) else parameters
     rewind(trainer, now, recorded)
-    run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, _optimized(trainer))))
+    run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, watched, part)))
     return not all(fits)
 
 
-def _look_into(trainer: Any, now: ObjectState, recorded: RecordedBatch, finding: Finding) -> None:
-    module, parameters = trainer.lightning_module, _optimized(trainer)
+def _look_into(trainer: Any, now: ObjectState, recorded: RecordedBatch | None, finding: Finding) -> None:
+    module, engine, parameters = trainer.lightning_module, trainer.engine, optimized(trainer)
+    part = engine.gradients.part
+    if is_idle(recorded):
+        parameters = {}
     rewind(trainer, now, recorded)
-    finding.broken_weights = _broken(module.named_parameters())
-    finding.broken_buffers = _broken(module.named_buffers())
-    finding.broken_batch = _broken(named_tensors_in(recorded.batch, "batch"))
+    finding.broken_weights = _broken((name, part(parameter)) for name, parameter in module.named_parameters())
+    finding.broken_buffers = _broken((name, part(buffer)) for name, buffer in module.named_buffers())
+    finding.broken_batch = [] if recorded is None else _broken(named_tensors_in(recorded.batch, "batch"))
 
     def on_loss(loss: Tensor) -> None:
         failed = finding.fails  # by an earlier loss of a manual step
         probe.start_backward()
         backward(loss, finding.scale, parameters, probe.look)
         probe.end_backward()
-        largest = largest_power(lambda scale: _fits(loss, scale, parameters))
-        if _vanish(loss, largest, parameters, probe.parameters):
+        largest = largest_power(lambda scale: _fits(loss, scale, parameters, part))
+        if _vanish(loss, largest, parameters, probe.parameters, part):
             largest = 0.0
         if not failed:
-            finding.loss, finding.fails = loss.item(), bool(probe.parameters)
+            finding.loss = math.nan if is_idle(recorded) else loss.item()
+            finding.fails = bool(probe.parameters)
             finding.largest_scale = largest if finding.fails else min(finding.largest_scale, largest)
 
-    probe = Probe(module)
+    probe = Probe(module, part, called=engine.replay_step("training_step") != module.training_step)
     try:
         with probe:
             run(trainer, recorded, on_loss)
@@ -153,33 +171,27 @@ def _look_into(trainer: Any, now: ObjectState, recorded: RecordedBatch, finding:
         finding.before = probe.gradients_before, probe.outputs_before
 
 
-def _fits(loss: Tensor, scale: float, parameters: Mapping[str, nn.Parameter]) -> bool:
+def _fits(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], part: Part) -> bool:
     """Whether all gradients are finite at this scale."""
     finite: list[Tensor] = []
 
     def look(name: str, gradient: Tensor) -> None:
-        finite.append(gradient.isfinite().all())
+        finite.append(part(gradient).isfinite().all())
 
     backward(loss, scale, parameters, look)
     return not finite or bool(torch.stack(finite).all())  # one host-device synchronisation
 
 
-def _vanish(loss: Tensor, scale: float, parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> bool:
+def _vanish(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], names: Collection[str], part: Part) -> bool:
     """Whether all the gradients of these names are zeros at this scale; not where there are no names."""
     zero: list[bool] = []
 
     def look(name: str, gradient: Tensor) -> None:
         if name in names:
-            zero.append(not gradient.any())
+            zero.append(not part(gradient).any())
 
     backward(loss, scale, parameters, look)
     return bool(zero) and all(zero)
-
-
-def _optimized(trainer: Any) -> dict[str, nn.Parameter]:
-    """The parameters that optimizers have, by name: those whose gradients decide whether a step is skipped."""
-    stepped = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
-    return {name: p for name, p in trainer.lightning_module.named_parameters() if id(p) in stepped}
 
 
 def _broken(named: Iterable[tuple[str, Tensor]]) -> list[str]:

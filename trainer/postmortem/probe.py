@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -14,6 +14,15 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from trainer.data.samples import tensors_in
+from trainer.precision.fp32_modules import plain_class
+
+Part = Callable[[Tensor], Tensor]
+"""Makes of a tensor as much as this process holds of it."""
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Where this process holds the whole of it."""
+    return tensor
 
 
 class Magnitude(NamedTuple):
@@ -82,6 +91,8 @@ class Probe:
 
     Args:
         module: the LightningModule. Its metrics are left out: no module uses what they return.
+        part: as much of a tensor as this process holds, as a plain tensor.
+        called: whether ``training_step`` runs by a call of the module, the first one.
 
     Attributes:
         first_output: the first call, in the order in which they return, whose output is not finite.
@@ -90,8 +101,10 @@ class Probe:
         gradients_before, outputs_before: how many gradients, and outputs, were finite before the first that was not.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.step = Call("", type(module).__name__, number=0)
+    def __init__(self, module: nn.Module, part: Part = as_it_is, *, called: bool = False) -> None:
+        self.step = Call("", plain_class(module).__name__, number=0)
+        self._part = part
+        self._starts_by_call = called
         self.first_output: Call | None = None
         self.first_gradient: Call | None = None
         self.parameters: list[str] = []
@@ -138,7 +151,7 @@ class Probe:
         self.parameters.append(name)
         if self._first is None:
             owner = name.rpartition(".")[0]
-            call = self._latest.get(owner) or Call(owner, type(self._root.get_submodule(owner)).__name__)
+            call = self._latest.get(owner) or Call(owner, plain_class(self._root.get_submodule(owner)).__name__)
             self._first = (call, name)
 
     def origin(self) -> Origin | None:
@@ -159,9 +172,13 @@ class Probe:
     def _enter_forward(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._in_forward:
             return None
+        if self._starts_by_call:
+            self._starts_by_call = False
+            self._open.append(self.step)
+            return None
         self._calls[name] += 1
-        call = Call(name, type(module).__name__, self._calls[name], self._open[-1])
-        call.inputs = measure(tensors_in((args, kwargs)))
+        call = Call(name, plain_class(module).__name__, self._calls[name], self._open[-1])
+        call.inputs = self._measured_all(tensors_in((args, kwargs)))
         self._open.append(call)
         self._latest[name] = call
         return self._tapped(call, args), {key: self._tapped(call, value) for key, value in kwargs.items()}
@@ -170,7 +187,9 @@ class Probe:
         if not self._in_forward:
             return
         call = self._open.pop()
-        call.outputs = measure(tensors_in(output))
+        if call is self.step:
+            return
+        call.outputs = self._measured_all(tensors_in(output))
         if self.first_output is None:
             self.first_output = call if call.outputs is not None and call.outputs.not_finite else None
             self.outputs_before += self.first_output is None
@@ -204,10 +223,13 @@ class Probe:
                 self.first_gradient = self.first_gradient or call
 
     def _measured(self, gradient: Tensor) -> Magnitude | None:
-        magnitude = measure([gradient]) if self._watches_gradients else None
+        magnitude = self._measured_all([gradient]) if self._watches_gradients else None
         if magnitude is not None and self._first is None:
             self.gradients_before += not magnitude.not_finite
         return magnitude
+
+    def _measured_all(self, tensors: Iterable[Tensor]) -> Magnitude | None:
+        return measure(map(self._part, tensors))
 
 
 def measure(tensors: Iterable[Tensor]) -> Magnitude | None:

@@ -7,6 +7,7 @@ from copy import copy
 from typing import Any, NamedTuple
 
 from trainer.loops.accumulation import AccumulationWindow
+from trainer.loops.step_output import loss_in
 from trainer.postmortem.state import ObjectState
 from trainer.state import random_states
 
@@ -21,6 +22,7 @@ class RecordedBatch(NamedTuple):
         window: a copy; it weights the loss.
         random_state: of all generators (``trainer.state.random_states.capture``).
         state: of the module.
+        has_loss: whether its ``training_step`` has returned a loss.
     """
 
     batch: Any
@@ -29,6 +31,7 @@ class RecordedBatch(NamedTuple):
     window: AccumulationWindow
     random_state: dict[str, Any]
     state: ObjectState
+    has_loss: bool = True
 
 
 class Recorder:
@@ -86,5 +89,10 @@ class Recorder:
                 kept.clear()  # of a window in which every training_step returned None: no update came of it
             state = ObjectState([self._module], parameters=self._parameters)
             random_state = random_states.capture(self._trainer.engine.device)
-            kept.append(RecordedBatch(batch, batch_idx, steps, copy(window), random_state, state))
+            recorded = RecordedBatch(batch, batch_idx, steps, copy(window), random_state, state)
+            kept.append(recorded)
+            output = self._training_step(batch, batch_idx)
+            if self._module.automatic_optimization and loss_in(output)[0] is None:
+                kept[-1] = recorded._replace(has_loss=False)
+            return output
         return self._training_step(batch, batch_idx)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
 from typing import Any
@@ -63,22 +63,59 @@ def undisturbed(trainer: Any) -> Iterator[ObjectState]:
             random_states.restore(random_state, device)
 
 
-def rewind(trainer: Any, now: ObjectState, recorded: RecordedBatch) -> None:
+def in_step(trainer: Any, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
+    """As many batches on every process as any of them has: None in the place of those that this one lacks.
+
+    All processes call this together.
+    """
+    engine: Engine = trainer.engine
+    lacking = 0
+    if engine.world_size > 1:
+        most = engine.reduce(torch.tensor(len(batches), device=engine.device), "max")
+        lacking = int(most) - len(batches)
+    return [*batches, *[None] * lacking]
+
+
+def rewind(trainer: Any, now: ObjectState, recorded: RecordedBatch | None) -> None:
     """Make things as they were just before the batch's ``training_step``; what was not recorded, as it is now."""
     now.restore()  # an earlier replay may have left its traces
-    recorded.state.restore()
-    random_states.restore(recorded.random_state, trainer.engine.device)
+    if recorded is not None:
+        recorded.state.restore()
+        random_states.restore(recorded.random_state, trainer.engine.device)
 
 
-def run(trainer: Any, recorded: RecordedBatch, on_loss: OnLoss) -> None:
+def optimized(trainer: Any) -> dict[str, Tensor]:
+    """Of the parameters that optimizers have, what a backward pass computes gradients of, by name.
+
+    Their gradients decide whether a step is skipped. All processes call this together.
+    """
+    leaves: dict[str, Tensor] = trainer.engine.gradients.leaves(trainer.lightning_module)
+    stepped = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {name: leaves[name] for name, p in trainer.lightning_module.named_parameters() if id(p) in stepped}
+
+
+def is_idle(recorded: RecordedBatch | None) -> bool:
+    """Whether this process has no batch, or none that gave a loss, where others have."""
+    return recorded is None or not recorded.has_loss
+
+
+def run(trainer: Any, recorded: RecordedBatch | None, on_loss: OnLoss) -> None:
     """Run ``training_step`` on the bare module, with ``on_loss`` in the place of each backward pass.
+
+    Where forward and backward passes wait for other processes (parameters are sharded), a process without a batch, or
+    without a loss, does what keeps step with them, with a loss of 0.
 
     ``on_loss`` is given the loss as it would be scaled: its share of the window's mean (without the correction that
     a window's last batch gets where the others had other weights, or None). In manual optimization it is called for
     each ``manual_backward``.
     """
-    module = trainer.lightning_module
+    module, engine = trainer.lightning_module, trainer.engine
     silence(module)
+    if is_idle(recorded) or recorded is None:
+        idle = engine.gradients.idle_loss()
+        if idle is not None:
+            on_loss(idle)
+        return
 
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with torch.autocast(loss.device.type, enabled=False):
@@ -87,7 +124,7 @@ def run(trainer: Any, recorded: RecordedBatch, on_loss: OnLoss) -> None:
     vars(module).update(manual_backward=manual_backward, clip_gradients=_nothing)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     with _another(trainer.loop.precision.autocast()):
-        output = module.training_step(recorded.batch, *([recorded.batch_idx] if takes_index else []))
+        output = engine.replay_step("training_step")(recorded.batch, *([recorded.batch_idx] if takes_index else []))
     if not module.automatic_optimization:
         return
     loss, weight = loss_in(output)
@@ -102,15 +139,14 @@ def silence(module: nn.Module) -> None:
             vars(part).update(log=_nothing, log_dict=_nothing)
 
 
-def backward(
-    loss: Tensor, scale: float, parameters: Mapping[str, nn.Parameter], look: Callable[[str, Tensor], None]
-) -> None:
+def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look: Callable[[str, Tensor], None]) -> None:
     """One backward pass of the scaled loss that leaves ``.grad`` alone.
 
     Args:
         loss: with its graph, which is kept.
         scale: what it is multiplied by, as the scaler would: in float32.
-        parameters: by name; those whose gradients are looked at.
+        parameters: by name; those whose gradients are looked at (:func:`optimized`). None of them where this process
+            is idle, and only keeps step.
         look: given each name and gradient as soon as it is there; of a sparse one, the values.
     """
 
@@ -128,7 +164,10 @@ def backward(
     handles = [p.register_hook(looking(name)) for name, p in wanted.items()]  # type: ignore[no-untyped-call]
     try:
         scaled = loss * torch.tensor(scale, dtype=torch.float32, device=loss.device)
-        torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True, retain_graph=True)
+        if wanted:
+            torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True, retain_graph=True)
+        elif not parameters:
+            scaled.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
             handle.remove()

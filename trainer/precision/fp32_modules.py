@@ -136,6 +136,12 @@ def plain_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """A module's class, without the one that ``fully_shard`` makes of it (``FSDPLinear``)."""
+    cls = type(module)
+    return cls.__mro__[getattr(cls, "_orig_cls_mro_index", 0)]
+
+
 def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """The ``forward`` of a chosen module. One function for all of them, and of this name for the sake of pickle."""
     return _run(self, type(self).forward, (self,), *args, **kwargs)

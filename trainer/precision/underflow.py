@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -47,15 +47,26 @@ class UnderflowProbe:
         """Whether there are counts that have not been read."""
         return bool(self._names)
 
-    def start(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Count in these gradients, by name. They are as the backward pass left them: still scaled."""
-        for name, gradient in gradients:
+    def start(
+        self, gradients: Iterable[tuple[str, int, Tensor]], total: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Count in these gradients. They are as the backward pass left them: still scaled.
+
+        Args:
+            gradients: each with its name and the number of its elements; or as much of it as this process holds.
+            total: adds up what the processes have counted in their parts, a tensor of shape (gradients, 2).
+        """
+        counts: list[Tensor] = []
+        for name, elements, gradient in gradients:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             size = values.abs()
             zeros = (size == 0).sum()
             self._names.append(name)
-            self._sizes.append(gradient.numel())
-            self._counts += [zeros + (gradient.numel() - values.numel()), (size < SMALLEST_NORMAL).sum() - zeros]
+            self._sizes.append(elements)
+            counts += [zeros + (gradient.numel() - values.numel()), (size < SMALLEST_NORMAL).sum() - zeros]
+        if counts and total is not None:
+            counts = list(total(torch.stack(counts).reshape(-1, 2)).flatten())
+        self._counts += counts
         if self._counts:
             self._readback.start(self._counts)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 
 class MetricObjects:
@@ -57,6 +58,43 @@ class MetricObjects:
         state |= {name: {"tracked": len(tracker)} for name, tracker in self._trackers.items()}
         return state
 
+    def shared(self, states: Sequence[dict[str, Any]], rank: int, processes: int) -> tuple[dict[str, Any], set[str]]:
+        """What one of so many processes goes on from, where others have gathered ``states``.
+
+        The first process gets sums, each gets means and largest and smallest values, and what is concatenated is
+        divided. States that are reduced in another way stay with the process that has gathered them.
+
+        Args:
+            states: of those processes, as :meth:`state_dict` returned them.
+            rank, processes: which process this is, and how many there are.
+
+        Returns:
+            For :meth:`load_state_dict`; and the names of metrics of which a part is lost.
+        """
+        shared: dict[str, Any] = {}
+        lost: set[str] = set()
+        for name in dict.fromkeys(name for state in states for name in state):
+            gathered = [state.get(name) for state in states]
+            some = [one for one in gathered if one is not None]
+            if "tracked" in some[0]:
+                shared[name] = some[0]
+                continue
+            metric = self.by_name.get(name)
+            reductions = {} if metric is None else metric._reductions
+            own: dict[str, Any] = {}
+            for attribute in some[0]["states"]:
+                values = [one["states"][attribute] for one in some]
+                reduce = reductions.get(attribute)
+                if reduce in _SHARED:
+                    own[attribute] = _SHARED[reduce](values, rank, processes)
+                elif rank < len(gathered) and (mine := gathered[rank]) is not None:
+                    own[attribute] = mine["states"][attribute]
+                if reduce not in _SHARED and len(gathered) > processes:
+                    lost.add(name)
+            counts = {key: max(one["counts"][key] for one in some) for key in some[0]["counts"]}
+            shared[name] = {"states": own, "counts": counts}
+        return shared, lost
+
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from what :meth:`state_dict` returned; metrics that are not in it are left alone."""
         for name in state.keys() & self._trackers.keys():
@@ -71,6 +109,29 @@ class MetricObjects:
                 setattr(metric, attribute, moved)
             vars(metric).update(state[name]["counts"])
             metric._computed = None
+
+
+def _on_first(values: list[Tensor], rank: int, processes: int) -> Tensor:
+    total = torch.stack(values).sum(0).to(values[0].dtype)
+    return total if rank == 0 else torch.zeros_like(total)
+
+
+def _divided(values: list[Any], rank: int, processes: int) -> Any:
+    tensors = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    part = torch.tensor_split(dim_zero_cat(tensors), processes)[rank] if tensors else None
+    if not isinstance(values[0], list):
+        return part
+    return [part] if part is not None and len(part) else []
+
+
+_SHARED: dict[Any, Callable[[list[Any], int, int], Any]] = {
+    dim_zero_sum: _on_first,
+    dim_zero_mean: lambda values, *_: torch.stack(values).float().mean(0).to(values[0].dtype),
+    dim_zero_max: lambda values, *_: torch.stack(values).amax(0),
+    dim_zero_min: lambda values, *_: torch.stack(values).amin(0),
+    dim_zero_cat: _divided,
+}
+"""By how torchmetrics reduces a state over processes: what one of so many gets of the states (rank, processes)."""
 
 
 def _state_of(metric: Metric) -> dict[str, Any]:

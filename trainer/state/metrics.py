@@ -6,7 +6,7 @@ asks for it, so logging does not make the host wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -348,6 +348,44 @@ class MetricStore:
         """Forget all values and all names, at the start of a run."""
         self.reset()
         self.entries.clear()
+
+
+def shared_among(processes: int, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What each of so many processes goes on from, where others have logged in the epoch so far.
+
+    Each gets an equal part of all sums and counts, so that means are over what all have logged, whether a value is
+    reduced over the processes or not; of a largest or smallest value the whole.
+
+    Args:
+        processes: their number now.
+        states: of the MetricStores of those that have logged.
+
+    Returns:
+        For :meth:`MetricStore.load_state_dict`.
+    """
+    logged: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for state in states:
+        for one in state["entries"]:
+            logged.setdefault(tuple(one["key"]), []).append(one)
+    return {**states[0], "entries": [_shared(ones, processes) for ones in logged.values()]}
+
+
+def _shared(ones: list[dict[str, Any]], processes: int) -> dict[str, Any]:
+    first, options = ones[0], LogOptions(*ones[0]["options"])
+    sums: list[tuple[Tensor, Any]] = []
+    for one in ones:
+        value = LoggedValue(one["hook"], one["name"], options, one["dataloader_idx"], torch.as_tensor)
+        value.load_state_dict(one, torch.device("cpu"))
+        total, weight = value.accumulated()
+        sums += [] if total is None else [(total, weight)]
+    if not sums or options.rank_zero_only:
+        return first
+    values, weights = torch.stack([total for total, _ in sums]), sum(weight for _, weight in sums)
+    if options.reduce_fx in ("max", "min"):
+        total = values.amax() if options.reduce_fx == "max" else values.amin()
+    else:
+        total = values.sum() / processes
+    return {**first, "pending": [], "weights": [], "total": total, "weight": weights / processes}
 
 
 class PublishedMetrics:

@@ -6,6 +6,7 @@ a worker process can send it.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from array import array
 from collections.abc import Iterator, Sequence
@@ -76,6 +77,17 @@ def isolated(device: torch.device | None = None) -> Iterator[None]:
         yield
     finally:
         restore(state, device)
+
+
+def derived(state: State, number: int) -> State:
+    """Random states for one more process: others for each number, the same each time for the same ``state``."""
+    seed = hashlib.sha256(f"{number} {sorted(state.items())!r}".encode()).digest()
+    generators: dict[str, Generator] = {
+        "python": random.Random(seed),
+        "numpy": np.random.RandomState(list(seed)),
+        "torch": torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") - 2**63),
+    }
+    return {name: state_of(generator) for name, generator in generators.items()}
 
 
 def state_of(generator: Generator) -> Any:

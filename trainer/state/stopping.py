@@ -29,6 +29,8 @@ class StoppingConditions:
     Attributes:
         val_check_batch: batches between validations within an epoch; inf for its end, None where time decides
             and before the first run.
+        validates_at_end: whether an epoch's last batch is followed by a validation even if ``val_check_batch`` does not
+            divide its number.
         validated_at: when the run started or, if that is later, the last validation ended (``time.monotonic``).
         should_stop: whether training is to end after the current batch, if the minima are met.
         attend: called when a batch is over and, with True, before each epoch: a signal has come, or the processes are
@@ -57,6 +59,7 @@ class StoppingConditions:
         self.log_every_n_steps = log_every_n_steps
         self.val_check_seconds = val_check_seconds
         self.val_check_batch: float | None = None
+        self.validates_at_end = False
         self.validated_at = 0.0
         self.should_stop = False
         self.attend: Callable[[bool], None] | None = None
@@ -128,7 +131,7 @@ class StoppingConditions:
             return progress.is_last_batch
         counts_over_epochs = self.check_val_every_n_epoch is None
         number = progress.batches if counts_over_epochs else progress.batches_this_epoch
-        return number % self.val_check_batch == 0
+        return number % self.val_check_batch == 0 or (self.validates_at_end and progress.is_last_batch)
 
     def schedule_validation(self, interval: float, num_batches: float, knows_its_end: bool, validates: bool) -> None:
         """Set ``val_check_batch``, or start the clock.

@@ -2,62 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
-from trainer.engine.sharding.idle import backward_without_loss
+from trainer.engine.sharding.wrap import ShardedModule
 from trainer.precision.scaler import LossScaler
 
 
 class ShardedGradients(Gradients):
-    """Gradients under FSDP2.
+    """Gradients under FSDP2, and of tensor parallelism below it.
+
+    All that can be done part by part is done on this process's parts, which are plain tensors. One exchange finds out
+    whether any of them is not finite, and one what their norm is; multiplying, stepping and updating take none.
 
     Args:
         scaler: the loss scaler. It looks at this process's parts, and agrees with the others.
-        root: returns the sharded module.
+        sharded: returns the sharded module.
+        device: of the processes' exchanges; parts may be on the CPU instead.
     """
 
-    corrects_losses = False  # a process without a loss makes up both of its passes afterwards
+    are_parts = True
 
-    def __init__(self, scaler: LossScaler, root: Callable[[], nn.Module]) -> None:
+    def __init__(self, scaler: LossScaler, sharded: Callable[[], ShardedModule], device: torch.device) -> None:
         super().__init__(scaler)
-        self._root = root
+        self._sharded = sharded
+        self._device = device
+        self._idle_loss: Tensor | None = None
         self.use_scaler(scaler)
 
     def use_scaler(self, scaler: LossScaler) -> LossScaler:
         """Have the scaler look at this process's parts, and agree with the others."""
         scaler.gradients_of = self._parts
-        scaler.agree = _any_process
+        scaler.agree = self._any_process
         return super().use_scaler(scaler)
 
-    def local(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-        """The parameters, and this process's parts of their gradients."""
-        return [(p, g.to_local() if isinstance(g, DTensor) else g) for p, g in super().local(optimizer)]
+    # --- a window's batches ---------------------------------------------------------------------------------
 
-    def _parts(self, optimizer: Optimizer) -> list[Tensor]:
-        return [part for _, part in self.local(optimizer)]
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a scaled loss to those of the window's earlier batches."""
+        super().backward(loss)
+        self._sharded().idle.remember()
+
+    def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
+        """A backward pass inside of ``training_step``, which is no forward of the root then."""
+        with self._sharded().backward_inside(loss) as watched:
+            run(watched)
+
+    def forward_without_loss(self) -> None:
+        """The collectives of the other processes' forward pass, as far as this batch had none of its own."""
+        self.scaler.expect_scaled(self._device)
+        self._idle_loss = self._sharded().idle.forward()
+
+    def backward_without_loss(self, exchanges: bool) -> None:
+        """The collectives of the other processes' backward pass."""
+        loss, self._idle_loss = self._idle_loss, None
+        assert loss is not None
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:
         """Multiply the parts: the same factor everywhere."""
-        parts = [part for optimizer in optimizers for part in self._parts(optimizer)]
-        if parts:
-            torch._foreach_mul_(parts, factor)
+        for parts in _by_device(part for optimizer in optimizers for part in self._parts(optimizer)):
+            torch._foreach_mul_(parts, factor.to(parts[0].device) if isinstance(factor, Tensor) else factor)
+
+    # --- one weight update ----------------------------------------------------------------------------------
 
     def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
-        """The norm of the processes' norms. Gathered, not reduced: gloo's maximum drops a NaN."""
-        parts = self._parts(optimizer)
-        if not parts:
+        """The norm of all parts of all processes, the same bits on each of them.
+
+        Each process sends the norm of its own. What several of them hold counts once: it is divided by their number,
+        before it is raised to the power. Gathered, not reduced: gloo's maximum drops a NaN.
+        """
+        gradients = _gradients(optimizer)
+        if not gradients:
             return None
-        mine = torch.nn.utils.get_total_norm(parts, norm_type)
-        norms = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(norms, mine)
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in gradients:
+            if (part := _part(gradient)).numel():
+                groups.setdefault((_copies(gradient), part.device, part.dtype), []).append(part)
+        norms = [torch.zeros((), device=self._device)]
+        for (copies, _, dtype), parts in groups.items():
+            wide = torch.promote_types(dtype, torch.float32)
+            each = torch.stack(torch._foreach_norm(parts, norm_type, dtype=wide)).to(self._device)
+            norms.append(torch.linalg.vector_norm(each, norm_type) * copies ** (-1 / norm_type))
+        mine = norms[-1] if len(norms) <= 2 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        every = mine.new_empty(distributed.get_world_size())
+        distributed.all_gather_into_tensor(every, mine.reshape(1))
+        total: Tensor = torch.linalg.vector_norm(every, norm_type)
         return total
 
     def clip_(
@@ -65,20 +104,106 @@ class ShardedGradients(Gradients):
     ) -> Tensor | None:
         """By the norm of the whole model, or value by value."""
         norm = self.norm(optimizer, norm_type) if measure or algorithm == "norm" else None
-        parts = self._parts(optimizer)
         if norm is not None and algorithm == "norm":
-            torch._foreach_mul_(parts, (limit / (norm + 1e-6)).clamp(max=1.0))
+            self.multiply_([optimizer], (limit / (norm + 1e-6)).clamp(max=1.0))
         elif algorithm == "value":
-            torch._foreach_clamp_min_(parts, -limit)
-            torch._foreach_clamp_max_(parts, limit)
+            for parts in _by_device(self._parts(optimizer)):
+                torch._foreach_clamp_min_(parts, -limit)
+                torch._foreach_clamp_max_(parts, limit)
         return norm
 
-    def backward_without_loss(self, exchanges: bool) -> None:
-        """A forward and backward pass of the same collectives as the others', and none of the arithmetic."""
-        root = self._root()
-        self.scaler.expect_scaled(next(root.parameters()).device)
-        backward_without_loss(root)
+    # --- looking at them, keeping them ----------------------------------------------------------------------
+
+    def local(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+        """The parameters, and this process's parts of their gradients."""
+        return [(parameter, _part(gradient)) for parameter, gradient in super().local(optimizer)]
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This process's part."""
+        return _part(tensor)
+
+    def total(self, counts: Tensor, of: Sequence[Tensor]) -> Tensor:
+        """One exchange. What several processes hold is counted by each of them, and divided by their number."""
+        copies = torch.tensor([_copies(parameter) for parameter in of], dtype=torch.float64)
+        sums = counts.to(self._device, torch.float64) / copies.to(self._device).unsqueeze(1)
+        distributed.all_reduce(sums)
+        return sums
+
+    def leaves(self, module: nn.Module) -> dict[str, Tensor]:
+        """The whole parameters, as they are during a forward pass. Each block is gathered once, to find them."""
+        self._sharded().reshard_root()
+        parameters, found = dict(module.named_parameters()), dict[str, Tensor]()
+        for path, block in module.named_modules():
+            if isinstance(block, FSDPModule):
+                block.unshard()
+                now = module.get_submodule(path).named_parameters(path)
+                found |= {name: whole for name, whole in now if whole is not parameters.get(name)}
+                block.reshard()
+        return {name: found.get(name, parameter) for name, parameter in parameters.items()}
+
+    def idle_loss(self) -> Tensor:
+        """The collectives of the other processes' forward pass."""
+        self._sharded().idle.forget()
+        return self._sharded().idle.forward()
+
+    def state_dict(
+        self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
+    ) -> dict[str, Tensor]:
+        """This process's parts of the gradients that no weight update has used yet."""
+        return {name: _part(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
+
+    def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+        """Put back what :meth:`state_dict` returned, on as many processes."""
+        parameters = list(parameters)
+        whole = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
+        super().load_state_dict(parameters, whole)
+
+    def _parts(self, optimizer: Optimizer) -> list[Tensor]:
+        return [_part(gradient) for gradient in _gradients(optimizer)]
+
+    def _any_process(self, flag: Tensor) -> None:
+        if flag.device.type == self._device.type:
+            distributed.all_reduce(flag, distributed.ReduceOp.MAX)
+        else:  # of gradients that are kept on the CPU
+            distributed.all_reduce(there := flag.to(self._device), distributed.ReduceOp.MAX)
+            flag.copy_(there)
 
 
-def _any_process(flag: Tensor) -> None:
-    distributed.all_reduce(flag, distributed.ReduceOp.MAX)
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _part(gradient: Tensor) -> Tensor:
+    """As much of it as this process holds, sharing its memory."""
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+def _copies(gradient: Tensor) -> int:
+    """How many processes hold the same part."""
+    if not isinstance(gradient, DTensor):
+        return distributed.get_world_size()
+    mesh = gradient.device_mesh
+    held = prod(mesh.size(i) for i, placement in enumerate(gradient.placements) if isinstance(placement, Replicate))
+    return held * (distributed.get_world_size() // mesh.size())
+
+
+def _as(part: Tensor, parameter: Any) -> Tensor:
+    """The whole of which ``part`` is this process's, spread as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return part
+    whole: Tensor = DTensor.from_local(
+        part.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole
+
+
+def _by_device(parts: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for part in parts:
+        groups.setdefault(part.device, []).append(part)
+    return groups.values()

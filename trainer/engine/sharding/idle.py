@@ -1,36 +1,231 @@
-"""What a process does that has no batch, or no loss, while the others compute: the same collectives, in their order."""
+"""What a process does that has no batch, or no loss, while the others compute: the same collectives, in their order.
+
+Each sharded block gathers its parameters as its forward begins, gathers them again in the backward pass, and reduces
+their gradients at its end. A process that leaves one of these out lets the others wait for ever. So it takes part in
+them without any arithmetic, by FSDP's own hooks. Which block comes when is what it has seen in a batch of its own.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+try:  # as FSDP itself looks for them, dataclasses included
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+except ImportError:  # an older torch, whose FSDP looks where pytree does
+
+    def collect_grad_tensors(value: Any) -> Sequence[Tensor]:  # type: ignore[misc]
+        """The tensors in ``value`` that need a gradient."""
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def backward_without_loss(root: nn.Module) -> None:
-    """A forward and backward pass of the same collectives as the others', and none of the arithmetic.
+R = TypeVar("R")
+TRAINING = "training_step"
 
-    In the place of each block's forward comes the identity, and in the place of the root's all of them in a row.
-    As in a real batch, the first input needs no gradient and all outputs do: FSDP's order depends on that.
+
+class Call:
+    """One call of a sharded module's forward.
+
+    Attributes:
+        module: which.
+        inside: the calls of other sharded modules that it made.
+        takes_gradient: whether one of its inputs needs a gradient: FSDP reduces its gradients where the backward pass
+            leaves it, otherwise at the end of all.
+        gives_gradient: whether one of its outputs does: whether the backward pass comes here.
     """
-    blocks: list[Any] = [part for part in root.modules() if isinstance(part, FSDPModule) and part is not root]
-    weight = torch.zeros((), requires_grad=True)
 
-    def identity(x: Tensor) -> Tensor:
-        return x + weight
+    __slots__ = ("gives_gradient", "inside", "module", "takes_gradient")
 
-    def in_a_row(x: Tensor) -> Tensor:
-        for block in blocks:
-            x = block(x)
-        return x
+    def __init__(self, module: Any, takes_gradient: bool, gives_gradient: bool = True) -> None:
+        self.module = module
+        self.inside: list[Call] = []
+        self.takes_gradient = takes_gradient
+        self.gives_gradient = gives_gradient
 
-    for part in blocks:
-        part.forward = identity
-    root.forward = in_a_row
+
+class IdlePasses:
+    """Forward and backward passes of a sharded module, reduced to their collectives.
+
+    Args:
+        root: the sharded module, which calls the others. Its hooks are watched until :meth:`close`.
+        before_forward: what else is exchanged as a forward begins.
+    """
+
+    def __init__(self, root: nn.Module, before_forward: Callable[[], None]) -> None:
+        self._root = root
+        self._before_forward = before_forward
+        self._known: dict[str, Call] = {}
+        self._current: Call | None = None  # of the batch that this process is at
+        self._open: list[Call] = []  # the calls that have not returned yet
+        self._handles: list[Any] = []
+        untraced: Any = torch.compiler.disable
+        enter, leave = untraced(self._enter), untraced(self._leave)
+        for module in sharded_modules(root):
+            self._handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    # --- watching -------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is self._root:
+            if self._open:  # `self(batch)` in a step: what it calls, the step does
+                self._open.append(self._open[0])
+                return
+        elif not self._open:
+            return  # recomputed in a backward pass, or called outside of the root
+        call = Call(module, torch.is_grad_enabled() and bool(collect_grad_tensors((args, kwargs))))
+        if self._open:
+            self._open[-1].inside.append(call)
+        else:
+            self._current = call
+        self._open.append(call)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._open and self._open[-1].module is module:
+            self._open.pop().gives_gradient = bool(collect_grad_tensors((output,)))
+
+    def remember(self, step: str = TRAINING) -> None:
+        """The last forward was that of a whole batch: others will be like it."""
+        if self._current is not None:
+            self._known[step] = self._current
+            self._current = None
+
+    def forget(self) -> None:
+        """The last forward was none of a batch's."""
+        self._current = None
+
+    # --- taking part ----------------------------------------------------------------------------------------
+
+    def forward(self, step: str = TRAINING) -> Tensor:
+        """The collectives of a forward pass, or as many of them as the one of this batch has left out.
+
+        Returns:
+            A loss of 0, whose backward pass is the others' in the same way.
+        """
+        done, self._current = self._current, None
+        like = self._known.get(step) or next(iter(self._known.values()), None) or self._guess()
+        if not torch.is_grad_enabled():
+            done = None
+        if done is None:
+            self._before_forward()
+            self._run(like)
+        else:
+            for call in like.inside[len(done.inside) :]:
+                self._run(call)
+            self._end_with_root()
+        start = torch.zeros((), device=next(self._root.parameters()).device, requires_grad=torch.is_grad_enabled())
+        loss: Tensor = _Backward.apply(start, like)
+        return loss
+
+    def _run(self, call: Call) -> None:
+        def forward() -> None:
+            for inner in call.inside:
+                self._run(inner)
+
+        call_with_hooks(call.module, forward)
+
+    def _end_with_root(self) -> None:
+        """Put the root at the end of the order of the forwards, by which FSDP looks ahead in the backward pass."""
+        state = self._root._get_fsdp_state()  # type: ignore[operator]
+        order, last = state._comm_ctx.post_forward_order, state._fsdp_param_groups
+        order[:] = [group for group in order if group not in last] + last
+        for group in order:
+            group._post_forward_indices.clear()
+        for index, group in enumerate(order):
+            group._post_forward_indices.append(index)
+
+    def _guess(self) -> Call:
+        """Before this process has seen any batch: each module once, in the order of their definition.
+
+        Gradients flow from the first parameter on that is trained. The root's own may be used anywhere.
+        """
+        root, flows = Call(self._root, takes_gradient=False), False
+        calls: dict[str, Call] = {}
+        for name, module in self._root.named_modules():
+            if name and isinstance(module, FSDPModule):
+                outer = next((calls[one] for one in reversed(calls) if name.startswith(f"{one}.")), root)
+                trains = any(parameter.requires_grad for parameter in module.parameters())  # type: ignore[attr-defined]
+                calls[name] = Call(module, takes_gradient=flows, gives_gradient=flows or trains)
+                outer.inside.append(calls[name])
+            if name:
+                flows = flows or any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        return root
+
+
+def sharded_modules(root: nn.Module) -> list[Any]:
+    """The modules under ``root``, itself included, that ``fully_shard`` was applied to."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+class _Backward(torch.autograd.Function):
+    """The collectives of a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, root: Call) -> Tensor:
+        ctx.root = root
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        _backward([ctx.root], gradient)
+        return gradient, None
+
+
+def _backward(calls: list[Call], gradient: Tensor) -> None:
+    for call in reversed(calls):
+        if not call.gives_gradient:
+            continue
+        state = call.module._get_fsdp_state()
+        state._pre_backward(gradient)
+        _backward(call.inside, gradient)
+        if call.takes_gradient:
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+
+
+def call_with_hooks(module: Any, forward: Callable[[], R]) -> R:
+    """``forward()`` in the place of the module's, between FSDP's hooks and no others. Its result needs no arguments."""
+    before = vars(module).get("forward")
+    with _fsdp_hooks_only(module):
+        module.forward = forward
+        try:
+            result: R = module._call_impl()
+        finally:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+    return result
+
+
+@contextmanager
+def _fsdp_hooks_only(module: nn.Module) -> Iterator[None]:
+    """A context in which those of the module's forward hooks are away that are not FSDP's: there is no batch."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    kept = {name: getattr(module, name) for name in names}
+    for name, hooks in kept.items():
+        setattr(module, name, type(hooks)((key, hook) for key, hook in hooks.items() if _is_fsdp(hook)))
     try:
-        root(torch.zeros(())).backward()
+        yield
     finally:
-        for module in (root, *blocks):
-            del module.forward
+        for name, hooks in kept.items():
+            setattr(module, name, hooks)
+
+
+def _is_fsdp(hook: Any) -> bool:
+    methods = (hook, getattr(hook, "__wrapped__", None))  # of a group of modules, the method is in a function
+    owners = (type(getattr(method, "__self__", None)) for method in methods)
+    return any(owner.__module__.startswith("torch.distributed.fsdp") for owner in owners)

@@ -1,6 +1,8 @@
-"""Whole state dicts of a sharded module and its optimizers: gathered on rank 0, and spread when they are loaded.
+"""State dicts of a sharded module and its optimizers, and of anything else with ``DTensor`` in it.
 
-All processes call these together.
+They are sharded while they are in memory: each process has its part. For a file they are gathered, tensor by tensor, on
+rank 0 (:func:`gathered`); from a file, of which every process has mapped the whole, each takes its part
+(:func:`spread`). From a folder every process reads its part alone, into what :func:`template` makes.
 """
 
 from __future__ import annotations
@@ -8,61 +10,96 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
-    """The whole module's state dict, in the CPU's memory of rank 0; elsewhere its tensors are left out."""
-    return {name: _gathered(value) for name, value in module.state_dict().items()}
+def gathered(value: Any, keep: bool) -> Any:
+    """``value`` with a whole tensor in the CPU's memory for each ``DTensor`` in its containers.
+
+    All processes call this, with the same ``DTensor`` in the same order. One whole tensor at a time is on a device.
+
+    Args:
+        value: containers, such as a checkpoint.
+        keep: whether this process wants the whole tensors. Others get empty ones.
+    """
+
+    def gather(tensor: Any) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        mesh = tensor.device_mesh
+        there = tensor.detach() if tensor.device.type == mesh.device_type else tensor.detach().to(mesh.device_type)
+        whole: Tensor = there.full_tensor()  # type: ignore[attr-defined]
+        return whole.cpu() if keep else whole.new_empty(0, device="cpu")
+
+    return _mapped(value, gather)
+
+
+def spread(value: Any, like: Any) -> Any:
+    """This process's part of a whole tensor, sharded as ``like`` is; ``value`` itself where there is nothing to do."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != like.shape:
+        return value  # whoever loads it says so
+    mesh = like.device_mesh
+    part = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
+    return part if part.device == like.device else part.to(like.device)
+
+
+def template(module: nn.Module, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """What a tensor of a checkpoint is read into: sharded as the parameter whose name is in its place; else None.
+
+    Args:
+        module: the sharded module.
+        place: where the tensor is in the checkpoint, such as ``("state_dict", "net.0.weight")``.
+        shape: its shape.
+        dtype: its dtype.
+    """
+    for name in place:
+        parameter = _parameter(module, name)
+        if isinstance(parameter, DTensor) and parameter.shape == shape:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return None
+
+
+def _parameter(module: nn.Module, name: str) -> Any:
+    """The parameter of that name; averages of weights are saved as those of a ``module``."""
+    for one in (name, name.removeprefix("module.")):
+        owner, _, last = one.rpartition(".")
+        try:
+            return getattr(module.get_submodule(owner), last)
+        except AttributeError:
+            continue
+    return None
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load a whole state dict into a sharded module."""
+    """Load a state dict, whole or sharded, into a sharded module."""
     now = module.state_dict()
-    spread = {name: _spread(value, now.get(name)) for name, value in state.items()}
-    module.load_state_dict(spread, strict=strict)
-
-
-def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """One optimizer's whole state dict, in the CPU's memory of rank 0."""
-    found: dict[str, Any] = _map(optimizer.state_dict(), _gathered)
-    return found
+    module.load_state_dict({name: spread(value, now.get(name)) for name, value in state.items()}, strict=strict)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a whole state dict into an optimizer of sharded parameters."""
+    """Load a state dict, whole or sharded, into an optimizer of sharded parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    spread = {
-        index: {
-            key: _spread(value, parameters[index])
-            if isinstance(value, Tensor) and value.shape == parameters[index].shape
-            else value
-            for key, value in one.items()
-        }
-        for index, one in state["state"].items()
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    owners = dict(zip(numbers, parameters, strict=False))
+    states = {
+        number: {key: spread(value, owners.get(number)) for key, value in one.items()}
+        for number, one in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": spread})
+    optimizer.load_state_dict({**state, "state": states})
 
 
-def _gathered(value: Any) -> Any:
-    if not isinstance(value, DTensor):
-        return value
-    whole: Tensor = value.full_tensor().detach()
-    return whole.cpu() if value.device_mesh.get_rank() == 0 else whole.new_empty(0)
-
-
-def _spread(value: Any, like: Any) -> Any:
-    """``value``, sharded as ``like`` is."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
     if isinstance(value, dict):
-        return {key: _map(one, function) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(one, function) for one in value)
-    return function(value)
+        made = {key: _mapped(one, function) for key, one in value.items()}
+        return value if all(made[key] is one for key, one in value.items()) else type(value)(made)
+    if type(value) in (list, tuple):
+        items = [_mapped(one, function) for one in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    return value

@@ -1,0 +1,153 @@
+"""Examples of one's own for fine-tuning: texts, prompts with their completions, or texts with classes."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from recipes.data.loading import make_loader
+from recipes.data.packed_text import json_lines
+from recipes.data.text import NO_TARGET, check_cuts, split_documents
+from recipes.data.tokenizers import load_tokenizer
+
+Example = tuple[list[int], list[int] | int]
+
+
+class Examples(L.LightningDataModule):
+    """Lines of a ``.jsonl``, each of them an example, in batches that are padded to their longest.
+
+    What a line is can be seen from its fields:
+
+    - ``{"prompt": ..., "completion": ...}``: a language model learns the completion, and that it ends there;
+    - ``{"text": ..., "label": 0}``: a classifier learns the class, a whole number from 0 on;
+    - ``{"text": ...}``: a language model learns the whole text.
+
+    A batch is ``(tokens, mask, targets)``, int64: ``tokens`` and ``mask`` (0: padding) of shape (batch, length), the
+    targets of the same shape, -100 where none counts, or of shape (batch,) where they are classes.
+
+    Args:
+        path: the file.
+        tokenizer: a folder with a ``tokenizer.json``, or that file; None for bytes.
+        context: tokens of an example at most; longer ones lose their end, of a prompt with a completion the beginning.
+        batch_size: examples in a batch, on one rank.
+        num_workers: processes that prepare batches; there is little to prepare.
+        split_seed: of which examples are for the training, the validation and the test.
+        held_out: share of the text for the validation, and again for the test.
+        prompts: what ``predict`` continues; None: the test examples are classified.
+
+    Raises:
+        FileNotFoundError: no such file, or no tokenizer.
+        ModuleNotFoundError: ``tokenizers`` is needed and not installed.
+        ValueError: a line that is no example, or of another kind than the first; or a split without an example.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        tokenizer: str | None = None,
+        context: int = 256,
+        batch_size: int = 4,
+        num_workers: int = 0,
+        split_seed: int = 0,
+        held_out: float = 0.1,
+        prompts: str | Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        check_cuts(context, held_out)
+        self.path = path
+        self.tokenizer = load_tokenizer(tokenizer)
+        self.context = context
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.split_seed = split_seed
+        self.held_out = held_out
+        self.prompts = [prompts] if isinstance(prompts, str) else prompts
+        self.splits: dict[str, list[Example]] = {}
+
+    def setup(self, stage: str) -> None:
+        """Read and tokenize the examples; a second stage finds it done."""
+        if self.splits:
+            return
+        file = Path(self.path).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(f"path is {self.path}: there is no such file ({file.resolve()}). Set data.path.")
+        rows = list(json_lines(file, []))
+        fields = next(
+            (
+                kind
+                for kind in (["prompt", "completion"], ["text", "label"], ["text"])
+                if rows and {*kind} <= {*rows[0]}
+            ),
+            None,
+        )
+        if fields is None:
+            raise ValueError(
+                f"{file.resolve()} begins with {list(rows[0]) if rows else 'nothing'}, expected lines with"
+                " 'prompt' and 'completion', 'text' and 'label', or 'text'."
+            )
+        rows = list(json_lines(file, fields))  # all of the same kind
+        examples = self._examples(rows, fields, file)
+        sizes = [len(tokens) for tokens, _ in examples]
+        for name, places in split_documents(sizes, self.held_out, self.split_seed).items():
+            self.splits[name] = [examples[place] for place in places]
+
+    def _examples(self, rows: Sequence[dict[str, Any]], fields: Sequence[str], file: Path) -> list[Example]:
+        end = self.tokenizer.end
+        encoded = [self.tokenizer.encode([str(row[field]) for row in rows]) for field in fields if field != "label"]
+        if fields[-1] == "label":
+            for number, row in enumerate(rows, start=1):
+                if not isinstance(row["label"], int) or row["label"] < 0:
+                    raise ValueError(f"{file}: the label of example {number} is {row['label']!r}, expected 0, 1, ...")
+            return [
+                ((tokens or [end])[: self.context], row["label"]) for tokens, row in zip(encoded[0], rows, strict=True)
+            ]
+        examples: list[Example] = []
+        for parts in zip(*encoded, strict=True):
+            prompt = parts[0] if len(parts) == 2 else []
+            ids = [end, *(token for part in parts for token in part), end]
+            targets = [NO_TARGET] * len(prompt) + ids[len(prompt) + 1 :]
+            cut = slice(-self.context, None) if prompt else slice(self.context)
+            examples.append((ids[:-1][cut], targets[cut]))
+        return examples
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled examples; the few left over after the last full batch are dropped."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Every validation example, in order."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Every test example, in order."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """The prompts, one at a time; without any the test examples."""
+        return self._loader("test") if self.prompts is None else DataLoader(list(self.prompts), batch_size=1)
+
+    def _loader(self, split: str) -> DataLoader[Any]:
+        return make_loader(
+            self.splits[split],  # type: ignore[arg-type]  # a list is a map-style data set
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            training=split == "train",
+            collate_fn=partial(_collate, self.tokenizer.end),
+        )
+
+
+def _collate(end: int, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
+    rows = [torch.tensor(tokens) for tokens, _ in examples]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=end)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    if isinstance(examples[0][1], int):
+        return tokens, mask, torch.tensor([target for _, target in examples])
+    targets = [torch.tensor(target) for _, target in examples]
+    return tokens, mask, pad_sequence(targets, batch_first=True, padding_value=NO_TARGET)

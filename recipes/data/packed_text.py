@@ -1,0 +1,292 @@
+"""Text of any size as packed sequences of tokens, read from memory-mapped files."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.data.loading import make_loader
+from recipes.data.text import NO_TARGET, Batch, check_cuts, python_topics, read_text, split_documents
+from recipes.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
+
+_AT_ONCE = 1000  # documents that are tokenized together
+_FORMAT = 1  # of the token files
+
+
+class PackedText(L.LightningDataModule):
+    """Documents as one long stream of tokens, cut into sequences of equal length.
+
+    Every sequence is full but the last of each split, so nothing is computed for padding; a sequence may hold the end
+    of one document and the beginning of the next, with the tokenizer's end token between them. A batch is
+    ``(tokens, targets)``, both int64 of shape (batch, ``context``). A target is the token that follows; -100 behind the
+    end of the last sequence. Every token of a document is the target of one token, and so is the document's end.
+
+    The text is tokenized once, by one process of each machine, into files below ``cache``, which later runs with the
+    same text and tokenizer find; they are memory-mapped, so that they need not fit into memory and workers share them.
+
+    Args:
+        path: a text file in UTF-8 whose documents are separated by ``separator``; a ``.jsonl`` file with a document in
+            each line, an object that has it under ``field``; a folder of such files; or a folder that
+            ``Dataset.save_to_disk`` of the library ``datasets`` wrote, with the documents in the column ``field``. None
+            for Python's topics, as in `ByteText`.
+        separator: between two documents of a text file: a regular expression. Default: two empty lines.
+        field: of the lines of a ``.jsonl``, or of a data set.
+        tokenizer: a folder with a ``tokenizer.json``, or that file (needs ``tokenizers``); None for bytes.
+        vocabulary: tokens that the model knows, at least as many as the tokenizer has; None: whatever it has.
+        context: tokens in a sequence.
+        batch_size: sequences in a batch, on one rank.
+        num_workers: processes that prepare batches; 0 prepares them in the training process.
+        split_seed: of which documents are for the training, the validation and the test.
+        held_out: share of the text for the validation, and again for the test.
+        prompts: what ``predict`` continues: one batch for each, a tuple of one string. Or a single one.
+        cache: folder of the token files.
+
+    Attributes:
+        splits: the data by name: ``"train"``, ``"val"`` and ``"test"``.
+
+    Raises:
+        FileNotFoundError: no text, or no tokenizer, where it is said to be.
+        ModuleNotFoundError: ``tokenizers`` or ``datasets`` is needed and not installed.
+        ValueError: no token in a sequence, a share that leaves nothing to train on, a vocabulary that is too small, a
+            file that is not what its name says, or a split without a document.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        separator: str = r"\n\n\n+",
+        field: str = "text",
+        tokenizer: str | None = None,
+        vocabulary: int | None = None,
+        context: int = 256,
+        batch_size: int = 4,
+        num_workers: int = 0,
+        split_seed: int = 0,
+        held_out: float = 0.1,
+        prompts: str | Sequence[str] = ("The ",),
+        cache: str = ".tokens",
+    ) -> None:
+        super().__init__()
+        check_cuts(context, held_out)
+        self.path = path
+        self.separator = separator
+        self.field = field
+        self.tokenizer_path = tokenizer
+        self.vocabulary = vocabulary
+        self.context = context
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.split_seed = split_seed
+        self.held_out = held_out
+        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        self.cache = cache
+        self.splits: dict[str, PackedSequences] = {}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """What makes tokens of the text; checked against ``vocabulary``."""
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        if self.vocabulary is not None:
+            check_vocabulary(self.vocabulary, tokenizer)
+        return tokenizer
+
+    def prepare_data(self) -> None:
+        """Write the token files, unless they are there."""
+        self._write(*self._documents)
+
+    def setup(self, stage: str) -> None:
+        """Open the token files; a second stage finds it done."""
+        if self.splits:
+            return
+        folder = self._documents[1]
+        for name in ("train", "val", "test"):
+            self.splits[name] = PackedSequences(folder / f"{name}.bin", self._dtype, self.context, self.tokenizer.end)
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """Shuffled sequences; the few left over after the last full batch are dropped."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """Every sequence of the validation documents, in order."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """Every sequence of the test documents, in order."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader[list[str]]:
+        """The prompts, one at a time."""
+        return DataLoader(self.prompts, batch_size=1)  # type: ignore[arg-type]
+
+    def _loader(self, split: str) -> DataLoader[Batch]:
+        return make_loader(
+            self.splits[split], batch_size=self.batch_size, num_workers=self.num_workers, training=split == "train"
+        )
+
+    @property
+    def _dtype(self) -> npt.DTypeLike:
+        """Of the token files: the smallest that holds every token."""
+        return np.min_scalar_type(self.tokenizer.vocabulary - 1)
+
+    @cached_property
+    def _documents(self) -> tuple[Callable[[], Iterator[str]], Path]:
+        """What reads the documents, as often as it is called, and the folder of their tokens."""
+        if self.path is None:
+            topics = python_topics()
+            return partial(iter, topics), self._folder(hashlib.sha256("\0".join(topics).encode()).hexdigest())
+        place = Path(self.path).expanduser()
+        if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
+            files, read = sorted(place.rglob("*.arrow")), partial(_of_dataset, place, self.field)
+        else:
+            files = [place] if place.is_file() else sorted((*place.rglob("*.txt"), *place.rglob("*.jsonl")))
+            read = partial(_of_files, files, self.separator, self.field)
+        if not files:
+            raise FileNotFoundError(
+                f"path is {self.path}, where there is no text ({place.resolve()}). Expected a text file, a .jsonl, a"
+                " folder with some of them, or a folder that Dataset.save_to_disk of the library datasets wrote."
+            )
+        stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        return read, self._folder([stats, self.separator, self.field])
+
+    def _folder(self, origin: Any) -> Path:
+        """Of the token files: its name says what they were made from."""
+        tokenizer = getattr(self.tokenizer, "file", None)
+        made_from = [
+            _FORMAT, origin, self.split_seed, self.held_out, self.tokenizer.end,
+            tokenizer and hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+        ]  # fmt: skip
+        return Path(self.cache) / hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+
+    def _write(self, read: Callable[[], Iterator[str]], folder: Path) -> None:
+        """Tokenize what ``read`` gives into a file for each split; complete as soon as the folder has its name."""
+        if folder.is_dir():
+            return
+        sizes = [len(document) for document in read()]
+        kept = [place for place, size in enumerate(sizes) if size]
+        split_of = {
+            kept[place]: name
+            for name, places in split_documents(
+                [sizes[place] for place in kept], self.held_out, self.split_seed
+            ).items()
+            for place in places
+        }
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+        unfinished.mkdir(parents=True, exist_ok=True)
+        end = np.asarray([self.tokenizer.end], self._dtype)
+        files = {name: (unfinished / f"{name}.bin").open("wb") for name in ("train", "val", "test")}
+        for file in files.values():
+            file.write(end.tobytes())
+        documents = ((place, text) for place, text in enumerate(read()) if place in split_of)
+        while some := list(islice(documents, _AT_ONCE)):
+            for (place, _), tokens in zip(some, self.tokenizer.encode([text for _, text in some]), strict=True):
+                files[split_of[place]].write(np.append(np.asarray(tokens, self._dtype), end).tobytes())
+        for file in files.values():
+            file.close()
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another process was first
+            if not folder.is_dir():
+                raise
+
+
+class PackedSequences(Dataset[Batch]):
+    """A file of tokens, cut into sequences. It is opened where it is read, so that workers map it themselves.
+
+    Args:
+        file: the tokens, one after the other.
+        dtype: of them.
+        context: tokens in a sequence.
+        end: what stands behind the end of the last one.
+    """
+
+    def __init__(self, file: Path, dtype: npt.DTypeLike, context: int, end: int) -> None:
+        self.file = file
+        self.dtype = np.dtype(dtype)
+        self.context = context
+        self.end = end
+        self._stream: npt.NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return -(-(self.file.stat().st_size // self.dtype.itemsize - 1) // self.context)
+
+    def __getitem__(self, index: int) -> Batch:
+        if self._stream is None:
+            self._stream = np.memmap(self.file, self.dtype, mode="r")
+        start = index * self.context
+        piece = torch.from_numpy(self._stream[start : start + self.context + 1].astype(np.int64))
+        missing = self.context + 1 - len(piece)
+        return _padded(piece[:-1], missing, self.end), _padded(piece[1:], missing, NO_TARGET)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_stream": None}
+
+
+def _padded(values: Tensor, missing: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, missing), value=value) if missing else values
+
+
+def _of_files(files: Sequence[Path], separator: str, field: str) -> Iterator[str]:
+    for file in files:
+        if file.suffix == ".jsonl":
+            for row in json_lines(file, [field]):
+                yield row[field]
+        else:
+            for document in re.split(separator, read_text(file)):
+                yield document.strip("\n")
+
+
+def json_lines(file: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a ``.jsonl``.
+
+    Args:
+        file: with an object in each line that is not empty.
+        fields: that each of them must have.
+
+    Raises:
+        ValueError: a line is no such object.
+    """
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{file.resolve()}, line {number} is no JSON: {error}.") from error
+            missing = [field for field in fields if not isinstance(row, dict) or field not in row]
+            if missing:
+                has = ", ".join(map(repr, row)) if isinstance(row, dict) else f"a {type(row).__name__}"
+                wanted = ", ".join(map(repr, missing))
+                raise ValueError(f"{file.resolve()}, line {number} has {has}, expected an object with {wanted}.")
+            yield row
+
+
+def _of_dataset(folder: Path, field: str) -> Iterator[str]:
+    try:
+        from datasets import DatasetDict, load_from_disk
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{folder} is a data set of the library datasets, which is not installed: pip install datasets. Without it,"
+            " write the text as .jsonl (Dataset.to_json).",
+            name=error.name,
+        ) from error
+    found = load_from_disk(str(folder))
+    for part in found.values() if isinstance(found, DatasetDict) else [found]:
+        if field not in part.column_names:
+            columns = ", ".join(map(repr, part.column_names))
+            raise ValueError(f"field is {field!r}, but {folder.resolve()} has the columns {columns}.")
+        for row in part.select_columns(field):
+            yield row[field]

@@ -1,0 +1,129 @@
+"""From text to tokens and back: bytes, or a tokenizer of the Hugging Face world in a local folder."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from recipes.data.text import END, VOCABULARY
+
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+"""Tokens that end a document in the families of GPT, Llama, Mistral, Gemma, Qwen and BERT."""
+
+
+class Tokenizer(Protocol):
+    """What the data modules and the language models ask of one.
+
+    Attributes:
+        vocabulary: number of tokens.
+        end: the token before and after a document.
+    """
+
+    vocabulary: int
+    end: int
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, without an end."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``; "�" for what is none."""
+
+
+class Bytes:
+    """UTF-8: 256 tokens, of which 0 is the end of a document. A 0 in a text is left out."""
+
+    vocabulary = VOCABULARY
+    end = END
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The bytes of each text."""
+        return [list(text.replace("\0", "").encode()) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these bytes."""
+        return bytes(token for token in tokens if token < VOCABULARY).decode(errors="replace")
+
+
+class FileTokenizer:
+    """The tokenizer of a ``tokenizer.json``, which the library ``tokenizers`` reads. No code comes with such a file.
+
+    Args:
+        path: the file, or a folder with it, such as a model's.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ModuleNotFoundError: ``tokenizers`` is not installed.
+        ValueError: the file is no tokenizer's; or nothing says which token ends a document.
+    """
+
+    def __init__(self, path: str) -> None:
+        place = Path(path).expanduser()
+        file = place / "tokenizer.json" if place.is_dir() else place
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"tokenizer is {path}, where there is no {file.name} ({file.resolve()}). Expected a folder with a"
+                " tokenizer.json, as tokenizer.save_pretrained(FOLDER) of transformers writes it, or null for bytes."
+            )
+        try:
+            from tokenizers import Tokenizer as Library
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{file} is read by tokenizers, which is not installed: pip install 'amp-trainer[finetune]'."
+                " Without it, tokenizer=null reads text as bytes.",
+                name=error.name,
+            ) from error
+        self.file = file
+        try:
+            self._library = Library.from_file(str(file))
+        except Exception as error:  # the library's own kind
+            raise ValueError(f"{file.resolve()} is no tokenizer's file: {error}") from error
+        self.vocabulary: int = self._library.get_vocab_size(with_added_tokens=True)
+        self.end = self._find_end()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text; all texts at once, on all cores."""
+        return [one.ids for one in self._library.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``."""
+        return str(self._library.decode(list(tokens)))
+
+    def _find_end(self) -> int:
+        """The token that the folder's configs name, else one of the usual ones."""
+        named = [_text_of(_read(self.file.parent / "tokenizer_config.json").get("eos_token"))]
+        for token in [*named, *_USUAL_ENDS]:
+            number = self._library.token_to_id(token) if token else None
+            if number is not None:
+                return int(number)
+        raise ValueError(
+            f"{self.file.resolve()} has none of the tokens {', '.join(_USUAL_ENDS)}, and no tokenizer_config.json"
+            ' beside it names another one. Write one with {"eos_token": TOKEN}: documents are kept apart by it.'
+        )
+
+
+def load_tokenizer(path: str | None) -> Tokenizer:
+    """`Bytes` where ``path`` is None, else a `FileTokenizer`."""
+    return Bytes() if path is None else FileTokenizer(path)
+
+
+def check_vocabulary(given: int, tokenizer: Tokenizer) -> None:
+    """Raise a ValueError where a model of ``given`` tokens has no place for all of the tokenizer's."""
+    if given < tokenizer.vocabulary:
+        raise ValueError(
+            f"vocabulary is {given}, but the tokenizer has {tokenizer.vocabulary} tokens. Set"
+            f" data.vocabulary={tokenizer.vocabulary}, or the next multiple of 64,"
+            f" {-(-tokenizer.vocabulary // 64) * 64}, which GPUs multiply faster."
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _text_of(token: Any) -> str | None:
+    """A token as configs have them: its text, or a dict with it."""
+    return token.get("content") if isinstance(token, dict) else token

@@ -1,0 +1,315 @@
+"""Fine-tuning of a Hugging Face model that lies in a local folder: all of its weights, or LoRA adapters."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from recipes.data.tokenizers import FileTokenizer
+from recipes.language_model import Perplexity, Ratio, sum_of_losses
+from recipes.schedules import with_schedule
+
+Task = Literal["causal", "classification"]
+
+_CLASSES = {"causal": "AutoModelForCausalLM", "classification": "AutoModelForSequenceClassification"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+class FineTuner(L.LightningModule):
+    """Goes on training a model of the library ``transformers``, as a language model or a classifier of texts.
+
+    A batch is ``(tokens, targets)`` or ``(tokens, mask, targets)``, int64. ``tokens`` has shape (batch, length), and so
+    has ``mask``: 1 for a token, 0 for padding. A language model's targets have that shape, too: the token that follows,
+    -100 where none counts; the loss is the mean over those that do, and ``training_step`` returns their number as the
+    batch's weight. A classifier's have shape (batch,), and the weight is the number of texts.
+
+    Logged are ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats; of a language
+    model ``val_perplexity`` and ``test_perplexity``, of a classifier ``val_acc`` and ``test_acc``, in [0, 1].
+
+    At the end of a fit the model is written in Hugging Face's format (``save_pretrained``), its tokenizer with it; with
+    LoRA the adapters alone. Under a strategy that shards, the first process gathers what is written in its memory.
+
+    Only what the folder itself holds is read: no code that comes with a model is run (``trust_remote_code`` is False),
+    no pickle is opened (weights are ``.safetensors``), and nothing is downloaded.
+
+    Args:
+        optimizer: called with parameter groups and returns the optimizer; its ``weight_decay`` is for matrices: biases
+            and normalisations have none. It is given the parameters that are trained.
+        scheduler: called with the optimizer and the number of optimizer steps of the run (see `recipes.schedules`).
+            None: the rate stays.
+        folder: of the model, as ``save_pretrained`` writes it: ``config.json`` and ``.safetensors``.
+        task: ``"causal"``: a language model; ``"classification"``: of whole texts. A head that the folder lacks is new.
+        num_classes: of a classifier.
+        lora_rank: rank of the adapters that are trained in the weights' place (needs ``peft``); None: all weights.
+        lora_alpha: the adapters' output is multiplied by this over the rank.
+        lora_dropout: probability that an input of an adapter is set to zero in training.
+        lora_modules: which layers get adapters: names, or the ends of them, such as ``["q_proj", "v_proj"]``; None: all
+            linear layers but the head.
+        attention: what computes it: ``"sdpa"`` (torch's), or ``"eager"`` for architectures that have nothing else.
+        save_to: folder that is written at the end of a fit; None: nothing.
+        sample_length: tokens that `predict_step` of a language model writes, always the likeliest.
+
+    Attributes:
+        net: the model, after `configure_model`.
+
+    Raises:
+        FileNotFoundError: no such folder, or no model in it.
+        ModuleNotFoundError: ``transformers`` or, for LoRA, ``peft`` is not installed.
+        ValueError: a folder that has code or pickles in the place of what is read; a task that is none; classes without
+            a number.
+    """
+
+    net: nn.Module
+
+    def __init__(
+        self,
+        optimizer: Callable[[Iterable[Any]], Optimizer],
+        scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
+        *,
+        folder: str,
+        task: Task = "causal",
+        num_classes: int | None = None,
+        lora_rank: int | None = None,
+        lora_alpha: float = 16.0,
+        lora_dropout: float = 0.0,
+        lora_modules: Sequence[str] | None = None,
+        attention: str = "sdpa",
+        save_to: str | None = None,
+        sample_length: int = 100,
+    ) -> None:
+        super().__init__()
+        if task not in _CLASSES:
+            raise ValueError(f"task is {task!r}, expected 'causal' or 'classification'.")
+        if task == "classification" and (num_classes is None or num_classes < 2):
+            raise ValueError(f"num_classes is {num_classes}, expected at least 2 for task='classification'.")
+        self.folder = check_folder(folder)
+        _need("transformers", "to fine-tune a model")
+        if lora_rank is not None:
+            _need("peft", "for LoRA (model.lora_rank)")
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self.task = task
+        self.num_classes = num_classes
+        self.lora_rank = lora_rank
+        self.lora_alpha = lora_alpha
+        self.lora_dropout = lora_dropout
+        self.lora_modules = lora_modules
+        self.attention = attention
+        self.save_to = save_to
+        self.sample_length = sample_length
+        for stage in ("val", "test"):
+            setattr(self, f"{stage}_loss", Ratio())
+            setattr(self, f"{stage}_{self._metric}", Perplexity() if task == "causal" else Ratio())
+
+    @property
+    def _metric(self) -> str:
+        return "perplexity" if self.task == "causal" else "acc"
+
+    @cached_property
+    def tokenizer(self) -> FileTokenizer:
+        """The one in the model's folder."""
+        return FileTokenizer(str(self.folder))
+
+    def configure_model(self) -> None:
+        """Read the model into the host's memory, in each process; a second call finds it done.
+
+        A strategy that shards takes its parts from there. LoRA's adapters, and a new head, are drawn from torch's
+        random numbers, which ``seed_everything`` makes the same in all processes.
+        """
+        if hasattr(self, "net"):
+            return
+        import transformers
+
+        more = {"num_labels": self.num_classes} if self.task == "classification" else {}
+        is_meta = torch.get_default_device().type == "meta"  # the values are wanted all the same: they are in files
+        with torch.device("cpu") if is_meta else torch.get_default_device():
+            net = getattr(transformers, _CLASSES[self.task]).from_pretrained(
+                self.folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype=torch.get_default_dtype(),
+                attn_implementation=self.attention,
+                **more,
+            )
+            if self.task == "classification" and net.config.pad_token_id is None:
+                net.config.pad_token_id = self.tokenizer.end
+            self.net = net if self.lora_rank is None else self._with_adapters(net)
+        self.net.train()
+
+    def _with_adapters(self, net: nn.Module) -> nn.Module:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            task_type="CAUSAL_LM" if self.task == "causal" else "SEQ_CLS",  # whose new head is trained as well
+            r=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules="all-linear" if self.lora_modules is None else list(self.lora_modules),
+        )
+        with warnings.catch_warnings():  # peft 0.21 asks transformers 5 for an attribute by its old name
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            return get_peft_model(net, config)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits: of shape (batch, length, vocabulary), or (batch, ``num_classes``)."""
+        return self._logits(tokens, mask)
+
+    def _logits(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        more = {"use_cache": False} if self.task == "causal" else {}  # nothing is kept for tokens to come
+        logits: Tensor = self.net(input_ids=tokens, attention_mask=mask, **more).logits
+        return logits
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """The mean loss of a batch, a scalar, and the number of targets that it is the mean of."""
+        nats, count, _ = self._count(batch)
+        loss = nats / count
+        self.log("train_loss", loss, prog_bar=True)
+        return {"loss": loss, "weight": count}
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        """Log ``val_loss`` and ``val_perplexity`` or ``val_acc``."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        """Log ``test_loss`` and ``test_perplexity`` or ``test_acc``."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[str] | Tensor:
+        """Of a language model a continuation of each prompt, with the prompt in front; of a classifier probabilities.
+
+        The latter have shape (batch, ``num_classes``), float32.
+        """
+        if self.task == "causal":
+            return [prompt + self.write(prompt) for prompt in batch]
+        tokens, *mask, _ = batch
+        return self(tokens, *mask).float().softmax(dim=1)
+
+    @torch.no_grad()
+    def write(self, prompt: str) -> str:
+        """What the model writes after ``prompt``: ``sample_length`` tokens, or fewer where it ends the document.
+
+        Of several processes that hold parts of the weights all must call it, with the same prompt.
+        """
+        stream = self.tokenizer.encode([prompt])[0] or [self.tokenizer.end]
+        start = len(stream)
+        longest = getattr(self.net.config, "max_position_embeddings", None) or len(stream) + self.sample_length
+        for _ in range(self.sample_length):
+            tokens = torch.tensor([stream[-longest:]], device=self.device)
+            stream.append(int(self(tokens)[0, -1].argmax()))  # waits for the device: the next token depends on it
+            if stream[-1] == self.tokenizer.end:
+                stream.pop()
+                break
+        return self.tokenizer.decode(stream[start:])
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimizer, with weight decay on matrices alone, and the schedule, if there is one."""
+        parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [parameter for parameter in parameters if parameter.ndim >= 2]},
+            {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+        ]
+        return with_schedule(self.make_optimizer([g for g in groups if g["params"]]), self.make_scheduler, self)
+
+    def on_fit_end(self) -> None:
+        """Write the model to ``save_to``."""
+        if self.save_to is not None:
+            self.save_pretrained(self.save_to)
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write the model, or LoRA's adapters alone, and the tokenizer, as ``transformers`` and ``peft`` read them.
+
+        All processes of a sharded model must call it; the first one writes.
+
+        Args:
+            folder: made where it is missing; what it has of the same names is overwritten.
+        """
+        only_trained = self.lora_rank is not None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
+        state = get_model_state_dict(self.net, options=options)
+        if self.global_rank == 0:
+            self.net.save_pretrained(folder, state_dict=state)
+            for name in _TOKENIZER_FILES:
+                if (self.folder / name).is_file():
+                    shutil.copyfile(self.folder / name, Path(folder) / name)
+
+    def _evaluate(self, stage: str, batch: Sequence[Tensor]) -> None:
+        nats, count, right = self._count(batch)
+        for name, amount in (("loss", nats), (self._metric, nats if right is None else right)):
+            metric = getattr(self, f"{stage}_{name}")
+            metric.update(amount, count)
+            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=True)
+
+    def _count(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The sum of all losses, in nats; how many these are; and of a classifier how many answers are right."""
+        tokens, *mask, targets = batch
+        logits = self._logits(tokens, *mask)
+        if self.task == "causal":
+            return *sum_of_losses(logits, targets), None
+        right = (logits.argmax(dim=1) == targets).sum()
+        return F.cross_entropy(logits, targets, reduction="sum"), torch.ones_like(targets).sum(), right
+
+
+def check_folder(folder: str) -> Path:
+    """The folder of a model that can be read without running anything that comes with it.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no model in it.
+        ValueError: its weights are pickles, or it needs code of its own.
+    """
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        raise FileNotFoundError(
+            f"folder is {folder}: there is no such folder ({place.resolve()}). Expected one that"
+            " model.save_pretrained(FOLDER) of transformers wrote; models are not downloaded here. Set model.folder."
+        )
+    config = place / "config.json"
+    if not config.is_file():
+        adapters = " It has LoRA adapters alone: name the model that they belong to."
+        raise FileNotFoundError(
+            f"{place.resolve()} holds no model: it has no config.json."
+            f"{adapters * (place / 'adapter_config.json').is_file()} Expected what model.save_pretrained writes."
+        )
+    try:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{config.resolve()} is no JSON: {error}.") from error
+    if "auto_map" in settings:
+        raise ValueError(
+            f"The model in {place.resolve()} comes with code of its own ({settings['auto_map']}), which is not run."
+            " Expected an architecture that transformers has itself; or write a LightningModule that imports the code."
+        )
+    if not any(place.glob("*.safetensors")):
+        pickles = ", ".join(sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in place.glob(pattern)))
+        if not pickles:
+            raise FileNotFoundError(
+                f"{place.resolve()} holds no weights: it has no .safetensors. Expected what"
+                " model.save_pretrained(FOLDER) writes."
+            )
+        raise ValueError(
+            f"The weights in {place.resolve()} are pickles ({pickles}), which can run code and are not read. Load the"
+            " model where you trust it, and write it as .safetensors with model.save_pretrained(FOLDER)."
+        )
+    return place
+
+
+def _need(package: str, what: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"{package} is needed {what}, and is not installed: pip install 'amp-trainer[finetune]'.", name=package
+        )

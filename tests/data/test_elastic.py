@@ -1,0 +1,287 @@
+"""Whoever trains them, an update gets the samples that it would have got: without processes, against torch's samplers.
+
+What is true of the resumed runs of real processes is in ``tests/distributed/test_elastic.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
+
+from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
+from trainer.data.resumable import MapStyleLoader
+from trainer.state import random_states
+
+Update = list[tuple[int, float]]
+"""The samples of a weight update, each with how much it counts in the update's mean."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run divides its samples."""
+
+    processes: int
+    batch_size: int
+    accumulate: int
+
+    @property
+    def together(self) -> int:
+        return self.processes * self.batch_size
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is divided."""
+
+    samples: int
+    shuffle: bool
+    drop_last: bool
+    own_generator: bool = False
+
+
+def loaders_of(data: Data, layout: Layout) -> list[DataLoader[Any]]:
+    """Of each process, as a user and Lightning make them."""
+    dataset, made = range(data.samples), []
+    for rank in range(layout.processes):
+        generator = torch.Generator().manual_seed(3) if data.own_generator else None
+        sampler: Any = RandomSampler(dataset, generator=generator) if data.shuffle else SequentialSampler(dataset)
+        if layout.processes > 1:
+            sampler = DistributedSampler(dataset, layout.processes, rank, shuffle=data.shuffle, seed=5)
+        made.append(
+            DataLoader(dataset, layout.batch_size, sampler=sampler, drop_last=data.drop_last, generator=generator)  # type: ignore[arg-type]
+        )
+    return made
+
+
+def ordered(data: Data, layout: Layout, order: SampleOrder) -> list[DataLoader[Any]]:
+    """Of each process of a run that has gone on from another one."""
+    made = []
+    for rank in range(layout.processes):
+        (own,) = loaders_of(data, Layout(1, layout.batch_size, 1))
+        sampler = ElasticSampler(
+            order, own.sampler, own.dataset, layout.processes, rank, layout.batch_size, lambda state: state
+        )
+        made.append(DataLoader(own.dataset, layout.batch_size, sampler=sampler, generator=own.generator))
+    return made
+
+
+class Run:
+    """The processes of a run, one after the other; each draws the random numbers that the first one draws."""
+
+    def __init__(self, loaders: list[DataLoader[Any]], layout: Layout) -> None:
+        self.loaders, self.layout = [MapStyleLoader(loader) for loader in loaders], layout
+
+    def updates(self, epoch: int, batches: int = 0, start: int = 0) -> Iterator[Update]:
+        """Those of an epoch, or of what is left of it; as many batches on each process.
+
+        Args:
+            epoch: which one.
+            batches: to stop after; 0 for all.
+            start: batches that are not in it any more.
+        """
+        passes, before, after = [], random_states.capture(), dict[str, Any]()
+        for loader in self.loaders:
+            random_states.restore(before)
+            if hasattr(loader.loader.sampler, "set_epoch"):
+                loader.loader.sampler.set_epoch(epoch)
+            passes.append([batch.tolist() for batch in islice(loader, batches or len(loader) - start)])
+            after = after or random_states.capture()
+        random_states.restore(after)
+        assert len({len(batches) for batches in passes}) == 1, "each process has as many batches"
+        for first in range(0, len(passes[0]), self.layout.accumulate):
+            update: list[tuple[list[int], float]] = []
+            for loader, own in zip(self.loaders, passes, strict=True):
+                for number, batch in enumerate(own[first : first + self.layout.accumulate], start + first):
+                    sampler = loader.loader.sampler
+                    weight = sampler.weight_of(number) if isinstance(sampler, ElasticSampler) else None
+                    update.append((batch, 1.0 if weight is None else weight))
+            total = sum(weight for _, weight in update)
+            yield [(index, w / total / len(batch)) for batch, w in update if w for index in batch]
+
+
+def counted(updates: list[Update]) -> list[Counter[int]]:
+    return [Counter(index for index, _ in update) for update in updates]
+
+
+def shares(update: Update) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for index, share in update:
+        found[index] = found.get(index, 0.0) + share
+    return found
+
+
+def layouts(size: int) -> st.SearchStrategy[Layout]:
+    """Of updates of ``size`` samples."""
+    divisors = [one for one in range(1, size + 1) if size % one == 0]
+    pairs = [(p, b) for p in divisors for b in divisors if p <= 5 and size % (p * b) == 0]
+    return st.sampled_from([Layout(p, b, size // (p * b)) for p, b in pairs])
+
+
+@st.composite
+def changes(draw: Any) -> tuple[Data, list[Layout], list[int], int]:
+    """Data, the layouts of a chain of runs, after how many updates each was interrupted, and the update's size."""
+    size = draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
+    data = Data(draw(st.integers(1, 60)), draw(st.booleans()), draw(st.booleans()), draw(st.booleans()))
+    chain = draw(st.lists(layouts(size), min_size=2, max_size=4))
+    return data, chain, draw(st.lists(st.integers(0, 9), min_size=3, max_size=3)), size
+
+
+def whole_run(data: Data, layout: Layout, epochs: int) -> list[list[Update]]:
+    torch.manual_seed(11)
+    run = Run(loaders_of(data, layout), layout)
+    return [list(run.updates(epoch)) for epoch in range(epochs)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(changes())
+def test_each_update_gets_the_samples_that_it_would_have_got(
+    change: tuple[Data, list[Layout], list[int], int],
+) -> None:
+    data, chain, stops, size = change
+    whole = whole_run(data, chain[0], 3)
+    if not whole[0]:  # drop_last, and too few
+        return
+    torch.manual_seed(11)
+    loaders = loaders_of(data, chain[0])
+    order = SampleOrder.of(loaders[0], 1.0, {0: chain[0].accumulate}, chain[0].processes)
+    assert isinstance(order, SampleOrder)
+    order = SampleOrder.from_state(order.state_dict())
+    run, done, seen = Run(loaders, chain[0]), 0, list[Update]()
+    for layout, more in zip(chain[1:], stops, strict=False):
+        full = sum(len(update) == size for update in whole[0])
+        stop = min(done + more, full - (full == len(whole[0])))  # inside the epoch
+        if stop <= done:
+            continue
+        batches = (stop - done) * run.layout.accumulate
+        seen += run.updates(0, batches, done * run.layout.accumulate)
+        done = stop
+        states, here = [loader.state_dict() for loader in run.loaders], random_states.capture()
+        for state in states:
+            state["batches"] = done * run.layout.accumulate
+        run = Run(ordered(data, layout, order), layout)
+        for loader in run.loaders:
+            loader.loader.sampler.set_epoch(0)
+            trained = done * layout.accumulate
+            assert loader.load_state_dict(loader.taken_over(states, trained, here)) == []
+        random_states.restore(here)
+        note(f"after {done} updates on {layout}")
+    seen += run.updates(0, 0, done * run.layout.accumulate)
+    found = [seen, *(list(run.updates(epoch)) for epoch in (1, 2))]
+    for mine, theirs in zip(found, whole, strict=True):
+        assert counted(mine) == counted(theirs)
+    sampler = run.loaders[0].loader.sampler
+    if isinstance(sampler, ElasticSampler) and sampler.keeps_shares(0):
+        for mine, theirs in zip(found, whole, strict=True):
+            for own, other in zip(mine, theirs, strict=True):
+                assert shares(own) == pytest.approx(shares(other))
+
+
+@settings(deadline=None, max_examples=60)
+@given(changes(), st.one_of(st.integers(1, 9), st.floats(0.2, 1.0)))
+def test_limits_count_the_batches_of_the_run_that_was_begun(
+    change: tuple[Data, list[Layout], list[int], int], limit: int | float
+) -> None:
+    data, (first, second, *_), _, _ = change
+    loaders = loaders_of(data, first)
+    own = len(loaders[0])
+    batches = min(limit, own) if isinstance(limit, int) else int(own * limit)
+    order = SampleOrder.of(loaders[0], limit, {0: first.accumulate}, first.processes)
+    assert isinstance(order, SampleOrder)
+    assert order.batches(data.samples) == batches
+    torch.manual_seed(1)
+    whole = list(Run(loaders, first).updates(0, batches)) if batches else []
+    torch.manual_seed(1)
+    assert counted(list(Run(ordered(data, second, order), second).updates(0))) == counted(whole)
+
+
+def test_a_thousand_samples_on_two_times_six_and_then_three_times_four() -> None:
+    data, first, second = Data(1000, True, False), Layout(2, 6, 1), Layout(3, 4, 1)
+    (whole,) = whole_run(data, first, 1)
+    order = SampleOrder.of(loaders_of(data, first)[0], 1.0, {0: 1}, 2)
+    assert isinstance(order, SampleOrder)
+    run = Run(ordered(data, second, order), second)
+    found = list(run.updates(0))
+    assert counted(found) == counted(whole)
+    assert [len(update) for update in found] == [12] * 83 + [4]
+    assert shares(found[-1]) == pytest.approx(shares(whole[-1])) == dict.fromkeys(shares(whole[-1]), 0.25)
+    assert run.loaders[0].loader.sampler.keeps_shares(0)
+
+
+def test_what_cannot_be_kept_of_a_short_update_is_known() -> None:
+    data, first, second = Data(6, False, False), Layout(2, 2, 2), Layout(1, 8, 1)
+    order = SampleOrder.of(loaders_of(data, first)[0], 1.0, {0: 2}, 2)
+    assert isinstance(order, SampleOrder)
+    (whole,) = whole_run(data, first, 1)[0]  # batches of 2 and 1 on each: the samples of the latter count twice
+    assert shares(whole) == pytest.approx({0: 0.125, 1: 0.125, 2: 0.125, 3: 0.125, 4: 0.25, 5: 0.25})
+    assert not ordered(data, second, order)[0].sampler.keeps_shares(0)  # type: ignore[attr-defined]
+    assert ordered(data, Layout(4, 1, 2), order)[0].sampler.keeps_shares(0)  # type: ignore[attr-defined]
+
+
+def test_a_process_without_a_sample_of_the_last_update_repeats_one_that_does_not_count() -> None:
+    data, first, second = Data(14, False, False), Layout(2, 6, 1), Layout(3, 4, 1)
+    order = SampleOrder.of(loaders_of(data, first)[0], 1.0, {0: 1}, 2)
+    assert isinstance(order, SampleOrder)
+    loaders = ordered(data, second, order)
+    assert [[batch.tolist() for batch in loader][-1] for loader in loaders] == [[12], [13], [13]]
+    assert [loader.sampler.weight_of(1) for loader in loaders] == [1.5, 1.5, 0.0]  # type: ignore[attr-defined]
+    assert [loader.sampler.weight_of(0) for loader in loaders] == [None] * 3  # type: ignore[attr-defined]
+
+
+def test_other_samples_are_noticed() -> None:
+    data, first, second = Data(40, True, False), Layout(1, 4, 1), Layout(2, 2, 1)
+    torch.manual_seed(0)
+    loaders = loaders_of(data, first)
+    order = SampleOrder.of(loaders[0], 1.0, {0: 1}, 1)
+    assert isinstance(order, SampleOrder)
+    run = Run(loaders, first)
+    list(run.updates(0, 3))
+    states = [loader.state_dict() for loader in run.loaders]
+    states[0]["asked"] = random_states.capture() | {
+        "torch": torch.Generator().manual_seed(9).get_state().numpy().tobytes()
+    }
+    loader = MapStyleLoader(ordered(data, second, order)[0])
+    (reason,) = loader.load_state_dict(loader.taken_over(states, 3, random_states.capture()))
+    assert "the first trained batch of this epoch had the samples" in reason
+    states[0]["set_up"]["samples"] = 41
+    loader = MapStyleLoader(ordered(data, second, order)[0])
+    assert "the number of samples was 41 and is 40" in loader.load_state_dict(
+        loader.taken_over(states, 3, random_states.capture())
+    )
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        ([1, 2], "a list, no DataLoader"),
+        (DataLoader(range(4), batch_size=None), "makes no batches"),  # type: ignore[arg-type]
+        (DataLoader(range(4), sampler=[3, 1]), "its sampler is a list"),  # type: ignore[arg-type]
+        (
+            DataLoader(range(4), batch_sampler=type("Own", (BatchSampler,), {})(range(4), 2, False)),  # type: ignore[arg-type]
+            "its batch sampler is a Own",
+        ),
+    ],
+)
+def test_what_is_not_divided_in_another_way(loader: Any, reason: str) -> None:
+    assert reason in str(not_ordered(loader))
+    assert reason in str(SampleOrder.of(loader, 1.0, {0: 1}, 1))
+
+
+def test_processes_that_each_read_all_samples_have_no_order() -> None:
+    loader = DataLoader(Subset(range(8), [1, 2, 3]), shuffle=True)  # type: ignore[arg-type]
+    assert SampleOrder.of(loader, 1.0, {0: 1}, 2) == "each of 2 processes has a RandomSampler over all samples"
+
+
+def test_accumulation_that_changes_with_the_epochs() -> None:
+    order = SampleOrder("SequentialSampler", 1, 4, False, 1.0, ((2, 3), (5, 1)))
+    assert [order.update_size(epoch) for epoch in range(7)] == [4, 4, 12, 12, 12, 4, 4]
+    assert math.isclose(sum(order.shares(17, 3)), 1.0)

@@ -1,0 +1,184 @@
+"""The oracle: the loops that one writes by hand with plain torch, on one device, with DDP, and with FSDP2.
+
+Nothing of this package's trains here: ``fully_shard`` or ``DistributedDataParallel``, ``torch.autocast``,
+``torch.amp.GradScaler``, ``clip_grad_norm_`` (of DTensors, under FSDP2), ``no_sync`` or ``set_requires_gradient_sync``.
+What happens is that of a ``Setup``. A batch that counts nothing is run all the same, times 0.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tests.distributed.setups import (
+    CLIPPING,
+    SCALER,
+    VAL_BATCHES,
+    Net,
+    Setup,
+    Trace,
+    batches_of,
+    make_schedule,
+)
+
+AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+def wrap(net: Net, engine: str) -> nn.Module:
+    """The module as the engine runs it."""
+    if engine == "single":
+        return net
+    if engine == "ddp":
+        return DistributedDataParallel(net)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for block in net.net:
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def clip_(parameters: list[nn.Parameter], how: str) -> Tensor:
+    """Clip; returns the norm before."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if how == "value":
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch.nn.utils.clip_grad_value_(parameters, CLIPPING[how])
+    elif how == "inf":  # of whole gradients: of a DTensor, torch cannot compute it where a shard is empty
+        whole = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        norm = torch.nn.utils.get_total_norm(whole, float("inf"))
+        torch.nn.utils.clip_grads_with_norm_(parameters, CLIPPING[how], norm)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIPPING[how])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def all_finite(optimizers: list[Optimizer]) -> list[bool]:
+    """Whether the gradients of each are finite, in all processes."""
+    answers = []
+    for optimizer in optimizers:
+        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in found]
+        answers.append(float(not all(torch.isfinite(gradient).all() for gradient in local)))
+    flags = torch.tensor(answers)
+    if distributed.is_initialized():
+        distributed.all_reduce(flags, distributed.ReduceOp.MAX)
+    return [flag == 0 for flag in flags.tolist()]
+
+
+def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
+    """Train as the set-up says; in each process of ``ddp`` and ``fsdp``, or ``single``."""
+    rank = 0 if engine == "single" else distributed.get_rank()
+    ranks, each, replicas = (range(world_size), world_size, 1)
+    if engine != "single":
+        ranks, each, replicas = range(rank, rank + 1), 1, world_size
+    net, trace = Net(setup), Trace()
+    model = wrap(net, engine)
+    optimizers = net.make_optimizers()
+    schedules = [make_schedule(optimizer) for optimizer in optimizers] if setup.schedule else []
+    scaler = torch.amp.GradScaler("cpu", **SCALER, enabled=setup.precision == "16-mixed")
+    train, val = batches_of(ranks, setup.batches), batches_of(ranks, VAL_BATCHES, seed=2)
+    autocast = torch.autocast("cpu", AUTOCAST.get(setup.precision), enabled=setup.precision in AUTOCAST)
+    steps = skipped_steps = 0
+
+    def forward(batch: Any, epoch: int = -1) -> Tensor:
+        with autocast:
+            loss: Tensor = model(batch, epoch)
+        return loss
+
+    def step(optimizer: Optimizer, norms: list[Tensor], is_finite: bool) -> bool:
+        """Unscale, clip, step. Whether it was skipped."""
+        nonlocal steps
+        steps += 1
+        scaler.unscale_(optimizer)
+        trace.rates.append(optimizer.param_groups[0]["lr"])
+        if setup.clip is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            norms.append(clip_(parameters, setup.clip))
+        if not setup.guard or is_finite:
+            scaler.step(optimizer)
+        return (scaler.is_enabled() or setup.guard) and not is_finite
+
+    def finish(skipped: list[bool], norms: list[Tensor], scale: float) -> None:
+        nonlocal skipped_steps
+        if scaler.is_enabled():
+            scaler.update()
+        trace.skipped.append(any(skipped))
+        trace.scales.append(scale)
+        trace.next_scales.append(scaler.get_scale())
+        skipped_steps += any(skipped)
+        if norms:
+            trace.norms.append((norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))).item())
+
+    for epoch, window in enumerate(setup.windows):
+        size = window * each
+        for i, batch in enumerate(train):
+            if setup.manual:
+                skipped, norms, scale = [], [], scaler.get_scale()
+                for number, optimizer in enumerate(optimizers):
+                    optimizer.zero_grad()
+                    loss = forward(batch, epoch) * (number + 1)
+                    scaler.scale(loss).backward()
+                    skipped.append(step(optimizer, norms, all_finite([optimizer])[0]))
+                finish(skipped, norms, scale)
+            else:
+                start = i - i % size
+                here = min(size, len(train) - start)  # batches of this window
+                is_last = i == start + here - 1
+                everybody = [  # the weights of the window's batches, in all processes
+                    0.0 if (r, epoch, j) in setup.none else setup.weight(r, j)
+                    for j in range(start // each, (start + here) // each)
+                    for r in range(world_size)
+                ]
+                if i == start:
+                    for optimizer in optimizers:
+                        optimizer.zero_grad()
+                if isinstance(model, FSDPModule):
+                    model.set_requires_gradient_sync(is_last)
+                accumulates = isinstance(model, DistributedDataParallel) and not is_last
+                with model.no_sync() if accumulates else nullcontext():
+                    loss = forward(batch, epoch)
+                    _, _, whose, index = batch
+                    if setup.is_plain_mean:
+                        loss = loss / here if here > 1 else loss
+                    elif (whose, epoch, index) in setup.none:
+                        loss = loss * 0.0
+                    else:
+                        loss = loss * (setup.weight(whose, index) * replicas / sum(everybody))
+                    scaler.scale(loss).backward()
+                if is_last and sum(everybody):
+                    scale, norms = scaler.get_scale(), []
+                    finite = all_finite(optimizers)
+                    skipped = [step(*one) for one in zip(optimizers, [norms] * len(finite), finite, strict=True)]
+                    finish(skipped, norms, scale)
+                    if setup.schedule == "step":
+                        for schedule, was_skipped in zip(schedules, skipped, strict=True):
+                            if not was_skipped:
+                                schedule.step()
+                elif is_last:
+                    steps += len(optimizers)  # nothing was learned; Lightning counts it
+                    if setup.schedule == "step":
+                        pass
+            if i + 1 == len(train) and setup.schedule == "epoch":
+                for schedule in schedules:
+                    schedule.step()
+            if setup.val_every and (i + 1) % (setup.val_every * each) == 0:
+                model.eval()
+                with torch.no_grad():
+                    loss = torch.stack([forward(batch) for batch in val]).mean()
+                if replicas > 1:
+                    distributed.all_reduce(loss)
+                trace.val_losses.append(loss.item() / replicas)
+                model.train()
+        trace.take_weights(net)
+    trace.take_state(optimizers)
+    trace.counts = {"global_step": steps, "skipped_steps": skipped_steps, "scale": scaler.get_scale()}
+    return trace

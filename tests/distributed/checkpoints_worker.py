@@ -1,0 +1,135 @@
+"""What every process of ``test_checkpoints.py`` runs: fits that save and resume, by DDP and by FSDP2.
+
+``torchrun ... checkpoints_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.distributed.worker import BATCH, Shard, samples
+from tests.distributed.worker import Regression as Plain
+from trainer import CheckpointFiles, Trainer
+from trainer.engine.sharding import state
+
+FORMS = {"folder": {"sharded": True}, "folder later": {"sharded": True, "asynchronous": True}, "file": {}}
+"""How a checkpoint is written."""
+
+SAVED = ("fsdp folder", "fsdp folder later", "fsdp file", "ddp folder", "ddp file", "single folder", "single file")
+"""By which strategy a checkpoint was saved, and in which form."""
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p, foreach=False),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, foreach=False),
+    "ASGD": lambda p: torch.optim.ASGD(p, foreach=False),
+}
+
+
+class Net(Plain):
+    """Parameters of uneven shards, a buffer, two groups of parameters, and one of a single element."""
+
+    def __init__(self, optimizer: str = "AdamW fused", window: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3), nn.Tanh(), nn.Linear(3, 2))
+        self.gain = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(2))
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += 1
+        features, target = batch
+        return nn.functional.mse_loss(self.net(features).float() * self.gain, target)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(self.net.parameters())}, {"params": [self.gain], "lr": 0.02}]
+        return OPTIMIZERS[self.optimizer](groups)
+
+
+class Seen(Callback):
+    """Whole weights and states of optimizers, when training starts and when it ends."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._look("start", trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._look("end", trainer, pl_module)
+
+    def _look(self, when: str, trainer: Any, pl_module: Any) -> None:
+        found = {
+            "weights": pl_module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        }
+        whole = state.gathered(found, keep=True)
+        self.at[when] = {
+            "weights": {name: value.clone() for name, value in whole["weights"].items()},
+            "optimizers": torch.utils._pytree.tree_map(
+                lambda one: one.clone() if isinstance(one, Tensor) else one, whole["optimizers"]
+            ),
+        }
+
+
+def fit(
+    folder: Path, strategy: str, form: str, module: Net, *, devices: int = 2, ckpt: Any = None, **arguments: Any
+) -> dict[str, Any]:
+    seen = Seen()
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, limit_train_batches=5, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, use_distributed_sampler=False,
+        callbacks=[seen, saver], plugins=CheckpointFiles(**FORMS[form]), **arguments,
+    )  # fmt: skip
+    loader = DataLoader(samples(), batch_size=BATCH // devices, sampler=Shard(devices))
+    trainer.fit(module, loader, ckpt_path=ckpt)
+    (tested,) = trainer.test(module, loader, ckpt_path=saver.best_model_path, verbose=False)
+    return {**seen.at, "best": saver.best_model_path, "tested": tested}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {}
+    for name in SAVED:
+        strategy, _, form = name.partition(" ")
+        if strategy != "single":
+            results[name] = fit(folder / name, strategy, form, Net(), max_epochs=2)
+    for strategy in ("fsdp", "ddp"):
+        for name in SAVED:
+            path = results[name]["best"] if name in results else str(folder / name / "step=10.ckpt")
+            found = fit(folder / "resumed", strategy, "file", Net(), max_epochs=3, ckpt=path, exact_resume=False)
+            results[f"{name} -> {strategy}"] = found
+    for optimizer in OPTIMIZERS:
+        whole = fit(folder / optimizer, "fsdp", "folder", Net(optimizer), max_steps=2)
+        results[optimizer] = fit(folder / "resumed", "fsdp", "file", Net(optimizer), ckpt=whole["best"], max_steps=3)
+        results[optimizer]["saved"] = whole["end"]
+    torch.save(results, folder / f"rank_{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Runs that go on with another number of processes; started by torchrun, or called for one (see ``test_elastic.py``).
+
+``elastic_worker.py FOLDER`` runs, on as many processes as there are, what :data:`RUNS` has for that number, one after
+the other, and leaves what each rank saw in ``FOLDER/NUMBER_rank_R.pt``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import CatMetric, MeanMetric
+
+from trainer import Trainer
+
+SAMPLES = 50
+EPOCHS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: ``start`` is the name of another one, and after which update of it to go on."""
+
+    name: str
+    processes: int
+    batch_size: int
+    start: tuple[str, int] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    shuffle: bool = True
+    drop_last: bool = False
+    workers: int = 0
+    samples: int = SAMPLES
+
+
+VALIDATES: dict[str, Any] = {"val_check_interval": 2}
+RUNS = [
+    # 12 samples an update, 5 updates an epoch, of which the last has 2
+    Run("one", 1, 12),
+    Run("one, in windows", 1, 3, arguments={"accumulate_grad_batches": 4, "val_check_interval": 8}),
+    Run("one, dropping", 1, 4, arguments={"accumulate_grad_batches": 3}, drop_last=True, workers=1),
+    Run("two", 2, 6, arguments=VALIDATES),
+    Run("one on two", 2, 3, ("one", 2)),  # windows of 2
+    Run("windows on two", 2, 6, ("one, in windows", 3), {"accumulate_grad_batches": 4, "val_check_interval": 8}),
+    Run("dropping on two", 2, 3, ("one, dropping", 6), {"accumulate_grad_batches": 3}, drop_last=True),  # windows of 2
+    Run("one on two, then three", 3, 4, ("one on two", 3)),
+    Run("two on three", 3, 4, ("two", 6), VALIDATES),
+    Run("two on three at an epoch's end", 3, 2, ("two", 5), {**VALIDATES, "accumulate_grad_batches": 2}),
+    Run("one on two, three, one", 1, 6, ("one on two, then three", 7), {"accumulate_grad_batches": 2}),
+    Run("two on one", 1, 6, ("two", 3), VALIDATES),  # windows of 2, a validation after 4
+    Run("two on one again", 1, 6, ("two on one", 8), VALIDATES),
+]
+"""Those of one process come in two parts: before the others, and after them."""
+
+
+class Numbered(Dataset[Any]):
+    """Samples that know their numbers."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = (torch.randn(number, size, generator=generator) for size in (6, 2))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.x[index], self.y[index]
+
+
+class Net(LightningModule):
+    """Writes down which samples each update gets, and what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+        self.mean, self.all, self.numbers = MeanMetric(), MeanMetric(), CatMetric()
+        self.seen: list[tuple[int, list[int], float | None]] = []
+        self.validated: list[int] = []
+        self.epochs: dict[int, dict[str, float]] = {}
+
+    def loss(self, batch: Any) -> Tensor:
+        _, x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        numbers, loss = batch[0], self.loss(batch)
+        weight = self.trainer.loop.window.batch_weight
+        self.seen.append((self.trainer.progress.updates, numbers.tolist(), weight))
+        counts = weight is None or weight > 0  # one that does not count repeats a sample
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(numbers) * counts)
+        self.log("largest", numbers.max().float(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
+        self.mean.update(loss.detach(), len(numbers) * counts)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        if counts:
+            self.numbers.update(numbers.float())
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated.append(self.trainer.global_step)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        values = {name: float(value) for name, value in self.trainer.callback_metrics.items() if name != "val_loss"}
+        numbers = sorted(self.numbers.compute().tolist())
+        self.numbers.reset()
+        self.epochs[self.trainer.current_epoch] = values | {f"number {i}": n for i, n in enumerate(numbers)}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Saver(Checkpoint):
+    """Writes a checkpoint after each batch, named after the updates by then if a window has ended, else after both."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        inside = f" and {batch_idx}" if trainer.loop.window.is_open else ""
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}{inside}.ckpt")
+
+
+def checkpoint(folder: Path, name: str, update: Any) -> Path:
+    return folder / name / f"{update}.ckpt"
+
+
+def train(run: Run, folder: Path, **arguments: Any) -> dict[str, Any]:
+    """Returns what this process saw."""
+    seed_everything(7, verbose=False)
+    module = Net()
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu", "devices": run.processes, "strategy": "ddp" if run.processes > 1 else "auto",
+        "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": EPOCHS,
+        "num_sanity_val_steps": 0, "callbacks": [Saver(folder / run.name)],
+    }  # fmt: skip
+    trainer = Trainer(**(quiet | run.arguments | arguments))
+    data = Numbered(run.samples)
+    train_data = DataLoader(data, run.batch_size, shuffle=run.shuffle, drop_last=run.drop_last, num_workers=run.workers)
+    val = DataLoader(Numbered(6), batch_size=1) if "val_check_interval" in run.arguments else None
+    start = None if run.start is None else checkpoint(folder, *run.start)
+    trainer.fit(module, train_data, val, ckpt_path=start)
+    return {
+        "weights": {name: value.clone() for name, value in module.net.state_dict().items()},
+        "seen": module.seen, "validated": module.validated, "epochs": module.epochs,
+        "global_step": trainer.global_step, "accumulate": trainer.accumulate_grad_batches,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"], "progress": trainer.progress.state_dict(),
+    }  # fmt: skip
+
+
+def train_all(folder: Path, processes: int, second: bool = False) -> dict[str, dict[str, Any]]:
+    """Those of so many processes; of one: those that need others, or those that do not."""
+    runs = [run for run in RUNS if run.processes == processes and (run.start is not None or not second)]
+    if processes == 1:
+        runs = [run for run in runs if (run.start is not None) == second]
+    return {run.name: train(run, folder) for run in runs}
+
+
+def main() -> None:
+    folder, processes = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*does not have many workers")
+    found = train_all(folder, processes)
+    torch.save(found, folder / f"{processes}_rank_{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

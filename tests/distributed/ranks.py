@@ -1,0 +1,159 @@
+"""Processes of one process group that are kept: a call runs a function in all of them, and brings back what each found.
+
+To start processes takes seconds, a small fit on two of them a tenth of one. :class:`Ranks` starts them once, for
+hundreds of fits::
+
+    with warm_python() as python, Ranks(python, 2) as ranks:
+        first, second = ranks.call("tests.distributed.setups:fit", setup, "ddp")
+
+Arguments and results go through ``pickle``. A process that raises, or does not answer in time, breaks the group: all
+are killed, and the next call starts others.
+
+As a script, in each process: ``ranks.py RANK SIZE FILE`` joins the group by ``FILE``, reads calls from its standard
+input and writes the results to its standard output. What a call prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tests.warm_python import ROOT, WarmPython
+
+
+class RankError(Exception):
+    """A call raised in some process, or a process did not come back from it."""
+
+
+class Ranks:
+    """A process group to call functions in; a context manager.
+
+    Args:
+        python: starts the processes.
+        size: how many.
+        timeout: seconds that a call may take; a collective that nobody joins ends by this, too.
+    """
+
+    def __init__(self, python: WarmPython, size: int, timeout: float = 60.0) -> None:
+        self.python, self.size, self.timeout = python, size, timeout
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        self._started = 0
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._calls: list[Connection[Any, Any]] = []
+        self._answers: list[Connection[Any, Any]] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self._folder.cleanup()
+
+    def call(self, function: str, *arguments: Any) -> list[Any]:
+        """Run ``function`` (``"module:name"``) in each process.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            RankError: what it raised, or that there is no answer, by rank, first things first.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._calls:
+            connection.send_bytes(pickle.dumps((function, arguments)))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        ends = time.monotonic() + self.timeout
+        while len(results) + len(errors) < self.size:
+            waiting = {c: rank for rank, c in enumerate(self._answers) if rank not in results and rank not in errors}
+            ready = wait([*waiting], max(0.0, ends - time.monotonic()))
+            if not ready:
+                errors |= dict.fromkeys(waiting.values(), "no answer")
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                try:
+                    result, error = pickle.loads(self._answers[rank].recv_bytes())
+                except EOFError:
+                    result, error = None, "the process has ended"
+                if error is None:
+                    results[rank] = result
+                else:
+                    errors[rank] = error
+                    ends = min(ends, time.monotonic() + 3.0)  # the others may wait for this one in vain
+        if errors:
+            self.end()
+            raise RankError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
+        return [results[rank] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        self._started += 1
+        rendezvous = Path(self._folder.name) / f"group_{self._started}"
+        inherited = {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "MASTER_ADDR")}
+        for rank in range(self.size):
+            environment = {
+                **inherited, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "RANK": str(rank), "NODE_RANK": "0",
+                "WORLD_SIZE": str(self.size), "PYTHONPATH": str(ROOT),
+            }  # fmt: skip
+            words = [str(Path(__file__)), str(rank), str(self.size), str(rendezvous), str(self.timeout)]
+            process = self.python.start(
+                *words, env=environment, cwd=self._folder.name, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            assert process.stdin is not None
+            assert process.stdout is not None
+            self._processes.append(process)
+            self._calls.append(Connection(os.dup(process.stdin.fileno()), readable=False))
+            self._answers.append(Connection(os.dup(process.stdout.fileno()), writable=False))
+
+    def end(self) -> None:
+        """Kill the processes."""
+        for connection in (*self._calls, *self._answers):
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        self._processes, self._calls, self._answers = [], [], []
+
+
+def function_of(name: str) -> Any:
+    """What ``"module:name"`` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def main(rank: int, size: int, rendezvous: str, timeout: float) -> None:
+    """Answer calls until there are no more."""
+    calls, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    os.dup2(2, 1)
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    while True:
+        try:
+            name, arguments = pickle.loads(calls.recv_bytes())
+        except EOFError:
+            break
+        result, error = None, None
+        try:
+            result = function_of(name)(*arguments)
+        except BaseException:
+            error = traceback.format_exc()
+        answers.send_bytes(pickle.dumps((result, error)))
+    os._exit(0)  # gloo's threads may be alive when the interpreter ends: an abort
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))

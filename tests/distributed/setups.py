@@ -1,0 +1,410 @@
+"""Descriptions of fits that run on any engine: by our Trainer (:func:`fit`), and by hand (``by_hand.py``).
+
+A :class:`Setup` says what is trained on which batches, and what goes wrong on the way. :func:`draw` draws one. On an
+engine of W processes each has batches of its own. A single device gets the same batches one after the other, and W
+times as many for each weight update: the mathematics are the same, so weights differ by rounding alone.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from tests.support import native_fp16
+from trainer import Trainer
+from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
+
+ENGINES = ("single", "ddp", "fsdp")
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-2),
+    "adamw-fused": partial(torch.optim.AdamW, lr=0.01, eps=1e-2, fused=True),
+    "adam-fused": partial(torch.optim.Adam, lr=0.01, eps=1e-2, fused=True),
+}
+"""Of a large epsilon: with the usual one, the sign of a gradient that is 0 but for rounding moves a weight by lr."""
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
+SCALER = {"init_scale": 1024.0, "growth_interval": 3}
+CLIPPING = {"norm": 0.3, "inf": 0.1, "value": 0.05}
+VAL_BATCHES = 2
+Where = tuple[int, int, int]
+"""A process, an epoch, and a batch of that process in that epoch."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A fit.
+
+    Attributes:
+        precision: as the Trainer's.
+        optimizer: a key of ``OPTIMIZERS``.
+        optimizers: how many share the parameters.
+        manual: whether the module does its backward passes and steps itself.
+        batches: of each process, in an epoch.
+        windows: batches of a window, in each epoch.
+        weighted: whether batches come with weights: None, as numbers, or as tensors.
+        none: batches without a loss.
+        late: whether those are found out after their forward.
+        clip: a key of ``CLIPPING``, or None.
+        schedule: when the learning rate changes: "step", "epoch", or None.
+        overflow: a batch with an infinite gradient, or None.
+        whole_overflow: whether that is the gradient of all parameters, not of one.
+        guard: whether a step of that is skipped in float32 and bfloat16, too.
+        val_every: batches of a process between validations; 0 for none.
+        frozen: whether some parameters are not trained.
+        noisy: whether there is dropout, a BatchNorm, and an order of the batches that is drawn.
+    """
+
+    precision: str = "32-true"
+    optimizer: str = "sgd"
+    optimizers: int = 1
+    manual: bool = False
+    batches: int = 5
+    windows: tuple[int, ...] = (1, 1)
+    weighted: str | None = None
+    none: frozenset[Where] = frozenset()
+    late: bool = False
+    clip: str | None = None
+    schedule: str | None = None
+    overflow: Where | None = None
+    whole_overflow: bool = False
+    guard: bool = False
+    val_every: int = 0
+    frozen: bool = False
+    noisy: bool = False
+
+    def weight(self, rank: int, index: int) -> float:
+        """What a batch counts."""
+        return float(1 + (3 * index + 2 * rank) % 5) * (10.0 if index == 2 else 1.0) if self.weighted else 1.0
+
+    @property
+    def is_plain_mean(self) -> bool:
+        """Whether every window is the mean over as many batches as its start says."""
+        return not self.weighted and not self.none
+
+
+def draw(seed: int, world_size: int = 2) -> Setup:
+    """A set-up: the same for the same seed."""
+    pick = random.Random(seed)
+
+    def maybe(share: float, *values: Any, otherwise: Any = None) -> Any:
+        return pick.choice(values) if pick.random() < share else otherwise
+
+    precision, manual = pick.choice(PRECISIONS), pick.random() < 0.2
+    batches, epochs = pick.randint(1, 6), 2
+    where = (pick.randrange(world_size), pick.randrange(epochs), pick.randrange(batches))
+    optimizers = pick.choice([1, 1, 1, 2])
+    overflow = maybe(0.4, where)
+    common: dict[str, Any] = {
+        "precision": precision, "manual": manual, "batches": batches, "optimizers": optimizers,
+        "optimizer": pick.choice(list(OPTIMIZERS)), "overflow": overflow, "whole_overflow": pick.random() < 0.5,
+        "guard": overflow is not None and precision != "16-mixed", "frozen": pick.random() < 0.2,
+        "val_every": maybe(0.5, pick.randint(1, batches), otherwise=0), "clip": maybe(0.5, *CLIPPING),
+    }  # fmt: skip
+    if manual:
+        if common["clip"] == "inf":
+            common["clip"] = "norm"
+        return Setup(**common)
+    window = pick.randint(2, 4)
+    none: set[Where] = set()
+    if pick.random() < 0.3:
+        every = [(rank, epoch, i) for rank in range(world_size) for epoch in range(epochs) for i in range(batches)]
+        none = set(pick.sample(every, pick.randint(1, max(1, len(every) // 3))))
+    return Setup(
+        **common, windows=pick.choice([(1, 1), (window, window), (1, window), (window, 1)]),
+        weighted=maybe(0.25, "number", "tensor"), none=frozenset(none - {overflow}), late=pick.random() < 0.5,
+        schedule=maybe(0.5, "step", "epoch"),
+    )  # fmt: skip
+
+
+# --- what is trained, on what -----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int, noisy: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width) if noisy else nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(0.2 if noisy else 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Parameters of even and of uneven shards, and one of a single element, of which only one process holds any."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.setup = setup
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(
+                nn.Linear(6, 16), Block(16, setup.noisy), Block(16, setup.noisy), nn.Linear(16, 3), nn.Tanh(),
+                nn.Linear(3, 2),
+            )  # fmt: skip
+        self.gain = nn.Parameter(torch.ones(1))
+        if setup.frozen:
+            self.net[1].up.weight.requires_grad_(False)
+            self.net[5].bias.requires_grad_(False)
+
+    def forward(self, batch: Any, epoch: int = -1) -> Tensor:
+        """The loss; infinite where the set-up says so."""
+        x, y, rank, index = batch
+        loss = nn.functional.mse_loss(self.net(x).float() * self.gain, y)
+        if (rank, epoch, index) == self.setup.overflow:
+            infinity = torch.tensor(float("inf"))
+            return loss * infinity if self.setup.whole_overflow else loss + (self.gain * infinity).sum()
+        return loss
+
+    def groups(self) -> list[list[nn.Parameter]]:
+        """The parameters of each optimizer."""
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        if self.setup.optimizers == 1:
+            return [list(trained.values())]
+        first = [name for name in trained if name.startswith(("gain", "net.0", "net.1"))]
+        return [[trained[name] for name in first], [p for name, p in trained.items() if name not in first]]
+
+    def make_optimizers(self) -> list[Optimizer]:
+        """One, or two of different learning rates."""
+        made = [OPTIMIZERS[self.setup.optimizer](group) for group in self.groups()]
+        for number, optimizer in enumerate(made):
+            optimizer.param_groups[0]["lr"] /= 1 + number
+        return made
+
+
+def make_schedule(optimizer: Optimizer) -> Any:
+    """That of ``Setup.schedule``."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+
+
+def batch_of(rank: int, index: int, seed: int = 1) -> tuple[Tensor, Tensor, int, int]:
+    """One batch of one process: features (4, 6), targets (4, 2), and whose it is."""
+    generator = torch.Generator().manual_seed(1000 * seed + 100 * rank + index)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator), rank, index
+
+
+def batches_of(ranks: range, count: int, seed: int = 1) -> list[Any]:
+    """``count`` batches of each of these processes, in turn."""
+    return [batch_of(rank, index, seed) for index in range(count) for rank in ranks]
+
+
+class Fitted(Net, LightningModule):
+    """The same, trained by a Trainer."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.automatic_optimization = not setup.manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        setup, (_, _, rank, index) = self.setup, batch
+        if setup.manual:
+            return self.by_hand(batch, batch_idx)
+        is_none = (rank, self.current_epoch, index) in setup.none
+        if is_none and not setup.late:
+            return None
+        loss = self(batch, self.current_epoch)
+        if is_none:
+            return None
+        if setup.weighted is None:
+            return loss
+        weight = setup.weight(rank, index)
+        return {"loss": loss, "weight": torch.tensor(weight) if setup.weighted == "tensor" else weight}
+
+    def by_hand(self, batch: Any, batch_idx: int) -> None:
+        optimizers, clip = self.optimizers(), self.setup.clip
+        for number, optimizer in enumerate(optimizers if isinstance(optimizers, list) else [optimizers]):
+            optimizer.zero_grad()
+            self.manual_backward(self(batch, self.current_epoch) * (number + 1))
+            if clip is not None:
+                self.clip_gradients(optimizer, CLIPPING[clip], clip)
+            optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(batch), sync_dist=True, batch_size=4)
+
+    def configure_optimizers(self) -> Any:
+        optimizers = self.make_optimizers()
+        if self.setup.schedule is None:
+            return optimizers
+        interval = self.setup.schedule
+        return optimizers, [{"scheduler": make_schedule(o), "interval": interval} for o in optimizers]
+
+
+# --- what was seen ----------------------------------------------------------------------------------------------
+
+
+def whole(value: Any) -> Tensor:
+    """A copy of a tensor, gathered from the processes where it is sharded: all come here."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+class Trace:
+    """What happened in a fit, in a form that can be sent to other processes.
+
+    Attributes:
+        weights: the whole parameters and buffers, at the end of each epoch.
+        state: the whole tensors of the optimizers, at the end.
+        skipped, scales, next_scales, norms: of each weight update.
+        rates: that each step of an optimizer was taken with.
+        val_losses: of each validation.
+        counts: numbers to be equal, by name.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, Tensor]] = []
+        self.state: dict[str, Tensor] = {}
+        self.skipped: list[bool] = []
+        self.scales: list[float] = []
+        self.next_scales: list[float] = []
+        self.norms: list[float] = []
+        self.rates: list[float] = []
+        self.val_losses: list[float] = []
+        self.counts: dict[str, Any] = {}
+
+    def take_weights(self, module: nn.Module) -> None:
+        self.weights.append({name: whole(value) for name, value in module.state_dict().items()})
+
+    def take_state(self, optimizers: list[Optimizer]) -> None:
+        for number, optimizer in enumerate(optimizers):
+            for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    self.state[f"{number}.{index}.{name}"] = whole(torch.as_tensor(value))
+
+
+class Watch(Callback):
+    """Writes the trace of a Trainer's fit."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.trace.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+        if optimizer is not trainer.optimizers[outcome.optimizers[-1]]:
+            return  # once for each update
+        self.trace.skipped.append(outcome.skipped)
+        self.trace.scales.append(outcome.scale)
+        self.trace.next_scales.append(outcome.next_scale)
+        if outcome.grad_norm is not None:
+            assert type(outcome.grad_norm) is Tensor, "a norm is one plain number"
+            self.trace.norms.append(outcome.grad_norm.item())
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.trace.val_losses.append(trainer.callback_metrics["val_loss"].item())
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.trace.take_weights(pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.trace.take_state(trainer.optimizers)
+
+
+class Saves(Checkpoint):
+    """Writes checkpoints after these of a fit's batches, and after these of its validations."""
+
+    def __init__(self, folder: str, batches: Any = (), validations: Any = ()) -> None:
+        self.folder, self.batches, self.validations = Path(folder), set(batches), set(validations)
+        self.batch = self.validation = 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self.batch in self.batches:
+            trainer.save_checkpoint(self.folder / f"batch_{self.batch}.ckpt")
+        self.batch += 1
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.validation in self.validations:
+            trainer.save_checkpoint(self.folder / f"validation_{self.validation}.ckpt")
+        self.validation += 1
+
+
+# --- by our Trainer ---------------------------------------------------------------------------------------------
+
+
+def strategy_of(engine: str) -> dict[str, Any]:
+    """Arguments of the Trainer."""
+    return {"strategy": "auto" if engine == "single" else engine}
+
+
+@contextmanager
+def only_these_warnings() -> Iterator[None]:
+    """Others are errors: in these processes, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for message in (
+            ".*does not have many workers", ".*LeafSpec", "`training_step` returned `None`",
+            "The number of training batches", "Your `.*_dataloader`'s sampler has shuffling enabled",
+            "Detected call of `lr_scheduler.step", ".*smaller than the logging interval",
+            "You defined a `validation_step` but have no", "find_unused_parameters=True was specified",
+            "Optimizer step .* was skipped",
+        ):  # fmt: skip
+            warnings.filterwarnings("ignore", message)
+        yield
+
+
+def fit(
+    setup: Setup,
+    engine: str,
+    world_size: int = 2,
+    ckpt_path: str | None = None,
+    callbacks: Any = (),
+    **arguments: Any,
+) -> Trace:
+    """Run a set-up on an engine: in each process of ``ddp`` and ``fsdp``, or ``single``."""
+    rank = 0 if engine == "single" else distributed.get_rank()
+    ranks, each = (range(world_size), world_size) if engine == "single" else (range(rank, rank + 1), 1)
+    watch = Watch()
+    callbacks = [watch, *callbacks]
+    first, *later = setup.windows
+    if later and later != [first] * len(later):
+        callbacks.append(GradientAccumulation(schedule={i: n * each for i, n in enumerate(setup.windows)}))
+    else:
+        arguments["accumulate_grad_batches"] = first * each if not setup.manual else 1
+    if setup.clip is not None and not setup.manual:
+        limit = CLIPPING[setup.clip]
+        if setup.clip == "inf":
+            callbacks.append(GradientClipping(limit, norm_type=float("inf")))
+        else:
+            arguments |= {"gradient_clip_val": limit, "gradient_clip_algorithm": setup.clip}
+    if setup.guard:
+        callbacks.append(NonFiniteGuard("skip"))
+    if setup.val_every:
+        arguments["val_check_interval"] = setup.val_every * each
+    with only_these_warnings():
+        torch.manual_seed(5 + rank)
+        precision: Any = native_fp16(**SCALER) if setup.precision == "16-mixed" else setup.precision
+        trainer = Trainer(
+            accelerator="cpu", devices=1 if engine == "single" else world_size, precision=precision, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            use_distributed_sampler=False, max_epochs=len(setup.windows), callbacks=callbacks,
+            **(strategy_of(engine) | arguments),
+        )  # fmt: skip
+        module = Fitted(setup)
+        train = DataLoader(batches_of(ranks, setup.batches), batch_size=None, shuffle=setup.noisy)
+        val = DataLoader(batches_of(ranks, VAL_BATCHES, seed=2), batch_size=None) if setup.val_every else None
+        trainer.fit(module, train, val, ckpt_path=ckpt_path)
+    trace = watch.trace
+    trace.counts = {
+        "global_step": trainer.global_step, "skipped_steps": trainer.skipped_steps, "scale": trainer.scaler.get_scale()
+    }  # fmt: skip
+    assert not any(isinstance(p, DTensor) for p in module.parameters()) or engine == "fsdp"
+    return trace

@@ -1,0 +1,387 @@
+"""What every process of ``test_sharded_callbacks.py`` runs: the same fits by DDP and by FSDP2, with callbacks.
+
+``torchrun ... sharded_callbacks_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from tests.distributed.sharded import whole
+from tests.distributed.worker import BATCH, WORLD_SIZE, Shard, precision_of, samples
+from trainer import Trainer
+from trainer.callbacks import (
+    ActivationCheckpointing,
+    AlignmentAdvisor,
+    InferenceSpeed,
+    NonFiniteGuard,
+    OverflowReport,
+    RunSummary,
+    ScaleMonitor,
+    Throughput,
+)
+from trainer.errors import LossScaleCollapse, NonFiniteError
+from trainer.precision import MixedPrecision
+
+KINDS = ("ddp", "fsdp")
+
+
+class Overflow(nn.Module):
+    """Multiplies by a parameter; overflows forward, or makes a gradient that is not finite, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+        self.now = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        if self.now == "forward":
+            return x.half() * 1e6
+        if self.now == "backward":  # a root of 0, whose gradient is inf times 0
+            return x + (x - x.detach()).abs().sqrt()
+        return x
+
+
+class Block(nn.Module):
+    """Two layers, a buffer that counts, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.dropout(self.linear(x)))
+
+
+class Net(LightningModule):
+    """Blocks, and a parameter of its own, which belongs to the root: one element, so one process holds nothing of it.
+
+    At ``bad`` = {(rank, batch_idx): where}, something is not finite. At ``none_at`` there is no loss.
+    """
+
+    def __init__(self, bad: Any = (), none_at: Any = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bad, self.none_at = dict(bad), set(none_at)
+        self.net = nn.Sequential(nn.Linear(6, 16), Block(), Overflow(), Block(), nn.Linear(16, 2))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.gain
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        where = (self.global_rank, batch_idx)
+        if where in self.none_at:
+            return None
+        self.net[2].now = self.bad.get(where, "")
+        loss = nn.functional.mse_loss(self.outputs(batch[0]).float(), batch[1])
+        self.log("loss", loss)
+        return loss * float("nan") if self.bad.get(where) == "loss" else loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.outputs(batch[0]).float(), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.outputs(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Seen(Callback):
+    """Outcomes, and at the end the whole weights, the buffers and the next random numbers."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[bool] = []
+        self.state: dict[str, Any] = {}
+
+    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+        self.outcomes.append(outcome.skipped)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.state = {
+            "weights": whole(pl_module), "random": torch.get_rng_state(),
+            "buffers": {name: value.clone() for name, value in pl_module.named_buffers()},
+        }  # fmt: skip
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(samples(), batch_size=BATCH // WORLD_SIZE, sampler=Shard(WORLD_SIZE))
+
+
+def trainer_of(kind: str, callbacks: Any = (), **arguments: Any) -> Trainer:
+    if isinstance(arguments.get("precision"), str):
+        arguments["precision"] = precision_of(arguments["precision"])
+    off = {
+        "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+        "limit_val_batches": 0, "max_epochs": 2, "limit_train_batches": 5,
+    }  # fmt: skip
+    return Trainer(
+        accelerator="cpu", devices=WORLD_SIZE, strategy=kind, use_distributed_sampler=False, callbacks=callbacks,
+        **{**off, **arguments},
+    )  # fmt: skip
+
+
+def fit(kind: str, module: LightningModule, *callbacks: Callback, **arguments: Any) -> dict[str, Any]:
+    seen, ckpt_path = Seen(), arguments.pop("ckpt_path", None)
+    torch.manual_seed(1)
+    trainer = trainer_of(kind, [seen, *callbacks], **arguments)
+    error = ""
+    try:
+        trainer.fit(module, loader(), loader() if arguments.get("limit_val_batches") else None, ckpt_path=ckpt_path)
+    except (NonFiniteError, LossScaleCollapse) as problem:
+        error = str(problem)
+    return seen.state | {
+        "outcomes": seen.outcomes, "error": error, "skipped_steps": trainer.skipped_steps,
+        "global_step": trainer.global_step, "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+    }  # fmt: skip
+
+
+# --- what is not finite -----------------------------------------------------------------------------------------
+
+
+def reported(kind: str, module: Net, **options: Any) -> dict[str, Any]:
+    arguments = {name: options.pop(name) for name in ("accumulate_grad_batches", "precision") if name in options}
+    report = OverflowReport(**options)
+    found = fit(kind, module, report, **{"precision": "16-mixed", **arguments})
+    return found | {"reports": [one.markdown() for one in report.reports]}
+
+
+class Poison(Callback):
+    """Makes an element of the first weight NaN: on a sharded engine the last process holds it."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and not trainer.current_epoch:
+            gradients = trainer.engine.gradients
+            weight = gradients.part(pl_module.net[0].weight.data)
+            if not gradients.are_parts or trainer.global_rank == trainer.world_size - 1:
+                weight[-1, -1] = float("nan")
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "never.ckpt")
+
+
+def monitored(kind: str) -> dict[str, Any]:
+    monitor = ScaleMonitor(every_n_steps=2)
+    module = Net()
+    with torch.no_grad():
+        module.gain.mul_(1e-3)  # so that something underflows
+        module.net[4].weight[0].zero_()
+    found = fit(kind, module, monitor, precision="16-mixed")
+    return found | {"underflow": [tuple(one) for one in monitor.underflow]}
+
+
+def diagnosis(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
+    off = {"after": None, "collapse_after": None, "at_floor": None}
+    failing = dict.fromkeys([(1, 1), (1, 3), (1, 4)], "forward")  # in windows of 2, 2 and 1: one batch of each
+    window = {"accumulate_grad_batches": 2}
+    in_a_row = dict.fromkeys([(1, 0), (1, 1), (1, 2), (1, 3)], "backward")
+    return {
+        "guard skips a loss": lambda kind: fit(kind, Net({(1, 2): "loss"}), NonFiniteGuard("skip")),
+        "guard skips a gradient": lambda kind: fit(kind, Net({(0, 2): "backward"}), NonFiniteGuard("skip")),
+        "guard stops at a loss": lambda kind: fit(kind, Net({(1, 2): "loss"}), NonFiniteGuard("stop")),
+        "guard stops at a gradient": lambda kind: fit(kind, Net({(1, 2): "backward"}), NonFiniteGuard("stop")),
+        "guard, no loss on the other rank": lambda kind: fit(
+            kind, Net({(1, 3): "backward"}, none_at={(0, 2), (0, 3)}), NonFiniteGuard("stop"), **window
+        ),
+        "weights that are not finite": lambda kind: fit(kind, Net(), Poison(), default_root_dir=folder),
+        "monitor": monitored,
+        "report": lambda kind: reported(kind, Net(failing), dirpath=folder / kind, **window),
+        "report of the backward": lambda kind: reported(kind, Net(in_a_row), dirpath=folder / kind),
+        "report, none on rank 0": lambda kind: reported(
+            kind, Net(failing, none_at={(0, 4), (0, 1)}), dirpath=folder / kind, **window
+        ),
+        "no report, none on rank 0": lambda kind: reported(
+            kind, Net(failing, none_at={(0, 4), (0, 1)}), **off, **window
+        ),
+        "report on demand": lambda kind: reported(kind, Net(), at_step=2, dirpath=folder / kind),
+        "no report": lambda kind: reported(kind, Net(), **off),
+        "collapse": lambda kind: fit(
+            kind, Net({(1, i): "forward" for i in range(5)}), OverflowReport(collapse_after=4, dirpath=folder / kind),
+            ModelCheckpoint(folder / kind / "checkpoints"), precision="16-mixed", enable_checkpointing=True,
+        ),
+    }  # fmt: skip
+
+
+# --- what changes the step -----------------------------------------------------------------------------------------
+
+
+class Dtypes(Callback):
+    """In which dtype the layers compute."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, str] = {}
+        self._handles: list[Any] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for name, part in pl_module.net.named_modules():
+            if isinstance(part, nn.Linear):
+                self._handles.append(part.register_forward_hook(partial(self._see, name)))
+
+    def _see(self, name: str, module: Any, args: Any, output: Any) -> None:
+        self.seen[name] = str(output.dtype)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def in_float32(kind: str) -> dict[str, Any]:
+    dtypes = Dtypes()
+    plugin = MixedPrecision("float16", init_scale=1024.0, fp32_modules=["net.1", "net.4"])
+    return fit(kind, Net(), dtypes, precision=plugin) | {"dtypes": dtypes.seen}
+
+
+def advised(kind: str) -> dict[str, Any]:
+    advisor = AlignmentAdvisor(everywhere=True)
+    found = fit(kind, Net(), advisor, max_epochs=1)
+    return found | {"said": advisor._said}
+
+
+def anomaly(kind: str) -> dict[str, Any]:
+    try:
+        fit(kind, Net({(rank, 2): "backward" for rank in range(2)}), precision="16-mixed", detect_anomaly=True)
+    except RuntimeError as error:
+        return {"error": str(error).split(" returned nan")[0]}
+    return {}
+
+
+def compiled(kind: str) -> dict[str, Any]:
+    module = Net()
+    for block in (module.net[1], module.net[3]):
+        block.compile(backend="aot_eager")
+    found = fit(kind, module, max_epochs=1)
+    torch._dynamo.reset()
+    return found
+
+
+def measured(kind: str, folder: Path) -> dict[str, Any]:
+    throughput, summary = Throughput(warmup_batches=1), RunSummary(folder / kind / "summary", writes=False)
+    found = fit(kind, Net(), throughput, summary, max_epochs=1, gradient_clip_val=0.3)
+    told = {name: summary.summary.get(name) for name in ("status", "steps", "samples", "samples_per_step", "devices")}
+    return found | {"measured": throughput.measured_batches, "rates": len(throughput.rates), "told": told}
+
+
+def inference(kind: str, folder: Path) -> dict[str, Any]:
+    speed = InferenceSpeed(batches=2, rounds=1, warmup=0, dirpath=folder / kind)
+    outputs = trainer_of(kind, [speed], precision="16-mixed").predict(Net(), loader())
+    result = speed.result or {}
+    named = {name: result.get(name) for name in ("precision", "samples", "batches", "rounds")}
+    return {"outputs": torch.cat(outputs), "result": named if torch.distributed.get_rank() == 0 else {}}
+
+
+# --- averages -------------------------------------------------------------------------------------------------------
+
+
+class Plain(WeightAveraging):
+    """Of every step; foreach, where torch would take it."""
+
+
+class Values(Callback):
+    """What a validation sees, and whether each process holds parts of the average only."""
+
+    def __init__(self) -> None:
+        self.gains: list[float] = []
+        self.held: dict[str, int] = {}
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        self.gains.append(round(float(whole(pl_module)["gain"]), 6))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for callback in trainer.callbacks:
+            average = getattr(callback, "_average_model", None)
+            if average is not None:
+                part = trainer.engine.gradients.part
+                self.held = {name: part(p).numel() for name, p in average.named_parameters() if "net.1" in name}
+
+
+def averaged(kind: str, make: Callable[[], Callback], **arguments: Any) -> dict[str, Any]:
+    values = Values()
+    bad = arguments.pop("bad", {})
+    found = fit(kind, Net(bad), make(), values, limit_val_batches=2, num_sanity_val_steps=1, **arguments)
+    return found | {"gains": values.gains, "held": values.held}
+
+
+def resumed(kind: str, make: Callable[[], Callback], folder: Path) -> dict[str, Any]:
+    """A checkpoint after the first epoch, gone on from: as the run that was not interrupted."""
+    path = folder / kind / f"{make().__class__.__name__}"
+    files = lambda: ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)  # noqa: E731
+    first = fit(kind, Net(), make(), files(), enable_checkpointing=True, limit_val_batches=1, max_epochs=3)
+    again = fit(
+        kind, Net(), make(), files(), enable_checkpointing=True, limit_val_batches=1, max_epochs=3,
+        ckpt_path=path / "epoch=0.ckpt",
+    )  # fmt: skip
+    saved = torch.load(path / "epoch=1.ckpt", weights_only=True)
+    same = all(torch.equal(one, again["weights"][name]) for name, one in first["weights"].items())
+    return first | {"resumed is the same": same, "saved": saved["state_dict"], "keys": sorted(saved)}
+
+
+def others(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
+    ema = partial(EMAWeightAveraging, decay=0.8)
+    swa = partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1)
+    multi = partial(Plain, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    return {
+        "fp32_modules": in_float32,
+        "alignment": advised,
+        "anomaly": anomaly,
+        "checkpointed blocks": lambda kind: fit(kind, Net(), ActivationCheckpointing("Block")),
+        "checkpointed by class": lambda kind: fit(kind, Net(), ActivationCheckpointing(Block)),
+        "checkpointed around blocks": lambda kind: fit(kind, Net(), ActivationCheckpointing("net")),
+        "checkpointed inside": lambda kind: fit(kind, Net(), ActivationCheckpointing("*.linear")),
+        "nothing": lambda kind: fit(kind, Net()),
+        "compiled": compiled,
+        "measured": lambda kind: measured(kind, folder),
+        "inference": lambda kind: inference(kind, folder),
+        "EMA": lambda kind: averaged(kind, ema),
+        "EMA, skipped": lambda kind: averaged(kind, ema, bad={(1, 2): "backward"}, precision="16-mixed"),
+        "averages": lambda kind: averaged(kind, Plain),
+        "averages by foreach": lambda kind: averaged(kind, multi),
+        "averages, buffers as they are": lambda kind: averaged(kind, partial(multi, use_buffers=False)),
+        "SWA": lambda kind: averaged(kind, swa, max_epochs=3),
+        "EMA resumed": lambda kind: resumed(kind, ema, folder),
+        "SWA resumed": lambda kind: resumed(kind, swa, folder),
+    }
+
+
+def scenarios(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
+    """What is done with each kind of engine, by name."""
+    return diagnosis(folder) | others(folder)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*does not have many workers")
+    warnings.filterwarnings("ignore", ".*smaller than the logging interval")
+    only = sys.argv[2:]  # for a look at a few of them
+    found: dict[str, Any] = {}
+    for name, run in scenarios(folder).items():
+        if not only or any(one in name for one in only):
+            print(name, flush=True)
+            found[name] = {kind: run(kind) for kind in KINDS}
+    torch.save(found, folder / f"rank_{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Checkpoints of two processes, whole and sharded: any of the strategies goes on from any of them, to the bit."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tests.distributed import checkpoints_worker as worker
+from tests.distributed.test_ddp import load, run
+from tests.warm_python import WarmPython
+from trainer.checkpoint import files
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> dict[str, Any]:
+    """Fits of one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            f"single {form}": worker.fit(folder / f"single {form}", "auto", form, worker.Net(), devices=1, max_epochs=2)
+            for form in ("folder", "file")
+        }
+
+
+@pytest.fixture(scope="module")
+def ranks(python: WarmPython, folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
+    run(python, folder, "torchrun", script=Path(worker.__file__))
+    return load(folder)
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Weights, and the states of optimizers with their groups, are equal to the bit."""
+    assert one["weights"].keys() == other["weights"].keys()
+    for name, value in one["weights"].items():
+        assert torch.equal(value, other["weights"][name]), name
+    for mine, its in zip(one["optimizers"], other["optimizers"], strict=True):
+        assert mine["param_groups"] == its["param_groups"]
+        assert mine["state"].keys() == its["state"].keys()
+        for number, state in mine["state"].items():
+            assert state.keys() == its["state"][number].keys()
+            for key, value in state.items():
+                same = torch.as_tensor(its["state"][number][key])
+                assert torch.equal(torch.as_tensor(value), same), (number, key)
+                assert torch.as_tensor(value).dtype == same.dtype, (number, key)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("name", worker.SAVED)
+def test_two_processes_go_on_from_any(
+    ranks: list[dict[str, Any]], single: dict[str, Any], name: str, strategy: str
+) -> None:
+    for rank in ranks:
+        assert_equal(rank[f"{name} -> {strategy}"]["start"], {**single, **rank}[name]["end"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", worker.SAVED)
+def test_one_process_goes_on_from_any(
+    ranks: list[dict[str, Any]], single: dict[str, Any], folder: Path, name: str
+) -> None:
+    saved = {**single, **ranks[0]}[name]
+    found = worker.fit(
+        folder / "alone", "auto", "file", worker.Net(), devices=1, ckpt=saved["best"], max_epochs=3, exact_resume=False
+    )
+    assert_equal(found["start"], saved["end"])
+
+
+@pytest.mark.parametrize("name", worker.OPTIMIZERS)
+def test_states_of_all_optimizers(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        found = rank[name]
+        assert_equal(found["start"], found["saved"])
+        assert not torch.equal(found["end"]["weights"]["gain"], found["saved"]["weights"]["gain"])
+
+
+def test_a_sharded_checkpoint_is_a_folder_of_both(ranks: list[dict[str, Any]]) -> None:
+    path = Path(ranks[0]["fsdp folder later"]["best"])
+    manifest = files.read_manifest(path)
+    assert manifest is not None
+    assert sorted(manifest.files) == [
+        ".metadata", "__0_0.distcp", "__1_0.distcp", "process_0.ckpt", "process_1.ckpt", "state.ckpt",
+    ]  # fmt: skip
+    assert {"epoch": 1, "step": 10, "weights_only": False}.items() <= manifest.facts.items()
+    assert sorted(os.listdir(path.parent)) == ["step=10.ckpt", "step=8.ckpt"]
+    assert files.verify(path.parent / "step=8.ckpt")
+
+
+@pytest.mark.parametrize("name", worker.SAVED)
+def test_the_best_one_is_tested(ranks: list[dict[str, Any]], single: dict[str, Any], name: str) -> None:
+    found = {**single, **ranks[0]}
+    assert found[name]["tested"]["loss"] == pytest.approx(found["single file"]["tested"]["loss"], rel=1e-5)
+
+
+def test_an_uninterrupted_run_is_gone_on_with(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert_equal(rank["fsdp folder -> fsdp"]["end"], rank["fsdp file -> fsdp"]["end"])
+        assert_equal(rank["fsdp folder later -> fsdp"]["end"], rank["fsdp file -> fsdp"]["end"])

@@ -1,0 +1,80 @@
+"""The same fits on every engine, by our Trainer and by hand: one device, DDP, and FSDP2, on two processes.
+
+A seed is a set-up (``setups.draw``). ``RANDOM_SETUPS=1000`` tries that many, ``RANDOM_SETUPS=500:1000`` those from 500
+on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.distributed import by_hand, setups
+from tests.distributed.ranks import Ranks
+from tests.distributed.setups import ENGINES, Setup, Trace, draw
+from tests.warm_python import WarmPython
+
+TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
+pytestmark = pytest.mark.slow
+
+first, _, last = os.environ.get("RANDOM_SETUPS", "10").rpartition(":")
+SEEDS = range(int(first or 0), int(last))
+
+
+@pytest.fixture(scope="module")
+def ranks(python: WarmPython) -> Iterator[Ranks]:
+    with Ranks(python, 2) as ranks:
+        yield ranks
+
+
+def traces(ranks: Ranks, setup: Setup, engine: str) -> tuple[list[Trace], list[Trace]]:
+    """Of our Trainer, and by hand; of each rank."""
+    if engine == "single":
+        return [setups.fit(setup, engine)], [by_hand.train(setup, engine)]
+    return ranks.call("tests.distributed.setups:fit", setup, engine), ranks.call(
+        "tests.distributed.by_hand:train", setup, engine
+    )
+
+
+def assert_same(ours: Trace, theirs: Trace, tolerance: float) -> None:
+    """To the bit, if the tolerance is 0; but for norms, which are sums in an order of their own."""
+    assert ours.counts == theirs.counts
+    for name in ("skipped", "scales", "next_scales", "rates"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.val_losses == pytest.approx(theirs.val_losses, rel=tolerance, abs=tolerance, nan_ok=True)
+    assert ours.norms == pytest.approx(theirs.norms, rel=max(1e-6, 20 * tolerance), nan_ok=True)
+    assert len(ours.weights) == len(theirs.weights)
+    for epoch, (mine, other) in enumerate(zip(ours.weights, theirs.weights, strict=True)):
+        close(mine, other, tolerance, f"epoch {epoch}")
+    close(ours.state, theirs.state, tolerance, "optimizer")
+
+
+def close(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float, where: str) -> None:
+    assert mine.keys() == other.keys(), where
+    for name, value in mine.items():
+        torch.testing.assert_close(
+            value, other[name], rtol=0, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f"{where}, {n}: {m}"
+        )
+
+
+def tolerance_of(setup: Setup, engine: str) -> float:
+    """How far our weights may be from those of the loop by hand: not at all, unless sums are in another order.
+
+    That is so in windows of unequal weights, whose unit is ours, and where the norm that clips has been added up over
+    shards: DTensors add up the processes' parts of each parameter, we add up each process's parts.
+    """
+    if setup.is_plain_mean and (engine != "fsdp" or setup.clip != "norm"):
+        return 0.0
+    return TOLERANCES[setup.precision]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_fit_drawn_at_random_is_the_one_by_hand(ranks: Ranks, seed: int, engine: str) -> None:
+    setup = draw(seed)
+    ours, theirs = traces(ranks, setup, engine)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other, tolerance_of(setup, engine))

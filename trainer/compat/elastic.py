@@ -1,0 +1,329 @@
+"""A resume on another number of processes: what a checkpoint says for it, and what is translated.
+
+Each weight update gets the samples that it would have got (``trainer.data.elastic``), if processes x batch size x
+accumulation is what it was. So the number of batches in an update follows from the other two, and counters and settings
+that are in batches follow from it. They are translated where the user has left them as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_info
+
+from trainer.callbacks.gradient_accumulation import GradientAccumulation
+from trainer.checkpoint.state import OUR_KEY
+from trainer.compat.callbacks import first_of
+from trainer.compat.data import Carried
+from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
+from trainer.data.elastic import ElasticSampler, SampleOrder
+from trainer.errors import ResumeError
+from trainer.state.progress import FitProgress
+
+_KEY = "order"
+
+
+def note(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Put into ``checkpoint`` what a run on another number of processes will need to know of this one."""
+    ours, loaders = checkpoint["loops"][OUR_KEY], trainer.data.ready(RunningStage.TRAINING)
+    if "processes" not in ours or loaders is None:
+        return
+    given, processes, limits = _given(trainer), _replicas(trainer), trainer.loop.limits
+    order = _order_of(trainer, loaders, given)
+    ours[_KEY] = noted = {"given": given, "carried": trainer.data.carried is not None}
+    if isinstance(order, str):
+        noted["problem"] = order
+        return
+    batch_size, every = loaders.loaders[0].loader.batch_size, limits.val_check_batch
+    counts = every is not None and every != float("inf")
+    noted |= {
+        "samples": order.state_dict(),
+        "processes": processes,
+        "batch_size": batch_size,
+        "validation": int(every) if counts else None,
+        "validates_at_end": limits.validates_at_end or (counts and loaders.num_batches() % every == 0),
+        "frequencies": [config.frequency for config in trainer.engine.schedules],
+    }
+
+
+def is_elastic(trainer: Any, checkpoint: dict[str, Any]) -> bool:
+    """Whether a checkpoint is of another number of processes, or of a run that has itself resumed such a one."""
+    ours = checkpoint["loops"][OUR_KEY]
+    return len(ours["processes"]) != trainer.engine.world_size or bool(ours.get(_KEY, {}).get("carried"))
+
+
+def resume(trainer: Any, checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Have the run go on where a run on other processes was: its dataloaders, settings, counters.
+
+    Args:
+        trainer: whose counters are those of the checkpoint.
+        checkpoint: what was read.
+        states: of each of its processes.
+
+    Returns:
+        The state of this process, for ``ProcessState.load``.
+
+    Raises:
+        ResumeError: its updates cannot get the same samples.
+    """
+    noted = checkpoint["loops"][OUR_KEY].get(_KEY, {"problem": "a version wrote it that did not note their order"})
+    if "problem" in noted:
+        raise ResumeError(noted["problem"])
+    given, order = _given(trainer), SampleOrder.from_state(noted["samples"])
+    keeps_limit = noted["given"]["limit_train_batches"] == given["limit_train_batches"]
+    carried = trainer.data.carried = Carried(order, given, keeps_limit)
+    trainer.data.resume(states[0]["data"])  # so that no pass is opened
+    loaders = trainer.data.loaders(RunningStage.TRAINING, anew=True)
+    if loaders is None:
+        raise ResumeError("limit_train_batches is 0")
+    if isinstance(loaders, DrawnLoaderSet):
+        raise ResumeError("the training_step draws its own batches")
+    sampler: ElasticSampler = loaders.combined.flattened[0].sampler
+    change = _Change(noted, order, sampler, loaders)
+    needed = _accumulation(trainer, change, noted["given"])
+    schedules = trainer.engine.schedules
+    frequencies = [
+        _frequency(config, was, change) for config, was in zip(schedules, noted["frequencies"], strict=False)
+    ]
+    if trainer.enable_validation and noted["given"]["val_check_interval"] == given["val_check_interval"]:
+        carried.validation = _validation(trainer, change)
+    is_same = len(states) == trainer.engine.world_size and noted["batch_size"] == sampler.batch_size
+    done = trainer.progress.batches_this_epoch if is_same else _position(states[0], trainer.progress, change)
+    # nothing is refused from here on
+    _accumulate(trainer, needed)
+    for config, frequency in zip(schedules, frequencies, strict=False):
+        config.frequency = frequency
+    if is_same:
+        return states[int(trainer.global_rank)]
+    change.translate(trainer.progress, done)
+    state: dict[str, Any]
+    state, lost = trainer.process.taken_over(states)
+    if state["data"]:
+        state["data"] = loaders.taken_over([one["data"] for one in states], done, state["rng"])
+    state["window"] = {**state["window"], "batches": change.accumulated(trainer.progress.epochs_trained)}
+    rank_zero_info(_told(trainer, change, lost))
+    return state
+
+
+class _Change:
+    """From the batches of the run that wrote a checkpoint to those of this one.
+
+    Args:
+        noted: what :func:`note` has written.
+        order: of the samples.
+        sampler: that reads it now.
+        loaders: with this sampler.
+
+    Attributes:
+        was, now: samples in a batch of all processes together.
+        before, after: batches of an epoch.
+        short: samples of an epoch's last batch of all processes together, where it is not full in both; else 0.
+    """
+
+    def __init__(self, noted: dict[str, Any], order: SampleOrder, sampler: ElasticSampler, loaders: LoaderSet) -> None:
+        self.noted, self.order, self.sampler = noted, order, sampler
+        self.was = int(noted["processes"] * noted["batch_size"])
+        self.now = sampler.num_replicas * sampler.batch_size
+        self.before, self.after = math.ceil(sampler.total / self.was), int(loaders.num_batches())
+        self.short = sampler.total % math.lcm(self.was, self.now)
+
+    def accumulated(self, epoch: int) -> int:
+        """Batches in an update of ``epoch``."""
+        return self.order.update_size(epoch) // self.now
+
+    def batches(self, count: int, what: str, advice: str) -> int:
+        """So many batches of then, in those of now.
+
+        Raises:
+            ResumeError: it is no whole number.
+        """
+        if count * self.was % self.now:
+            raise ResumeError(
+                f"{what} were {count} batches of {self.was} samples over all processes, which is no whole number of"
+                f" batches of {self.now}: {advice}"
+            )
+        return count * self.was // self.now
+
+    def translate(self, progress: FitProgress, done: int) -> None:
+        """Count the batches of a run in those of now, of which ``done`` are trained in the epoch that is under way."""
+        start = self._since_start(progress.epoch_start.batches)
+        progress.batches = start + done if progress.batches_this_epoch else self._since_start(progress.batches)
+        progress.batches_started, progress.batch_idx = progress.batches, done - 1
+        progress.epoch_start = replace(progress.epoch_start, batches=start, batches_started=start)
+
+    def _since_start(self, batches: int) -> int:
+        epochs, rest = divmod(batches, self.before)
+        return epochs * self.after + rest * self.was // self.now
+
+
+def _given(trainer: Any) -> dict[str, Any]:
+    """The settings that are in batches, as the user has given them: plain data."""
+    if trainer.data.carried is not None:
+        given: dict[str, Any] = trainer.data.carried.given
+        return given
+    accumulation = first_of(trainer.callbacks, GradientAccumulation)
+    schedule = {0: trainer.loop.window.batches} if accumulation is None else accumulation.schedule
+    every = trainer.val_check_interval
+    return {
+        "accumulate_grad_batches": [list(pair) for pair in sorted(schedule.items())],
+        "limit_train_batches": trainer.limit_train_batches,
+        "val_check_interval": every if isinstance(every, (int, float)) else str(every),
+    }
+
+
+def _replicas(trainer: Any) -> int:
+    return int((trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"])
+
+
+def _order_of(trainer: Any, loaders: LoaderSet, given: dict[str, Any]) -> SampleOrder | str:
+    """The order of a run's samples; or why its updates cannot be divided in another way."""
+    if trainer.data.carried is not None:
+        order: SampleOrder = trainer.data.carried.order
+        return order
+    if isinstance(loaders, DrawnLoaderSet):
+        return "the training_step drew its own batches"
+    if len(loaders.combined.flattened) != 1:
+        return f"there were {len(loaders.combined.flattened)} training dataloaders, expected one"
+    if first_of(trainer.callbacks, GradientAccumulationScheduler) is not None:
+        return "the accumulation followed a GradientAccumulationScheduler, expected GradientAccumulation(schedule=...)"
+    (loader,), accumulate = loaders.combined.flattened, dict(given["accumulate_grad_batches"])
+    return SampleOrder.of(loader, trainer.limit_train_batches, accumulate, _replicas(trainer))
+
+
+def _accumulation(trainer: Any, change: _Change, before: dict[str, Any]) -> dict[int, int]:
+    """``accumulate_grad_batches`` from each of some epochs on, so that updates have as many samples as they had.
+
+    Raises:
+        ResumeError: they cannot, or the user has asked for something else.
+    """
+    order, sampler = change.order, change.sampler
+    needed = {}
+    for epoch in dict.fromkeys((0, *(first for first, _ in order.accumulate))):
+        size, accumulated = order.update_size(epoch), order.accumulated(epoch)
+        if size % change.now:
+            raise ResumeError(
+                f"an update had {size} samples ({order.processes} processes x batches of {order.batch_size} x"
+                f" accumulate_grad_batches={accumulated}), which is no multiple of {sampler.num_replicas} processes x"
+                f" batches of {sampler.batch_size} = {change.now}; {_fitting(size, sampler.num_replicas)}"
+            )
+        needed[epoch] = size // change.now
+    given = trainer.data.carried.given["accumulate_grad_batches"]
+    known = needed.items(), before["accumulate_grad_batches"], order.accumulate
+    if _schedule(given) not in map(_schedule, known):
+        wanted = needed[0] if len(needed) == 1 else needed
+        raise ResumeError(
+            f"got accumulate_grad_batches={dict(given)}, expected {wanted}: {change.order.update_size(0)} samples in an"
+            f" update / ({sampler.num_replicas} processes x batches of {sampler.batch_size}); set that, or leave it as"
+            " it was"
+        )
+    by_hand = not trainer.lightning_module.automatic_optimization
+    if by_hand and set(needed.values()) != {1}:
+        raise ResumeError(
+            f"the module steps its optimizers itself, once a batch as far as is known; a batch of all processes had"
+            f" {change.was} samples and has {change.now}"
+        )
+    if trainer.loop.window.straddles_epochs and change.short:
+        raise ResumeError("straddles_epochs=True counts an epoch's last batch, which is short, as one")
+    return needed
+
+
+def _fitting(size: int, processes: int) -> str:
+    """What to set."""
+    if size % processes:
+        return f"{size} samples cannot be divided evenly among {processes} processes"
+    sizes = [own for own in range(1, size // processes + 1) if size // processes % own == 0]
+    return f"set a batch size of {', '.join(map(str, sizes[-4:]))}"
+
+
+def _schedule(pairs: Iterable[Any]) -> dict[int, int]:
+    return {0: 1, **{int(epoch): int(batches) for epoch, batches in pairs}}
+
+
+def _accumulate(trainer: Any, needed: dict[int, int]) -> None:
+    """Have each update of this run accumulate so many batches."""
+    accumulation, window, session = (
+        first_of(trainer.callbacks, GradientAccumulation),
+        trainer.loop.window,
+        trainer._session,
+    )
+    if accumulation is not None:
+        session.callback(setattr, accumulation, "schedule", accumulation.schedule)
+        accumulation.schedule = needed
+    session.callback(setattr, window, "batches", window.batches)
+    window.batches = needed[0]
+
+
+def _frequency(config: Any, was: int, change: _Change) -> int:
+    """How often a schedule steps that counts batches."""
+    frequency = int(config.frequency)
+    if config.interval != "batch" and (config.interval != "step" or was == 1):
+        return frequency
+    name = type(config.scheduler).__name__
+    if change.short and change.was != change.now:
+        raise ResumeError(f"the schedule {name} counts batches, and an epoch's last one is short")
+    return change.batches(was, f"between two steps of the schedule {name}", "use interval 'step' with frequency 1")
+
+
+def _validation(trainer: Any, change: _Change) -> tuple[int, bool] | None:
+    """``Carried.validation``."""
+    every, at_end = change.noted["validation"], change.noted["validates_at_end"]
+    if every is None:
+        return None
+    if trainer.check_val_every_n_epoch is None and change.short and change.was != change.now:
+        raise ResumeError(
+            "check_val_every_n_epoch=None counts batches over epochs, whose last one is short: set another"
+            " val_check_interval"
+        )
+    if every >= change.before and trainer.check_val_every_n_epoch is not None:
+        return change.after, True
+    what, advice = "between two validations", "set another val_check_interval"
+    return change.batches(every, what, advice), at_end and trainer.check_val_every_n_epoch is not None
+
+
+def _position(state: dict[str, Any], progress: FitProgress, change: _Change) -> int:
+    """Batches of the epoch under way that this process would have trained.
+
+    Raises:
+        ResumeError: the checkpoint is from the middle of an update.
+    """
+    done, data = progress.batches_this_epoch, state["data"]
+    if "size" in state["window"] or state["gradients"] or "kept_batches" in state:
+        raise ResumeError(
+            f"it is from the middle of an accumulation window, after batch {done} of epoch {progress.epochs_trained};"
+            " take one from the end of a window"
+        )
+    is_its_epoch = bool(data) and data["epoch"] == progress.epochs_trained
+    if not done or (is_its_epoch and data["is_over"]):
+        return change.after if done else 0
+    size = change.order.update_size(progress.epochs_trained)
+    if done * change.was % size or not is_its_epoch or data["batches"] != done:
+        raise ResumeError(
+            f"it is from inside of an update: after {done} batches of {change.was} samples, updates having {size}"
+        )
+    return done * change.was // change.now
+
+
+def _told(trainer: Any, change: _Change, lost: set[str]) -> str:
+    """What is exact, and what is not."""
+    order, sampler, noted, epoch = change.order, change.sampler, change.noted, trainer.progress.epochs_trained
+    size = order.update_size(epoch)
+    text = (
+        f"Going on with {sampler.num_replicas} processes x batches of {sampler.batch_size} x"
+        f" accumulate_grad_batches={change.accumulated(epoch)}, after {noted['processes']} x {noted['batch_size']} x"
+        f" {size // change.was}: each update gets the {size} samples that it would have got. Not the same are random"
+        " numbers (dropout, augmentation"
+    )
+    if order.sampler == "RandomSampler":
+        text += "; the order of later epochs, too, if the training draws from torch's generator of the CPU"
+    text += "), statistics of a batch (BatchNorm), losses that compare the samples of a batch"
+    by_hand = not trainer.lightning_module.automatic_optimization
+    if not sampler.keeps_shares(epoch) or (by_hand and change.short):
+        text += ", the weights of the samples in an epoch's last, short update"
+    if lost:
+        text += f", the metrics {', '.join(sorted(lost))}, of which a part is lost"
+    return f"{text}; nor the order of sums."
