@@ -247,7 +247,7 @@ def verify(path: str | Path) -> bool:
 def newest_good(
     folders: Iterable[str | Path], read: Callable[[Path], object] | None = None, beside: Iterable[Path] = ()
 ) -> Path | None:
-    """The newest checkpoint in ``folders``, and of the files ``beside`` them, that a training can go on from; None for none.
+    """The newest checkpoint in ``folders``, or ``beside`` them, that a training can go on from; None for none.
 
     Newest by its manifest, or by the file's time where it has none. A damaged one is named in a warning and passed
     over.
@@ -272,7 +272,7 @@ def newest_good(
 
 
 def in_order(folders: Iterable[str | Path], beside: Iterable[Path] = ()) -> list[Path]:
-    """The checkpoints in ``folders``, and ``beside``, newest first, but for hidden ones; one with several names once."""
+    """The checkpoints in ``folders`` and ``beside``, newest first, without hidden ones; one with several names once."""
     times = {path.resolve(): _saved_at(path) for path in beside}
     for folder in dict.fromkeys(Path(folder) for folder in folders):
         for path in sorted(folder.glob(f"*{EXTENSION}")) if folder.is_dir() else ():
