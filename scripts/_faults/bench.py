@@ -367,8 +367,9 @@ def read_rows(folder: Path) -> dict[tuple[str, ...], dict[str, str]]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints below ``folder``, the newest first."""
-    return sorted(folder.rglob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    """The checkpoints below ``folder``, files or folders, the newest first."""
+    found = [file for file in folder.rglob("*.ckpt") if file.parent.suffix != ".ckpt"]
+    return sorted(found, key=lambda file: file.stat().st_mtime_ns, reverse=True)
 
 
 def largest(checkpoint: Path) -> Path:
