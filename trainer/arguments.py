@@ -32,9 +32,6 @@ STRATEGIES = (
     ),
     "fsdp",
     "fsdp_cpu_offload",
-    "deepspeed",
-    *(f"deepspeed_stage_{stage}{offload}" for stage in (1, 2, 3) for offload in ("", "_offload")),
-    "deepspeed_stage_3_offload_nvme",
     "single_device",
     "single_tpu",
     "single_xla",
@@ -42,7 +39,14 @@ STRATEGIES = (
     "xla_debug",
     "xla_fsdp",
 )
+DEEPSPEED = re.compile(r"deepspeed(_stage_(?P<stage>\d))?(?P<offload>_offload)?(_nvme)?")
 PROFILERS = ("simple", "advanced", "pytorch", "xla")
+_ZERO = {
+    "1": "FSDP2Strategy(reshard_after_forward=False)",
+    "2": "FSDP2Strategy(reshard_after_forward=False)",
+    "3": "'fsdp'",
+}
+"""What comes nearest to a stage of DeepSpeed's ZeRO."""
 UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 """The units of a time that is given as a mapping: the arguments of `datetime.timedelta`."""
 
@@ -66,6 +70,17 @@ def seconds(time: Any) -> float | None:
         except OverflowError:
             return None
     return time.total_seconds() if isinstance(time, timedelta) else None
+
+
+def refused_strategy(name: Any) -> str | None:
+    """Why the strategy of this name is refused, and what to use instead: the end of a sentence. None for others."""
+    if not isinstance(name, str) or not (found := DEEPSPEED.fullmatch(name.lower())):
+        return None
+    instead = "'fsdp_cpu_offload'" if found["offload"] else _ZERO.get(found["stage"] or "3", "'fsdp'")
+    return (
+        "which takes the backward pass and the steps out of this Trainer's hands, and is not supported. Use"
+        f" strategy={instead}, which shards parameters, gradients and optimizer states by PyTorch's own FSDP2."
+    )
 
 
 def _is_whole(value: Any) -> bool:
@@ -206,6 +221,8 @@ class Argument:
                 batches, words in capitals.
             registered: words that it may be, too.
         """
+        if self.name == "strategy" and (instead := refused_strategy(value)) is not None:
+            return f"{key or self.name} is {value!r}, {instead}"
         if key is None:
             wanted = None if self._is_lightnings(value) else self._wanted(value, registered)
             return wanted and f"{self.name} is {value!r}, expected {in_python(wanted)}"

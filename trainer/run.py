@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from trainer import arguments, diagnosis, redaction
 from trainer.compat import callbacks as ordering
 from trainer.compat import defaults, hparams, model_checkpoints, modules
-from trainer.compat.averaging import attach_averaging, detach_averaging
+from trainer.compat.averaging import attach_averaging, defer_copies, detach_averaging, shard_averages
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.errors import TunerExit
@@ -189,6 +189,7 @@ class Run:
             self._connector.find_newest(self.session)  # before a logger chooses its folder
         modules.set_up_profiler(trainer, module)
         trainer.data.prepare_data()
+        defer_copies(trainer)
         self._call_setup_hooks()
         modules.configure_model(trainer)
         engine.convert_module()
@@ -200,6 +201,7 @@ class Run:
         attach_averaging(trainer)
         self.session.callback(detach_averaging, trainer.callbacks)
         engine.setup(fitting=fitting)
+        shard_averages(trainer)
         # after the set-up, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         engine.precision.check_optimizers(engine.optimizers)

@@ -205,6 +205,7 @@ class Trainer(TrainerBase):
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.name.startswith(("16-", "bf16-")),
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
+        self.engine.refuse(self.callbacks)
         self.progress = FitProgress()
         self.published = PublishedMetrics()
         self.log_metric = no_log

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.worker import BATCH, Shard, samples
+from tests.distributed.worker import BATCH, Shard, precision_of, samples
 from tests.distributed.worker import Regression as Plain
 from trainer import CheckpointFiles, Trainer
 from trainer.engine.sharding import state
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
 class Net(Plain):
     """Parameters of uneven shards, a buffer, two groups of parameters, and one of a single element."""
 
-    def __init__(self, optimizer: str = "AdamW fused", window: int = 1) -> None:
+    def __init__(self, optimizer: str = "AdamW fused") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3), nn.Tanh(), nn.Linear(3, 2))
@@ -92,15 +92,34 @@ class Seen(Callback):
         }
 
 
+class Saves(Callback):
+    """Saves a checkpoint inside of an open window: after the batch of index 1 in the second epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 1):
+            trainer.save_checkpoint(self.path)
+
+
 def fit(
-    folder: Path, strategy: str, form: str, module: Net, *, devices: int = 2, ckpt: Any = None, **arguments: Any
+    folder: Path,
+    strategy: str,
+    form: str,
+    module: Net,
+    *,
+    devices: int = 2,
+    ckpt: Any = None,
+    more: Any = (),
+    **arguments: Any,
 ) -> dict[str, Any]:
     seen = Seen()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
     trainer = Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, limit_train_batches=5, logger=False,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, use_distributed_sampler=False,
-        callbacks=[seen, saver], plugins=CheckpointFiles(**FORMS[form]), **arguments,
+        callbacks=[seen, saver, *more], plugins=CheckpointFiles(**FORMS[form]), **arguments,
     )  # fmt: skip
     loader = DataLoader(samples(), batch_size=BATCH // devices, sampler=Shard(devices))
     trainer.fit(module, loader, ckpt_path=ckpt)
@@ -126,6 +145,13 @@ def main() -> None:
         whole = fit(folder / optimizer, "fsdp", "folder", Net(optimizer), max_steps=2)
         results[optimizer] = fit(folder / "resumed", "fsdp", "file", Net(optimizer), ckpt=whole["best"], max_steps=3)
         results[optimizer]["saved"] = whole["end"]
+    for form in ("folder later", "file"):
+        path, window = folder / f"window {form}.ckpt", {"accumulate_grad_batches": 3, "max_epochs": 2}
+        precision = precision_of("16-mixed")
+        whole = fit(folder / "w", "fsdp", form, Net(), more=[Saves(path)], precision=precision, **window)
+        precision = precision_of("16-mixed")
+        resumed = fit(folder / "resumed", "fsdp", form, Net(), ckpt=path, precision=precision, **window)
+        results[f"window {form}"] = {"whole": whole, "resumed": resumed}
     torch.save(results, folder / f"rank_{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -8,20 +8,37 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from tests.distributed.sharded import whole
 from tests.distributed.worker import BATCH, WORLD_SIZE, Shard, precision_of, samples
 from trainer import Trainer
-from trainer.callbacks import NonFiniteGuard, OverflowReport, ScaleMonitor
+from trainer.callbacks import (
+    ActivationCheckpointing,
+    AlignmentAdvisor,
+    InferenceSpeed,
+    NonFiniteGuard,
+    OverflowReport,
+    RunSummary,
+    ScaleMonitor,
+    Throughput,
+)
 from trainer.errors import LossScaleCollapse, NonFiniteError
+from trainer.precision import MixedPrecision
 
 KINDS = ("ddp", "fsdp")
 
@@ -114,7 +131,7 @@ def loader() -> DataLoader[Any]:
 
 
 def trainer_of(kind: str, callbacks: Any = (), **arguments: Any) -> Trainer:
-    if "precision" in arguments:
+    if isinstance(arguments.get("precision"), str):
         arguments["precision"] = precision_of(arguments["precision"])
     off = {
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
@@ -127,12 +144,12 @@ def trainer_of(kind: str, callbacks: Any = (), **arguments: Any) -> Trainer:
 
 
 def fit(kind: str, module: LightningModule, *callbacks: Callback, **arguments: Any) -> dict[str, Any]:
-    seen = Seen()
+    seen, ckpt_path = Seen(), arguments.pop("ckpt_path", None)
     torch.manual_seed(1)
     trainer = trainer_of(kind, [seen, *callbacks], **arguments)
     error = ""
     try:
-        trainer.fit(module, loader(), loader() if arguments.get("limit_val_batches") else None)
+        trainer.fit(module, loader(), loader() if arguments.get("limit_val_batches") else None, ckpt_path=ckpt_path)
     except (NonFiniteError, LossScaleCollapse) as problem:
         error = str(problem)
     return seen.state | {
@@ -167,7 +184,7 @@ def monitored(kind: str) -> dict[str, Any]:
     monitor = ScaleMonitor(every_n_steps=2)
     module = Net()
     with torch.no_grad():
-        module.net[0].weight.mul_(1e-6)  # so that something underflows
+        module.gain.mul_(1e-3)  # so that something underflows
         module.net[4].weight[0].zero_()
     found = fit(kind, module, monitor, precision="16-mixed")
     return found | {"underflow": [tuple(one) for one in monitor.underflow]}
@@ -205,9 +222,149 @@ def diagnosis(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
     }  # fmt: skip
 
 
+# --- what changes the step -----------------------------------------------------------------------------------------
+
+
+class Dtypes(Callback):
+    """In which dtype the layers compute."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, str] = {}
+        self._handles: list[Any] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for name, part in pl_module.net.named_modules():
+            if isinstance(part, nn.Linear):
+                self._handles.append(part.register_forward_hook(partial(self._see, name)))
+
+    def _see(self, name: str, module: Any, args: Any, output: Any) -> None:
+        self.seen[name] = str(output.dtype)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def in_float32(kind: str) -> dict[str, Any]:
+    dtypes = Dtypes()
+    plugin = MixedPrecision("float16", init_scale=1024.0, fp32_modules=["net.1", "net.4"])
+    return fit(kind, Net(), dtypes, precision=plugin) | {"dtypes": dtypes.seen}
+
+
+def advised(kind: str) -> dict[str, Any]:
+    advisor = AlignmentAdvisor(everywhere=True)
+    found = fit(kind, Net(), advisor, max_epochs=1)
+    return found | {"said": advisor._said}
+
+
+def anomaly(kind: str) -> dict[str, Any]:
+    try:
+        fit(kind, Net({(rank, 2): "backward" for rank in range(2)}), precision="16-mixed", detect_anomaly=True)
+    except RuntimeError as error:
+        return {"error": str(error).split(" returned nan")[0]}
+    return {}
+
+
+def compiled(kind: str) -> dict[str, Any]:
+    module = Net()
+    for block in (module.net[1], module.net[3]):
+        block.compile(backend="aot_eager")
+    found = fit(kind, module, max_epochs=1)
+    torch._dynamo.reset()
+    return found
+
+
+def measured(kind: str, folder: Path) -> dict[str, Any]:
+    throughput, summary = Throughput(warmup_batches=1), RunSummary(folder / kind / "summary", writes=False)
+    found = fit(kind, Net(), throughput, summary, max_epochs=1, gradient_clip_val=0.3)
+    told = {name: summary.summary.get(name) for name in ("status", "steps", "samples", "samples_per_step", "devices")}
+    return found | {"measured": throughput.measured_batches, "rates": len(throughput.rates), "told": told}
+
+
+def inference(kind: str, folder: Path) -> dict[str, Any]:
+    speed = InferenceSpeed(batches=2, rounds=1, warmup=0, dirpath=folder / kind)
+    outputs = trainer_of(kind, [speed], precision="16-mixed").predict(Net(), loader())
+    result = speed.result or {}
+    named = {name: result.get(name) for name in ("precision", "samples", "batches", "rounds")}
+    return {"outputs": torch.cat(outputs), "result": named if torch.distributed.get_rank() == 0 else {}}
+
+
+# --- averages -------------------------------------------------------------------------------------------------------
+
+
+class Plain(WeightAveraging):
+    """Of every step; foreach, where torch would take it."""
+
+
+class Values(Callback):
+    """What a validation sees, and whether each process holds parts of the average only."""
+
+    def __init__(self) -> None:
+        self.gains: list[float] = []
+        self.held: dict[str, int] = {}
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        self.gains.append(round(float(whole(pl_module)["gain"]), 6))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for callback in trainer.callbacks:
+            average = getattr(callback, "_average_model", None)
+            if average is not None:
+                part = trainer.engine.gradients.part
+                self.held = {name: part(p).numel() for name, p in average.named_parameters() if "net.1" in name}
+
+
+def averaged(kind: str, make: Callable[[], Callback], **arguments: Any) -> dict[str, Any]:
+    values = Values()
+    bad = arguments.pop("bad", {})
+    found = fit(kind, Net(bad), make(), values, limit_val_batches=2, num_sanity_val_steps=1, **arguments)
+    return found | {"gains": values.gains, "held": values.held}
+
+
+def resumed(kind: str, make: Callable[[], Callback], folder: Path) -> dict[str, Any]:
+    """A checkpoint after the first epoch, gone on from: as the run that was not interrupted."""
+    path = folder / kind / f"{make().__class__.__name__}"
+    files = lambda: ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)  # noqa: E731
+    first = fit(kind, Net(), make(), files(), enable_checkpointing=True, limit_val_batches=1, max_epochs=3)
+    again = fit(
+        kind, Net(), make(), files(), enable_checkpointing=True, limit_val_batches=1, max_epochs=3,
+        ckpt_path=path / "epoch=0.ckpt",
+    )  # fmt: skip
+    saved = torch.load(path / "epoch=1.ckpt", weights_only=True)
+    same = all(torch.equal(one, again["weights"][name]) for name, one in first["weights"].items())
+    return first | {"resumed is the same": same, "saved": saved["state_dict"], "keys": sorted(saved)}
+
+
+def others(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
+    ema = partial(EMAWeightAveraging, decay=0.8)
+    swa = partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1)
+    multi = partial(Plain, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    return {
+        "fp32_modules": in_float32,
+        "alignment": advised,
+        "anomaly": anomaly,
+        "checkpointed blocks": lambda kind: fit(kind, Net(), ActivationCheckpointing("Block")),
+        "checkpointed by class": lambda kind: fit(kind, Net(), ActivationCheckpointing(Block)),
+        "checkpointed around blocks": lambda kind: fit(kind, Net(), ActivationCheckpointing("net")),
+        "checkpointed inside": lambda kind: fit(kind, Net(), ActivationCheckpointing("*.linear")),
+        "nothing": lambda kind: fit(kind, Net()),
+        "compiled": compiled,
+        "measured": lambda kind: measured(kind, folder),
+        "inference": lambda kind: inference(kind, folder),
+        "EMA": lambda kind: averaged(kind, ema),
+        "EMA, skipped": lambda kind: averaged(kind, ema, bad={(1, 2): "backward"}, precision="16-mixed"),
+        "averages": lambda kind: averaged(kind, Plain),
+        "averages by foreach": lambda kind: averaged(kind, multi),
+        "averages, buffers as they are": lambda kind: averaged(kind, partial(multi, use_buffers=False)),
+        "SWA": lambda kind: averaged(kind, swa, max_epochs=3),
+        "EMA resumed": lambda kind: resumed(kind, ema, folder),
+        "SWA resumed": lambda kind: resumed(kind, swa, folder),
+    }
+
+
 def scenarios(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
     """What is done with each kind of engine, by name."""
-    return diagnosis(folder)
+    return diagnosis(folder) | others(folder)
 
 
 def main() -> None:

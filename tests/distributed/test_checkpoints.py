@@ -107,6 +107,14 @@ def test_the_best_one_is_tested(ranks: list[dict[str, Any]], single: dict[str, A
     assert found[name]["tested"]["loss"] == pytest.approx(found["single file"]["tested"]["loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("form", ["folder later", "file"])
+def test_a_window_that_was_open_is_gone_on_with(ranks: list[dict[str, Any]], form: str) -> None:
+    for rank in ranks:
+        found = rank[f"window {form}"]
+        assert_equal(found["resumed"]["end"], found["whole"]["end"])
+        assert not torch.equal(found["resumed"]["end"]["weights"]["gain"], found["resumed"]["start"]["weights"]["gain"])
+
+
 def test_an_uninterrupted_run_is_gone_on_with(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert_equal(rank["fsdp folder -> fsdp"]["end"], rank["fsdp file -> fsdp"]["end"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigurationError, did_you_mean
+from trainer.precision.fp32_modules import plain_class
 
 Choice = str | type[nn.Module]
 
@@ -84,7 +85,7 @@ def _choose(root: nn.Module, choices: Sequence[Choice]) -> list[nn.Module]:
         name = name.replace("._orig_mod", "")  # what torch.compile adds
         if not name:
             continue
-        known += [name, type(module).__name__]
+        known += [name, plain_class(module).__name__]
         hits = {choice for choice in choices if _matches(choice, name, module)}
         hits |= held.get(name.rpartition(".")[0], set())
         if type(module).forward is nn.Module.forward and "forward" not in vars(module):
@@ -98,14 +99,14 @@ def _choose(root: nn.Module, choices: Sequence[Choice]) -> list[nn.Module]:
             written = choice if isinstance(choice, str) else choice.__name__
             raise ConfigurationError(
                 f"Got {written!r} among the modules of ActivationCheckpointing, expected a pattern that matches the"
-                f" name of a module in {type(root).__name__}, or of its class.{did_you_mean(written, known)}"
+                f" name of a module in {plain_class(root).__name__}, or of its class.{did_you_mean(written, known)}"
             )
     return list(chosen.values())
 
 
 def _matches(choice: Choice, name: str, module: nn.Module) -> bool:
     if isinstance(choice, str):
-        return fnmatchcase(name, choice) or fnmatchcase(type(module).__name__, choice)
+        return fnmatchcase(name, choice) or fnmatchcase(plain_class(module).__name__, choice)
     return isinstance(module, choice)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.errors import ConfigurationError
 from trainer.precision.devices import tensor_cores
-from trainer.precision.fp32_modules import plain_name, running_in_float32
+from trainer.precision.fp32_modules import plain_class, plain_name, running_in_float32
 
 log = logging.getLogger("lightning.pytorch.advice")
 """Lightning shows what loggers of its name say; on the command line ``hydra/job_logging: trainer`` shows this one."""
@@ -106,7 +106,7 @@ def misaligned(root: nn.Module) -> Iterator[Misaligned]:
     for path, layer in root.named_modules():
         sizes = {name: size for name, size in _sizes(layer) if size % MULTIPLE}
         if sizes and layer not in in_float32:
-            yield Misaligned(plain_name(path), type(layer).__name__, sizes)
+            yield Misaligned(plain_name(path), plain_class(layer).__name__, sizes)
 
 
 def _sizes(layer: nn.Module) -> Iterator[tuple[str, int]]:

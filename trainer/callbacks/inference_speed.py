@@ -4,7 +4,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +30,9 @@ class InferenceSpeed(Callback):
     batches, moving them and writing predictions are not in it.
 
     The result goes to ``inference_speed.json``, into the log, and on the command line into ``run.json``. In float32
-    itself there is nothing to compare. On several processes the first one measures, on its device. Nothing is done
-    in a ``fit``, ``validate`` or ``test``.
+    itself there is nothing to compare. On several processes the first one measures, on its device; where the weights
+    are sharded all of them take part, in its measurement. Sharded weights of 16 bits (``bf16-true``) cannot be had in
+    float32: there nothing is measured, and a line says so. Nothing is done in a ``fit``, ``validate`` or ``test``.
 
     On a CPU without float16 instructions, ``16-mixed`` brings kernels of its own (``trainer.precision.cpu_fp16``). They
     are in place in the float32 rounds, too, and cost some ten microseconds a product: models of milliseconds do not
@@ -98,14 +99,29 @@ class InferenceSpeed(Callback):
     def on_predict_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Measures, unless the precision is float32."""
         kept, self._kept = self._kept, []
-        if not kept or not trainer.is_global_zero or str(trainer.precision) == "32-true":
+        if str(trainer.precision) == "32-true":
+            return
+        engine = getattr(trainer, "engine", None)  # `lightning.Trainer` has none
+        step: Callable[..., Any] = pl_module.predict_step
+        if engine is not None and engine.gradients.are_parts:
+            step = engine.step_function("predict_step")
+            kept = kept[: int(engine.reduce(torch.tensor(len(kept), device=engine.device), "min"))]
+            if any(one.is_floating_point() and one.dtype is not torch.float32 for one in pl_module.parameters()):
+                rank_zero_info(
+                    f"InferenceSpeed measures nothing: precision={trainer.precision!r} keeps the weights in 16 bits,"
+                    " and they are sharded. Measure on a single device."
+                )
+                return
+        elif not trainer.is_global_zero:
+            return
+        if not kept:
             return
         own_times, other_times = [], []
         for _ in range(self.warmup + self.rounds):
             with trainer.precision_plugin.forward_context():
-                own_times.append(self._round(trainer, pl_module, kept))
+                own_times.append(self._round(trainer, step, kept))
             with _in_float32(pl_module):
-                other_times.append(self._round(trainer, pl_module, _widened(kept)))
+                other_times.append(self._round(trainer, step, _widened(kept)))
         own, other = (statistics.median(times[self.warmup :]) for times in (own_times, other_times))
         samples = sum(batch_size(arguments[0]) for arguments in kept)
         self.result = {
@@ -120,6 +136,8 @@ class InferenceSpeed(Callback):
             "rounds": self.rounds,
             "inference_mode": torch.is_inference_mode_enabled(),
         }
+        if not trainer.is_global_zero:
+            return
         rank_zero_info(in_words(self.result))
         folder = folder_of_files(trainer, self._dirpath)
         if folder is None:
@@ -127,13 +145,13 @@ class InferenceSpeed(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "inference_speed.json").write_text(json.dumps(self.result, indent=2) + "\n", encoding="utf-8")
 
-    def _round(self, trainer: "pl.Trainer", module: "pl.LightningModule", batches: list[tuple[Any, ...]]) -> float:
+    def _round(self, trainer: "pl.Trainer", step: Callable[..., Any], batches: list[tuple[Any, ...]]) -> float:
         """Seconds that ``predict_step`` takes for all batches."""
         device = trainer.strategy.root_device
         _wait_for(device)
         started = self._clock()
         for arguments in batches:
-            module.predict_step(*arguments)
+            step(*arguments)
         _wait_for(device)
         return self._clock() - started
 

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from trainer.data.samples import batch_size, tensors_in
+from trainer.record.measures import replicas_of
 
 
 class Throughput(Callback):
@@ -130,7 +131,7 @@ class Throughput(Callback):
         if self._resumed is not None:
             self._stop(trainer)
         if self._samples and self._seconds > 0:
-            self.rates.append(self._samples * trainer.world_size / self._seconds)
+            self.rates.append(self._samples * replicas_of(trainer) / self._seconds)
             self.measured_batches += self._batches
         self._warmup = 0  # an epoch too short for it
 

@@ -19,9 +19,22 @@ from trainer.precision.names import ALIASES
 RUNS = ("fit", "validate", "test", "predict", "compare")
 """Subcommands that run something. All but ``compare``, a sweep of ``fit``, are methods of the Trainer."""
 
-TOOLS = {"recipes": 3, "checks": 1, "tune": 1, "report": 2, "completion": 1, "trust": 99}
+TOOLS = {
+    "recipes": 3,
+    "checks": 1,
+    "tune": 1,
+    "report": 2,
+    "consolidate": 2,
+    "shard": 2,
+    "export": 3,
+    "completion": 1,
+    "trust": 99,
+}
 """Subcommands that run nothing, and how many words may follow them. Each is a module of `trainer.cli` with a function
 ``command``, which gets the `Arguments` and returns the exit status."""
+
+_OF_FILES = ("report", "consolidate", "shard", "export")
+"""Those whose words are files and folders, which may be called ``epoch=3.ckpt``."""
 
 COMMANDS = (*RUNS, *TOOLS)
 
@@ -124,7 +137,7 @@ def read(argv: Sequence[str]) -> Arguments:
         word = words.pop(0)
         if word.startswith("-"):
             _read_flag(word, words, arguments)
-        elif ("=" in word or word.startswith("~")) and arguments.command != "report":  # whose folders may be called so
+        elif ("=" in word or word.startswith("~")) and arguments.command not in _OF_FILES:
             _read_override(word, arguments)
         elif len(arguments.words) < TOOLS.get(arguments.command or "", 0):
             arguments.words.append(word)

@@ -137,6 +137,8 @@ def candidates(words: list[str]) -> list[Candidate]:
         found = (Candidate(f"{shell} ") for shell in SCRIPTS)
     elif commands[0] == "report":
         found = _paths("", word, (".html",))
+    elif commands[0] in ("consolidate", "shard", "export"):
+        found = _paths("", word, (".ckpt", ".safetensors"))
     elif commands[0] == "tune" and before[-1] == "tune":
         found = [Candidate("batch_size "), Candidate("lr ")]
     elif commands[0] in (*RUNS, "tune", "recipes"):
@@ -207,6 +209,7 @@ def _paths(start: str, value: str, endings: tuple[str, ...], *, folders_only: bo
         if not entry.name.startswith(name) or (entry.name.startswith(".") and not name):
             continue
         if entry.is_dir():
-            yield Candidate(f"{start}{inside}{entry.name}/")
+            is_checkpoint = entry.name.endswith(endings) and not folders_only  # a folder that is one
+            yield Candidate(f"{start}{inside}{entry.name}{' ' if is_checkpoint else '/'}")
         elif not folders_only and entry.name.endswith(endings):
             yield Candidate(f"{start}{inside}{entry.name} ")

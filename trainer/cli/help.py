@@ -21,6 +21,9 @@ SUMMARY = {
     "tune": "find the largest batch that fits, or a learning rate",
     "checks": "say what this machine can do, how fast, and which precision to use",
     "report": "make one HTML page of a run or a sweep",
+    "consolidate": "make one file of a checkpoint that is a folder",
+    "shard": "make a folder of a checkpoint that is one file",
+    "export": "write the weights of a checkpoint as safetensors",
     "trust": "let configs name the classes of a package, from now on",
     "completion": "print a script that has the shell complete commands and settings",
 }
@@ -71,6 +74,26 @@ Examples:
     python -m trainer recipes
     python -m trainer recipes resnet50 precision=16-mixed
     python -m trainer recipes copy resnet50 mine""",
+    "consolidate": """\
+Makes one file, in Lightning's format, of a checkpoint that is a folder (checkpoint_files.sharded=true). It has all
+that the folder has, so load_from_checkpoint and any run read it, and ckpt goes on from it. One process does it, in
+host memory; the folder is verified first. Nothing is written over.
+
+Example:
+    python -m trainer consolidate outputs/gpt/DATE_TIME/checkpoints/last.ckpt last.ckpt""",
+    "shard": """\
+Makes a folder, as checkpoint_files.sharded=true writes them, of a checkpoint that is one file: the opposite of
+consolidate. Processes that go on from it read their parts alone. Nothing is written over.
+
+Example:
+    python -m trainer shard last.ckpt last_folder.ckpt""",
+    "export": """\
+Writes the weights of a checkpoint, file or folder, as safetensors: the format of the Hugging Face world, which runs
+no code when it is read. With PREFIX, those whose names begin with it, without it: what a LightningModule has as
+self.model begins with "model.". Needs the package safetensors. Nothing is written over.
+
+Example:
+    python -m trainer export outputs/finetune/DATE_TIME/checkpoints/last.ckpt model.safetensors model.""",
     "trust": """\
 Lets every config name the classes and functions of a package, such as timm, from now on: in a _target_, and so
 run its code as you. Packages that you have installed from a folder of your own, modules in the working directory
@@ -101,13 +124,16 @@ Examples:
     python -m trainer report multirun/resnet50/DATE_TIME sweep.html""",
 }
 
-_WORDS = {
+WORDS = {
     "recipes": "[NAME [SETTING=VALUE ...] | copy NAME [NEWNAME]]",
     "tune": "batch_size|lr [SETTING=VALUE ...]",
     "checks": "[json]",
     "trust": "[NAME ...]",
     "completion": "bash|zsh|fish",
     "report": "[RUN_DIR [OUT.html]]",
+    "consolidate": "FOLDER FILE",
+    "shard": "FILE FOLDER",
+    "export": "CHECKPOINT FILE.safetensors [PREFIX]",
 }
 """What may follow a command that runs nothing."""
 
@@ -146,7 +172,7 @@ _USE = """\
 
 _COMMAND_GROUPS = {
     "Train": ("fit", "compare", "tune"),
-    "Use what was trained": ("validate", "test", "predict", "report"),
+    "Use what was trained": ("validate", "test", "predict", "report", "consolidate", "shard", "export"),
     "Look around": ("recipes", "checks", "trust", "completion"),
 }
 
@@ -195,7 +221,7 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
         config_dir: what ``--config-dir`` was given, if anything.
     """
     if command in TOOLS:
-        usage = f"usage: python -m trainer {command} {_WORDS[command]}".rstrip()
+        usage = f"usage: python -m trainer {command} {WORDS[command]}".rstrip()
         return "\n\n".join([usage, _ABOUT[command], *([_settings("tune", config_dir)] if command == "tune" else [])])
     if command is None:
         return _first_screen(config_dir)
@@ -219,7 +245,8 @@ def _settings(node: str, config_dir: str | None) -> str:
     rows = [
         (f"{key.name}={describe(key.value)}", key.meaning)
         for key in keys((), config_dir).values()
-        if key.name.rpartition(".")[0] == node and key.name not in (*groups(config_dir), "command", "objective")
+        if key.name.rpartition(".")[0] in (node, node or "checkpoint_files")
+        and key.name not in (*groups(config_dir), "command", "objective", "checkpoint_files")
     ]
     if not node:
         return _listed("Settings, with their defaults (--cfg job prints all):", [*rows, *_ADDED])

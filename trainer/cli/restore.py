@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer
+from trainer.cli.consolidate import is_checkpoint_folder
 from trainer.cli.failure import printable
 from trainer.cli.folders import packaged_conf
 from trainer.cli.processes import is_first, is_quiet
@@ -68,13 +69,13 @@ def find(path: Path, *, latest: bool = False) -> Path:
     """The checkpoint that ``path`` names: itself, or in a run's folder the best one, else the last.
 
     Args:
-        path: a file, or a folder of a run or of checkpoints.
+        path: a checkpoint, or a folder of a run or of checkpoints.
         latest: prefer the last one, to go on from.
 
     Raises:
         UsageError: there is none.
     """
-    if path.is_file():
+    if path.is_file() or is_checkpoint_folder(path):
         return path
     if not path.is_dir():
         beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []

@@ -159,6 +159,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     # A run that goes on from a checkpoint in a folder of its own keeps its own best checkpoints: meant to be so.
     warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)
     arguments = make(arguments, "trainer", allowlist)
+    _add_checkpoint_files(arguments, settings["checkpoint_files"])
     if arguments.get("resume") is None and arguments.get("exact_resume") is True:
         del arguments["resume"], arguments["exact_resume"]  # a Trainer of somebody else's need not know them
     arguments["default_root_dir"] = arguments["default_root_dir"] or str(folder)
@@ -198,6 +199,18 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     if is_first() and not is_quiet() and (said := getattr(arguments["precision"], "said", "")):
         print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
     return module, data, trainer
+
+
+def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Have the Trainer write checkpoints as ``settings`` say, where they say something else than by default."""
+    from trainer import CheckpointFiles
+
+    default = CheckpointFiles()
+    if all(getattr(default, name) == value for name, value in settings.items()):
+        return
+    given = arguments.get("plugins")
+    plugins = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    arguments["plugins"] = [*plugins, CheckpointFiles(**settings)]
 
 
 def _check_kinds(module: Any, data: Any, settings: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trainer.cli import objective, permissions, plugins
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
+from trainer.cli.consolidate import is_checkpoint_folder
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import SETTINGS, flatten, keys, options
 from trainer.cli.leaves import Leaf, leaves
@@ -349,6 +350,7 @@ def _check_whole(
     said = permissions.keys_said(composer, overrides)
     permissions.check(plain, said, resolved=runs)
     objective.check(plain["objective"])
+    _check_checkpoint_files(plain["checkpoint_files"])
     if runs:
         _check_model(plain, config_dir, config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
@@ -359,7 +361,7 @@ def _check_whole(
 
 def _check_complete(job: DictConfig) -> None:
     """What our own config has is counted on: Hydra lets one delete it."""
-    for name in ("allowed_packages", "callbacks", "logger", "objective", "seed", *_NEEDED):
+    for name in ("allowed_packages", "callbacks", "checkpoint_files", "logger", "objective", "seed", *_NEEDED):
         if name not in job:
             none = f" To do without, write {name}=none." if name in ("callbacks", "logger") else ""
             raise UsageError(
@@ -472,6 +474,22 @@ def _check_combinations(plain: dict[str, Any]) -> None:
                 )
 
 
+def _check_checkpoint_files(node: Any) -> None:
+    expected: dict[str, tuple[Any, ...]] = {
+        "sharded": (True, False),
+        "asynchronous": (True, False),
+        "when_full": ("stop", "continue"),
+    }
+    if not isinstance(node, dict) or set(node) != set(expected):
+        raise UsageError(f"checkpoint_files is {describe(node)}, expected its settings: {', '.join(expected)}.")
+    for name, values in expected.items():
+        if not str(node[name]).startswith("${") and not any(
+            type(node[name]) is type(value) and node[name] == value for value in values
+        ):
+            names = " or ".join(str(value).lower() for value in values)
+            raise UsageError(f"checkpoint_files.{name} is {describe(node[name])}, expected {names}.")
+
+
 def _check_checkpoint(path: Any, given: Collection[str]) -> None:
     if path is not None and not isinstance(path, str):
         raise UsageError(f"ckpt_path is {describe(path)}, expected the path or URL of a file, best, last, or null.")
@@ -486,10 +504,10 @@ def _check_checkpoint(path: Any, given: Collection[str]) -> None:
         )
     if not path.strip() or not path.isprintable():
         raise UsageError(f"ckpt_path is {path!r}, expected the path or URL of a file, best, last, or null.")
-    if Path(path).is_dir() and path:
+    if Path(path).is_dir() and not is_checkpoint_folder(Path(path)):
         raise UsageError(
-            f"ckpt_path is {path}, which is a folder, expected a file. For a run's folder, with the config in it, write"
-            " ckpt=FOLDER."
+            f"ckpt_path is {path}, which is a folder, expected a checkpoint. For a run's folder, with the config in it,"
+            " write ckpt=FOLDER."
         )
     if Path(path).exists():
         return

@@ -6,22 +6,35 @@ are still those of that update, also if the outcome arrives late.
 
 A subclass that overrides ``on_train_batch_end`` is called after each batch, as usual. Its ``should_update`` is only
 called for steps that were not skipped, which waits for a late outcome.
+
+Where processes hold parts of the weights, each holds the same parts of the average: those of ``WeightAveraging`` and of
+``StochasticWeightAveraging``. The average's module is a copy without weights, made while the module is whole; it gets
+those of the sharded module. No process has a whole copy. ``WeightAveraging(device=...)`` is not used there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
+from trainer.engine.sharding.state import load_module_state, spread
 from trainer.state.outcome import StepOutcome
 
 _HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_models"
+_SHARDED = ("setup", "update_parameters", "on_load_checkpoint", "_load_average_model_state")
+"""What is replaced in a callback whose average is sharded."""
+Part = Callable[[Tensor], Tensor]
+"""Makes of a tensor as much as this process holds of it."""
 
 
 def follows_outcomes(callback: Any) -> bool:
@@ -29,9 +42,21 @@ def follows_outcomes(callback: Any) -> bool:
     return isinstance(callback, WeightAveraging) and _HOOK in vars(callback)
 
 
-def attach_averaging(trainer: Any) -> None:
-    """Let the averaging callbacks leave skipped steps out."""
+def defer_copies(trainer: Any) -> None:
+    """Where weights will be sharded: have the averaging callbacks copy none of them in ``setup``."""
+    if not trainer.engine.gradients.are_parts:
+        return
     for callback in trainer.callbacks:
+        for kind in (WeightAveraging, StochasticWeightAveraging):
+            if isinstance(callback, kind) and type(callback).setup is kind.setup:
+                vars(callback)["setup"] = _copy_nothing
+
+
+def attach_averaging(trainer: Any) -> None:
+    """Let the averaging callbacks leave skipped steps out; make their averages, where weights will be sharded."""
+    for callback in trainer.callbacks:
+        if trainer.engine.gradients.are_parts and trainer.training:
+            _make_average(callback, trainer.lightning_module)
         if not isinstance(callback, WeightAveraging):
             continue
         vars(callback)[_SWAP] = _Swap(callback)
@@ -41,12 +66,32 @@ def attach_averaging(trainer: Any) -> None:
             vars(callback)[_QUESTION] = partial(_unless_skipped, trainer, callback.should_update)
 
 
-def detach_averaging(callbacks: Iterable[Any]) -> None:
-    """Undo :func:`attach_averaging`."""
-    for callback in callbacks:
+def shard_averages(trainer: Any) -> None:
+    """Give the averages the weights of the module, which has been sharded."""
+    if not (trainer.engine.gradients.are_parts and trainer.training):
+        return
+    module, part = trainer.lightning_module, trainer.engine.gradients.part
+    for callback in trainer.callbacks:
         if isinstance(callback, WeightAveraging):
-            for name in (_HOOK, _QUESTION, _SWAP):
+            average: Any = callback._average_model
+            _fill(average.module, module)
+            average.n_averaged = average.n_averaged.to(trainer.engine.device)
+            vars(average)["update_parameters"] = partial(_update, average, part)
+            vars(callback)["on_load_checkpoint"] = partial(_load, callback)
+        elif isinstance(callback, StochasticWeightAveraging):
+            _fill(callback._average_model, module)
+            vars(callback)["update_parameters"] = partial(_update_swa, callback, part)
+            vars(callback)["_load_average_model_state"] = partial(_load_swa, callback)
+
+
+def detach_averaging(callbacks: Iterable[Any]) -> None:
+    """Undo :func:`defer_copies`, :func:`attach_averaging` and :func:`shard_averages`."""
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            for name in (_HOOK, _QUESTION, _SWAP, *_SHARDED):
                 vars(callback).pop(name, None)
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            vars(callback._average_model).pop("update_parameters", None)
 
 
 @contextmanager
@@ -91,3 +136,83 @@ def _unless_skipped(
         if outcome is not None and len(outcome.skipped_optimizers) == len(outcome.optimizers):
             return False
     return ask(step_idx=step_idx, epoch_idx=epoch_idx)
+
+
+# --- where weights are sharded ------------------------------------------------------------------------------
+
+
+def _copy_nothing(trainer: Any, pl_module: LightningModule, stage: str) -> None:
+    """In the place of ``setup``: see :func:`_make_average`."""
+
+
+def _make_average(callback: Any, module: LightningModule) -> None:
+    """A copy of the module, which is whole or on the meta device, without weights."""
+    if not isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+        return
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
+    copy = deepcopy(module, dict(empty))
+    if isinstance(callback, StochasticWeightAveraging):
+        callback._average_model = copy
+    else:
+        callback._average_model = AveragedModel(copy, use_buffers=callback._use_buffers, **callback._kwargs)
+
+
+def _fill(average: nn.Module, module: nn.Module) -> None:
+    """Give the average copies of the module's parameters and buffers, sharded as they are."""
+    copies: dict[int, nn.Parameter] = {}  # once, where modules share it
+    for path, owner in module.named_modules(remove_duplicate=False):
+        copied = average.get_submodule(path)
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                one = copies.setdefault(
+                    id(parameter), nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                )
+                copied._parameters[name] = one
+        for name, buffer in owner._buffers.items():
+            copied._buffers[name] = None if buffer is None else buffer.detach().clone()
+
+
+class _Parts(nn.Module):
+    """This process's parts of a module's parameters, and its buffers: plain tensors, which share their memory.
+
+    An average is computed element by element, so each process computes that of its own.
+    """
+
+    def __init__(self, module: nn.Module, part: Part) -> None:
+        super().__init__()
+        for number, parameter in enumerate(module.parameters()):
+            self.register_parameter(f"p{number}", nn.Parameter(part(parameter.detach()), requires_grad=False))
+        for number, buffer in enumerate(module.buffers()):
+            self.register_buffer(f"b{number}", buffer)
+
+
+def _update(average: AveragedModel, part: Part, model: nn.Module) -> None:
+    """``AveragedModel.update_parameters``."""
+    whole = average.module
+    average.module = _Parts(whole, part)
+    try:
+        AveragedModel.update_parameters(average, _Parts(model, part))
+    finally:
+        average.module = whole
+
+
+def _update_swa(
+    callback: StochasticWeightAveraging, part: Part, average: nn.Module, model: nn.Module, *more: Any
+) -> None:
+    """``StochasticWeightAveraging.update_parameters``."""
+    update: Any = type(callback).update_parameters
+    update(_Parts(average, part), _Parts(model, part), *more)
+
+
+def _load(callback: WeightAveraging, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """``WeightAveraging.on_load_checkpoint``, of a checkpoint whose tensors may be whole."""
+    like = pl_module.state_dict()
+    for key in {"state_dict", "current_model_state"} & checkpoint.keys():
+        checkpoint[key] = {name: spread(value, like.get(name)) for name, value in checkpoint[key].items()}
+    type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
+
+
+def _load_swa(callback: StochasticWeightAveraging, state: Any) -> None:
+    """``StochasticWeightAveraging._load_average_model_state``, likewise."""
+    if callback._average_model is not None:
+        load_module_state(callback._average_model, state, strict=True)

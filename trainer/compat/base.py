@@ -23,9 +23,9 @@ from trainer.compat.callbacks import first_of, overrides
 from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.data import DataSource
 from trainer.compat.errors import adopt
-from trainer.compat.fsdp import build_engine
 from trainer.compat.logging import LoggerConnector
 from trainer.compat.signals import Signals
+from trainer.compat.strategies import build_engine
 from trainer.compat.views import EvalLoopView, FitLoopView, LoopAttribute, PredictLoopView, alias
 from trainer.engine.protocol import Engine
 from trainer.loops.evaluation import EvalLoop

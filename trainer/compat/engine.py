@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.precision import PrecisionAdapter
 from trainer.engine.agreement import Agreement
 from trainer.engine.gradients import Gradients, zero_loss
+from trainer.engine.initialisation import initialise
 from trainer.engine.processes import children, leave_group_at_exit
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.engine.sharding.wrap import put_back
@@ -88,8 +89,8 @@ class LightningEngine:
         cluster.check_local_rank(self.connector.cluster_environment, self.strategy)
         if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise UnsupportedError(
-                f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device or"
-                " DDP. Sharded strategies are not supported yet: use strategy='ddp'."
+                f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device,"
+                " DDP or FSDP: strategy='ddp', or strategy='fsdp' to shard the model."
             )
         self._ddp = self.strategy if isinstance(self.strategy, DDPStrategy) else None  # asked for at every step
         self.precision = precision.for_device(self.device)
@@ -186,6 +187,9 @@ class LightningEngine:
         with signals_passed_on(launcher):
             return launcher.launch(function, *args, trainer=self._trainer)
 
+    def refuse(self, callbacks: Iterable[Any]) -> None:
+        """Every callback works."""
+
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the strategy's."""
         self.strategy.precision_plugin = self.adapter  # another Trainer may have been built with the strategy since
@@ -205,6 +209,8 @@ class LightningEngine:
         """Put the module into the precision's dtype."""
         put_back(self.model)  # an earlier run may have failed
         self.strategy.model = self.precision.convert_module(self.model)
+        if not self.restores_after_setup:
+            initialise(self.model, self.device)
 
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""

@@ -2,92 +2,193 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.strategies.model_parallel import _setup_device_mesh
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
+from trainer.callbacks.gradient_check import GradientCheck
+from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
+from trainer.engine.protocol import Weight
 from trainer.engine.sharding import state
 from trainer.engine.sharding.gradients import ShardedGradients
+from trainer.engine.sharding.settings import check_sharding
 from trainer.engine.sharding.wrap import Blocks, ShardedModule, Sharding
-from trainer.precision.base import Precision
+from trainer.errors import ConfigurationError, UnsupportedError
 from trainer.precision.scaler import LossScaler
 
 
 class FSDP2Strategy(DDPStrategy):
     """Parameters, gradients and optimizer states sharded over the processes by torch's ``fully_shard`` (FSDP2).
 
-    ``Trainer(strategy="fsdp")`` is ``Trainer(strategy=FSDP2Strategy())``.
+    ``Trainer(strategy="fsdp")`` is ``Trainer(strategy=FSDP2Strategy())``. On the command line:
+    ``trainer=fsdp trainer.strategy._target_=trainer.FSDP2Strategy trainer.strategy.replicas=2``. Between runs the
+    module is whole, on the CPU, and of its own class.
 
     Args:
-        blocks: what is gathered and freed at a time. None for the members of each ``ModuleList`` and ``Sequential``;
-            classes of modules; or a function of (module, mesh) that calls ``fully_shard`` itself.
+        blocks: what is gathered and freed at a time. None for the outermost members of each ``ModuleList`` and
+            ``Sequential``; classes of modules, or one; or a function of (module, mesh) that calls ``fully_shard`` on
+            parts of the module. What is left belongs to the module itself, and is gathered for the whole step.
         reshard_after_forward: whether parameters are freed between a block's forward and its backward, as in
-            ``fully_shard``; a number of processes to shard over in between. None for True, except of the root.
-        mixed_precision: a ``MixedPrecisionPolicy`` for what is gathered and reduced, in the place of, or below,
-            ``Trainer(precision=...)``. None for the dtypes that parameters have.
-        cpu_offload: keep parameters, gradients and optimizer states in the CPU's memory.
+            ``fully_shard``: True takes less memory, False one exchange less. A number of processes: they are spread
+            over as many meanwhile. None for True, except of the module itself.
+        mixed_precision: a ``MixedPrecisionPolicy``, or its arguments as a mapping (``{"param_dtype": "bfloat16",
+            "reduce_dtype": "float32"}``): the dtypes that parameters are gathered in and gradients are reduced in. Best
+            together with ``Trainer(precision="bf16-mixed")``. None for the dtype that parameters have, and float32
+            for the gradients of parameters in 16 bits.
+        cpu_offload: keep parameters, gradients and optimizer states in the CPU's memory; the optimizer steps there.
+        replicas: how many groups of processes hold all shards, each between themselves (hybrid sharding, HSDP): within
+            a group there is gathered and reduced as usual, between the groups gradients are averaged.
+        sync_each_batch: whether each batch of an accumulation window reduces its gradients to shards, or the last one
+            for all, which exchanges less and takes memory for whole gradients.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; None for that of the device.
-        timeout: how long a process waits for the others in a collective.
+        timeout: how long a process waits for the others in a collective; a timedelta, or seconds.
+
+    Raises:
+        ConfigurationError: an argument that is not as above.
+        UnsupportedError: a torch older than 2.13.
     """
 
     strategy_name = "fsdp"
 
     def __init__(
         self,
-        blocks: Blocks = None,
+        blocks: type[nn.Module] | Blocks = None,
         reshard_after_forward: bool | int | None = None,
-        mixed_precision: MixedPrecisionPolicy | None = None,
+        mixed_precision: MixedPrecisionPolicy | Mapping[str, Any] | None = None,
         cpu_offload: bool = False,
+        replicas: int = 1,
+        sync_each_batch: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        **lightning: Any,
+        timeout: timedelta | float | None = default_pg_timeout,
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout, **lightning)
-        self.settings = Sharding(blocks, reshard_after_forward, mixed_precision or MixedPrecisionPolicy(), cpu_offload)
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise UnsupportedError(
+                f"Got torch {torch.__version__} with FSDP2, expected 2.13 or newer: older ones cannot keep a process in"
+                " step that has no batch. Update torch, or use strategy='ddp'."
+            )
+        checked = check_sharding(
+            blocks=blocks,
+            reshard_after_forward=reshard_after_forward,
+            mixed_precision=mixed_precision,
+            cpu_offload=cpu_offload,
+            replicas=replicas,
+            sync_each_batch=sync_each_batch,
+            timeout=timeout,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
+        )
+        self.settings = checked
+        self.replicas = replicas
         self.sharded: ShardedModule | None = None
+        self._mesh: DeviceMesh | None = None
         self._failed = False
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The processes: of the dimension ``"shards"``; or of two, ``"replicas"`` before it."""
+        if self._mesh is None:
+            raise RuntimeError("The device mesh is there once the processes have started.")
+        return self._mesh
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """Those dimensions of it over which batches differ, and parameters are sharded."""
+        return self.device_mesh
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Weights are loaded into the sharded module."""
         return True
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of the data this process gets."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        """Join the process group, and arrange the processes."""
+        super().setup_environment()
+        self._mesh = self.make_mesh()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh  # `self.device_mesh` in `configure_model`
+
     def make_mesh(self) -> DeviceMesh:
-        """The processes, as dimensions to shard over."""
-        return init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("shards",))
+        """The processes, as dimensions to shard over.
+
+        Raises:
+            ConfigurationError: the number of processes is no multiple of ``replicas``.
+        """
+        device, world_size = self.root_device.type, self.world_size
+        if self.replicas == 1:
+            return init_device_mesh(device, (world_size,), mesh_dim_names=("shards",))
+        if world_size % self.replicas:
+            raise ConfigurationError(
+                f"Got FSDP2Strategy(replicas={self.replicas}) on {world_size} processes, expected a number that divides"
+                f" them: {', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)}."
+            )
+        shape = (self.replicas, world_size // self.replicas)
+        return init_device_mesh(device, shape, mesh_dim_names=("replicas", "shards"))
 
     def setup(self, trainer: Any) -> None:
         """Shard the module, for fitting and for evaluation; for fitting, make the optimizers."""
         assert self.accelerator is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        assert self.model is not None
         self._failed = False
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self.sharded = ShardedModule(self.model, self.make_mesh(), self.root_device, self.settings)
+        self.sharded = ShardedModule(self.model, self.data_mesh, self.root_device, self._settings_for(self.model))
         if fitting:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                _refuse_fused_sgd(optimizer)
         self.setup_precision_plugin()
+
+    def _settings_for(self, module: nn.Module) -> Sharding:
+        """Gradients of parameters in 16 bits are reduced in float32, unless the policy says otherwise."""
+        policy = self.settings.policy
+        kinds = {parameter.dtype for parameter in module.parameters()}
+        if policy.reduce_dtype is None and policy.param_dtype is None and kinds & {torch.float16, torch.bfloat16}:
+            return replace(self.settings, policy=replace(policy, reduce_dtype=torch.float32))
+        return self.settings
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients whole, and on this process, until the window's last batch."""
+        """Keep gradients whole, and on this process, until the window's last batch; unless each is to be reduced."""
         root: Any = self.model
+        if self.settings.sync_each_batch:
+            yield
+            return
         root.set_requires_gradient_sync(False)
         try:
             yield
@@ -136,6 +237,60 @@ class FSDP2Strategy(DDPStrategy):
         self.checkpoint_io.teardown()
 
 
+class ParallelStrategy(FSDP2Strategy):
+    """In the place of Lightning's ``ModelParallelStrategy``: the module shards itself in ``configure_model``.
+
+    It may use tensor parallelism, within each group of ``tensor_parallel_size`` processes, which share a batch. What it
+    leaves whole is sharded over the others.
+
+    Args:
+        data_parallel_size, tensor_parallel_size: of the mesh's two dimensions; ``"auto"`` for the numbers of machines,
+            and of processes on each.
+        options: as for ``FSDP2Strategy``.
+    """
+
+    def __init__(self, data_parallel_size: int | str, tensor_parallel_size: int | str, **options: Any) -> None:
+        super().__init__(blocks=(), **options)
+        self._sizes = data_parallel_size, tensor_parallel_size
+
+    def make_mesh(self) -> DeviceMesh:
+        """(data_parallel, tensor_parallel)."""
+        data, tensor = self._sizes
+        return _setup_device_mesh(
+            self.num_nodes if data == "auto" else int(data),
+            self.num_processes if tensor == "auto" else int(tensor),
+            self.world_size,
+            self.root_device,
+        )
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """Those over which batches differ."""
+        return self.device_mesh["data_parallel"]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of the data this process gets: the same as the others of its group."""
+        return {"num_replicas": self.data_mesh.size(), "rank": self.data_mesh.get_local_rank()}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As usual; over the processes whose batches differ, unless ``group`` says otherwise."""
+        return super().reduce(tensor, self.data_mesh.get_group() if group is None else group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all processes."""
+        votes = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+
+def _refuse_fused_sgd(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups):
+        raise UnsupportedError(
+            "Got SGD(fused=True) with parameters that are sharded, for which torch has no fused SGD. Use"
+            " SGD(foreach=True); AdamW(fused=True) works."
+        )
+
+
 class ShardedEngine(LightningEngine):
     """Lightning's launcher and collectives; sharded parameters and gradients."""
 
@@ -168,6 +323,26 @@ class ShardedEngine(LightningEngine):
         """Sharded as the parameter that it belongs to."""
         assert self.strategy.lightning_module is not None
         return state.template(self.strategy.lightning_module, place, shape, dtype)
+
+    @property
+    def replicas(self) -> int:
+        """How many processes have batches of their own."""
+        return self.strategy.data_mesh.size()
+
+    def sum(self, *values: Weight) -> list[Weight]:
+        """The sums over the processes that have batches of their own."""
+        if self.replicas == self.world_size:
+            return super().sum(*values)
+        return [value / (self.world_size // self.replicas) for value in super().sum(*values)]
+
+    def refuse(self, callbacks: Iterable[Any]) -> None:
+        """Refuse callbacks that need whole gradients."""
+        for callback in callbacks:
+            if (instead := _NEED_WHOLE.get(type(callback))) is not None:
+                raise UnsupportedError(
+                    f"Got {type(callback).__name__} with strategy='fsdp', under which no process has whole gradients."
+                    f" {instead}"
+                )
 
     @property
     def goes_through_wrapper(self) -> bool:
@@ -219,21 +394,14 @@ class ShardedEngine(LightningEngine):
             self._sharded().idle.forget()
 
 
-def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
-    """The engine for ``options["strategy"]``; see :class:`LightningEngine`."""
-    if options.get("strategy") in _NAMES:
-        options["strategy"] = _NAMES[options["strategy"]]()
-    sharded = isinstance(options.get("strategy"), FSDP2Strategy)
-    return (ShardedEngine if sharded else LightningEngine)(trainer, precision, plugins, **options)
-
-
+_NEED_WHOLE = {
+    GradientCheck: "Check them on one device: strategy='auto', devices=1.",
+    HalveOnOutOfMemory: "A process that runs out of memory cannot repeat a batch without the others. Use smaller"
+    " batches and more of them: accumulate_grad_batches.",
+}
 _STEPS = {
     RunningStage.SANITY_CHECKING: "validation_step",
     RunningStage.VALIDATING: "validation_step",
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
-}
-_NAMES: dict[Any, Callable[[], FSDP2Strategy]] = {
-    "fsdp": FSDP2Strategy,
-    "fsdp_cpu_offload": partial(FSDP2Strategy, cpu_offload=True),
 }

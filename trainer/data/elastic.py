@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data import DistributedSampler as Distributed
 
 from trainer.state import random_states
@@ -133,9 +133,11 @@ def not_ordered(loader: Any) -> str | None:
     """Why the batches of a dataloader cannot be divided in another way; None where they can."""
     if not isinstance(loader, DataLoader):
         return f"the training data is a {type(loader).__name__}, no DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return "the DataLoader has an iterable dataset"
     batches: Any = loader.batch_sampler
     if batches is None:
-        return "the DataLoader has an iterable dataset, or makes no batches"
+        return "the DataLoader makes no batches"
     if type(batches) is not BatchSampler:
         return f"its batch sampler is a {type(batches).__name__}"
     known = (RandomSampler, SequentialSampler, Distributed, ElasticSampler)

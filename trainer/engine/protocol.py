@@ -7,7 +7,7 @@ post-mortems use nothing else of an engine than what is here; only ``trainer.com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -117,6 +117,9 @@ class Engine(Protocol):
     @property
     def launch(self) -> Callable[..., Any]:
         """Calls ``function(*args)`` in every process, and returns what it returned in this one."""
+
+    def refuse(self, callbacks: Iterable[Any]) -> None:
+        """Raise an UnsupportedError, if one of the Trainer's callbacks cannot work on this engine."""
 
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the one to run. Nothing is moved yet."""

@@ -32,6 +32,12 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     return facts
 
 
+def replicas_of(trainer: Any) -> int:
+    """How many processes have batches of their own."""
+    engine = getattr(trainer, "engine", None)  # `lightning.Trainer` has none
+    return int(trainer.world_size if engine is None else engine.replicas)
+
+
 def devices_of(trainer: Any) -> str:
     """Number and kind of a trainer's devices, such as "2 x NVIDIA A100"."""
     device = trainer.strategy.root_device

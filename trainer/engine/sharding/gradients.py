@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
+from trainer.engine.sharding.state import load_waiting_gradients, waiting_gradients
 from trainer.engine.sharding.wrap import ShardedModule
 from trainer.precision.scaler import LossScaler
+
+_WHOLE = "whole: "  # in names of a checkpoint
 
 
 class ShardedGradients(Gradients):
@@ -149,14 +152,22 @@ class ShardedGradients(Gradients):
     def state_dict(
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
     ) -> dict[str, Tensor]:
-        """This process's parts of the gradients that no weight update has used yet."""
-        return {name: _part(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
+        """This process's parts of the gradients that no weight update has used yet; whole ones of an open window."""
+        parameters, optimizers = list(parameters), list(optimizers)
+        found = {name: _part(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
+        held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        whole = {id(one): gradient for one, gradient in waiting_gradients(self._sharded().root).items()}
+        return found | {_WHOLE + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
 
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         """Put back what :meth:`state_dict` returned, on as many processes."""
         parameters = list(parameters)
-        whole = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
-        super().load_state_dict(parameters, whole)
+        parts = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
+        super().load_state_dict(parameters, parts)
+        whole: dict[Any, Tensor] = {p: state[_WHOLE + name] for name, p in parameters if _WHOLE + name in state}
+        if whole:
+            load_waiting_gradients(self._sharded().root, whole)
+            self.scaler.expect_scaled(self._device)
 
     def _parts(self, optimizer: Optimizer) -> list[Tensor]:
         return [_part(gradient) for gradient in _gradients(optimizer)]

@@ -7,11 +7,12 @@ rank 0 (:func:`gathered`); from a file, of which every process has mapped the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -91,6 +92,43 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
         for number, one in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": states})
+
+
+def waiting_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Whole gradients of this process, of batches that have exchanged none yet, by the sharded parameters.
+
+    They are there inside a window whose gradients are exchanged at its end.
+    """
+    found = {}
+    for one in _fsdp_parameters(root):
+        gradient = one.unsharded_accumulated_grad
+        if gradient is None and hasattr(one, "_unsharded_param"):
+            gradient = one.unsharded_param.grad
+        if gradient is not None:
+            found[one.sharded_param] = gradient.detach()
+    return found
+
+
+def load_waiting_gradients(root: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Put back what :func:`waiting_gradients` returned. All processes call this together."""
+    if not gradients:
+        return
+    state: Any = root
+    state._get_fsdp_state()._lazy_init()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):  # so that whole parameters exist, which the gradients are those of
+            module.unshard()
+            module.reshard()
+    for one in _fsdp_parameters(root):
+        if (gradient := gradients.get(one.sharded_param)) is not None:
+            one.unsharded_param.grad = gradient.to(one.device)
+
+
+def _fsdp_parameters(root: nn.Module) -> Iterator[Any]:
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:

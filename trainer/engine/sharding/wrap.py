@@ -16,15 +16,19 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trainer.engine.initialisation import initialise
 from trainer.engine.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
+from trainer.errors import UnsupportedError
 
 Blocks = Iterable[type[nn.Module]] | Callable[[nn.Module, DeviceMesh], Any] | None
 
 
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+"""What has no forward of its own."""
 _SHARDED = "_sharded_module"
 """The attribute of a root while it is sharded."""
 _BUCKET = 250 * 2**20
@@ -39,55 +43,67 @@ class Sharding:
     reshard_after_forward: bool | int | None = None
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     cpu_offload: bool = False
+    sync_each_batch: bool = True
 
 
 class ShardedModule:
     """A module that is sharded, until :meth:`put_back`.
 
     All processes come here together, with modules of the same parameters: rank 0's values are sent to all first, so
-    that every process starts from what DDP starts from.
+    that every process starts from what DDP starts from. What is on the meta device is sharded there, and filled then.
 
     Args:
-        module: whole; it stays the same object.
+        module: whole, or partly sharded by its own ``configure_model``; it stays the same object.
         mesh: of the processes, one dimension to shard over; or two, (replicas, shards).
         device: where to compute.
         settings: what is sharded, and how.
 
     Attributes:
         root: the module.
+        blocks: how many are gathered one by one.
         idle: takes part in the other processes' passes, where this one has no batch.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, device: torch.device, settings: Sharding) -> None:
         self.root = module
         self.mesh = mesh
-        self._owners = _owners(module)
+        self.settings = settings
+        self._device = device
+        self._owners: list[tuple[nn.Module, str, nn.Parameter]] = []  # of the parameters, as they were
         self._of_root: dict[nn.Module, list[Any]] = {}  # the parameters of the root's, by who owns them
         self._handles: list[Any] = []
-        self._device = device
-        self._settings = settings
-        self._blocks = set() if callable(settings.blocks) else set(find_blocks(module, settings.blocks))
-        self._visit(module, set())
+        self._refuse_scalars()
+        blocks: set[nn.Module] = set()
+        if callable(settings.blocks):
+            self._send(module)
+            settings.blocks(module, mesh)
+            self._empty()
+        else:
+            blocks = set(find_blocks(module, settings.blocks, children=settings.policy.param_dtype is not None))
+        self._shard(module, blocks, set())
+        module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # of batches without a loss
+        enter_once(module)
+        initialise(module, torch.device("cpu") if settings.cpu_offload else device, self._spread)
+        self._empty()
+        self.blocks = len(sharded_modules(module)) - 1
         self._buffers = _persistent_buffers(module)
         self.idle = IdlePasses(module, self.before_forward)
         vars(module)[_SHARDED] = self
 
-    def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:
+    def _shard(self, module: nn.Module, blocks: set[nn.Module], seen: set[nn.Module]) -> None:
         """Shard the blocks, inner ones first: no more than one of them is whole on the device at a time."""
         if module in seen:
             return
         seen.add(module)
         for child in module.children():
-            self._visit(child, seen)
-        if module is self.root or module in self._blocks:
-            self._shard(module)
-
-    def _shard(self, module: nn.Module) -> None:
-        settings, is_root = self._settings, module is self.root
-        _send_from_first(module, self._device)
-        policy = (
-            replace(settings.policy, cast_forward_inputs=False) if is_root else settings.policy
-        )  # targets are in it
+            self._shard(child, blocks, seen)
+        is_root = module is self.root
+        if isinstance(module, FSDPModule) or not (is_root or module in blocks):
+            return
+        self._send(module)
+        settings = self.settings
+        # the root's input is the batch, and its targets keep their dtype
+        policy = replace(settings.policy, cast_forward_inputs=False) if is_root else settings.policy
         fully_shard(
             module,
             mesh=self.mesh,
@@ -95,18 +111,50 @@ class ShardedModule:
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
         )
-        if is_root:
-            enter_once(module)
-            module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # of batches without a loss
-        for owner, name, parameter in self._owners:  # what was copied into shards takes memory no more
-            if isinstance(owner._parameters[name], DTensor) and parameter.numel():
+        self._empty()
+
+    def _send(self, module: nn.Module) -> None:
+        """Move what is whole in ``module`` to the device, make it what rank 0 has, and note it for the end."""
+        whole: list[Tensor] = []
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and not isinstance(parameter, DTensor):
+                    self._owners.append((part, name, parameter))
+                    whole.append(parameter)
+            whole += [buffer for buffer in part._buffers.values() if buffer is not None]
+        whole = [one for one in dict.fromkeys(whole) if not one.is_meta and not isinstance(one, DTensor)]
+        for tensor in whole:
+            tensor.data = tensor.data.to(self._device).contiguous()
+        _broadcast(whole)
+
+    def _empty(self) -> None:
+        """Free what has been copied into shards."""
+        for owner, name, parameter in self._owners:
+            if isinstance(owner._parameters.get(name), DTensor) and parameter.numel() and not parameter.is_meta:
                 parameter.data = parameter.data.new_empty(0)
+
+    def _spread(self, whole: Tensor, sharded: Any) -> None:
+        """Give each process its part of what has been initialised, as rank 0 has it."""
+        there = whole.to(self._device).contiguous()
+        _broadcast([there])
+        if isinstance(sharded, DTensor):
+            part = distribute_tensor(there, sharded.device_mesh, sharded.placements, src_data_rank=None)
+            sharded._local_tensor.data.copy_(part._local_tensor)
+        else:
+            sharded.data.copy_(there)
+
+    def _refuse_scalars(self) -> None:
+        names = [name for name, parameter in self.root.named_parameters() if not parameter.ndim]
+        if names:
+            raise UnsupportedError(
+                f"Got the parameter{'s' * (len(names) > 1)} {', '.join(names)} without a dimension, expected at least"
+                " one to shard: torch's fully_shard takes no scalars. Make it torch.ones(1) in the place of"
+                " torch.tensor(1.0)."
+            )
 
     def before_forward(self) -> None:
         """Make the buffers what rank 0 has, as DDP does before each forward: running means, for instance."""
-        if self._buffers:
-            broadcast: Any = distributed._broadcast_coalesced  # type: ignore[attr-defined]
-            broadcast(distributed.group.WORLD, self._buffers, _BUCKET, 0)
+        _broadcast(self._buffers)
 
     def prepare_manual(self) -> Callable[..., None]:
         """Prepare for forwards that are no forward of the root: ``training_step`` runs as it is then, and is many.
@@ -177,17 +225,27 @@ class ShardedModule:
             handle.remove()
         for module in sharded_modules(self.root):
             module.reshard()
-        for owner, name, parameter in self._owners:
-            sharded: Any = owner._parameters.get(name)
-            if isinstance(sharded, DTensor):
-                if not parameter.numel():  # once, where modules share it
-                    whole: Tensor = sharded.full_tensor()
-                    parameter.data = whole.detach().cpu()
-                parameter.requires_grad_(sharded.requires_grad)
-                owner._parameters[name] = parameter
+        before = {(owner, name): parameter for owner, name, parameter in self._owners}
+        done: dict[int, nn.Parameter] = {}  # what several modules share stays shared
+        for owner in self.root.modules():
+            for name, sharded in owner._parameters.items():
+                if sharded is not None and hasattr(sharded, "device_mesh"):
+                    if id(sharded) not in done:
+                        done[id(sharded)] = _gathered(sharded, before.get((owner, name)))
+                    owner._parameters[name] = done[id(sharded)]
         for module in sharded_modules(self.root):
             _unwrap(module)
         del vars(self.root)[_SHARDED]
+
+
+def _gathered(sharded: Any, before: nn.Parameter | None) -> nn.Parameter:
+    """The whole parameter on the CPU: in the object that it was before, if that had memory."""
+    whole = sharded.full_tensor().detach().cpu()
+    if before is None or before.is_meta:
+        return nn.Parameter(whole, requires_grad=sharded.requires_grad)
+    before.data = whole
+    before.requires_grad_(sharded.requires_grad)
+    return before
 
 
 def put_back(module: nn.Module) -> None:
@@ -222,13 +280,16 @@ def enter_once(root: Any) -> None:
     state.nesting_hook_handle = root.register_forward_hook(wraps(state._post_forward)(end), always_call=True)
 
 
-def find_blocks(module: nn.Module, classes: Iterable[type[nn.Module]] | None) -> list[nn.Module]:
+def find_blocks(
+    module: nn.Module, classes: Iterable[type[nn.Module]] | None, *, children: bool = False
+) -> list[nn.Module]:
     """The modules that are sharded one by one.
 
     Args:
         module: the root; it is none of them.
         classes: modules of these classes. None for the outermost members of ``ModuleList`` and ``Sequential``. One that
             holds most of the parameters, and lists of its own, is no block: they are looked for in it.
+        children: whether the root's children are blocks, too.
     """
     if classes is not None:
         kinds = tuple(classes)
@@ -236,6 +297,8 @@ def find_blocks(module: nn.Module, classes: Iterable[type[nn.Module]] | None) ->
     else:
         most = sum(parameter.numel() for parameter in module.parameters()) / 2
         found = list(_members(module, most))
+    if children:
+        found += [child for child in module.children() if child not in found and not isinstance(child, _LISTS)]
     uses: dict[nn.Parameter, int] = {}
     for part in module.modules():
         for parameter in part._parameters.values():
@@ -246,9 +309,7 @@ def find_blocks(module: nn.Module, classes: Iterable[type[nn.Module]] | None) ->
 
 def _members(module: nn.Module, most: float) -> Iterator[nn.Module]:
     for child in module.children():
-        is_member = isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(
-            child, (nn.ModuleList, nn.Sequential)
-        )
+        is_member = isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, _LISTS)
         if is_member and sum(parameter.numel() for parameter in child.parameters()) <= most:
             yield child
         else:
@@ -280,23 +341,11 @@ def _persistent_buffers(module: nn.Module) -> list[Tensor]:
     return list(found)
 
 
-def _owners(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    return [
-        (part, name, parameter)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None
-    ]
-
-
-def _send_from_first(module: nn.Module, device: torch.device) -> None:
-    """Move what is whole in ``module`` to the device, and make it what rank 0 has."""
-    whole: list[Tensor] = [p for p in module.parameters() if not isinstance(p, DTensor)]
-    whole += [buffer for buffer in module.buffers() if not isinstance(buffer, DTensor)]
-    for tensor in whole:
-        if tensor.device != device:
-            tensor.data = tensor.data.to(device)
-        distributed.broadcast(tensor.detach(), 0)
+def _broadcast(tensors: list[Tensor]) -> None:
+    """Make them what rank 0 has."""
+    if tensors:
+        broadcast: Any = distributed._broadcast_coalesced  # type: ignore[attr-defined]
+        broadcast(distributed.group.WORLD, [tensor.detach() for tensor in tensors], _BUCKET, 0)
 
 
 def _unwrap(module: Any) -> None:

@@ -1,0 +1,269 @@
+"""A resume on another number of processes: what is refused, with what numbers, and what is translated.
+
+The checkpoints are of one process, and are made to say that they were written by two. Real ones are in
+``tests/distributed/test_elastic.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+
+from tests.support import make_trainer
+from trainer import Trainer
+from trainer.callbacks import GradientAccumulation
+from trainer.errors import ResumeError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
+    pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`"),
+]
+DATA = torch.arange(26.0).unsqueeze(1)
+
+
+class Net(LightningModule):
+    """One weight, and a schedule that may count batches."""
+
+    def __init__(self, frequency: int = 1, interval: str = "step", by_hand: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.frequency, self.interval = frequency, interval
+        self.automatic_optimization = not by_hand
+        self.seen: list[tuple[int, list[float]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        batch = batch[0] if isinstance(batch, list) else batch
+        self.seen.append((self.trainer.progress.updates, batch.flatten().tolist()))
+        loss: Tensor = self.net(batch / 26).square().mean()
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        return None
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return [optimizer], [{"scheduler": schedule, "interval": self.interval, "frequency": self.frequency}]
+
+
+class DrawsItself(Net):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, *_ = next(dataloader_iter)
+        return self.net(batch).square().mean()
+
+
+class Saver(Checkpoint):
+    """Writes a checkpoint after one batch."""
+
+    def __init__(self, path: Path, after: int) -> None:
+        self.path, self.after = path, after
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.progress.batches == self.after:
+            trainer.save_checkpoint(self.path)
+
+
+def loader(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+    return DataLoader(DATA, batch_size, **options)  # type: ignore[arg-type]
+
+
+def written(
+    folder: Path, data: Any = None, module: Any = None, after: int = 2, batch_size: int = 4, **arguments: Any
+) -> Path:
+    """A checkpoint of a run with batches of 4, as if two processes had had batches of 2."""
+    path, module = folder / "two.ckpt", module or Net()
+    saver = Saver(path, after)
+    callbacks = [saver, *arguments.pop("callbacks", [])]
+    trainer = make_trainer(
+        folder, **{"max_epochs": 2, "enable_checkpointing": True, "callbacks": callbacks, **arguments}
+    )
+    trainer.fit(
+        module, loader(batch_size) if data is None else data, loader() if "val_check_interval" in arguments else None
+    )
+    checkpoint = torch.load(path, weights_only=True)
+    ours = checkpoint["loops"]["amp_trainer"]
+    ours["processes"] *= 2
+    if "samples" in ours["order"]:
+        ours["order"] |= {"processes": 2, "batch_size": batch_size // 2}
+        ours["order"]["samples"] |= {
+            "processes": 2, "batch_size": batch_size // 2, "sampler": "DistributedSampler", "shuffle": False,
+        }  # fmt: skip
+    torch.save(checkpoint, path)
+    return path
+
+
+def resumed(path: Path, data: Any = None, module: Any = None, **arguments: Any) -> tuple[Trainer, Any]:
+    module = module or Net()
+    trainer = make_trainer(path.parent, **{"max_epochs": 2, **arguments})
+    trainer.fit(
+        module,
+        loader() if data is None else data,
+        loader() if "val_check_interval" in arguments else None,
+        ckpt_path=path,
+    )
+    return trainer, module
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(DATA)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "inside a window": (
+        {"accumulate_grad_batches": 2, "after": 3}, {"accumulate_grad_batches": 2},
+        "from the middle of an accumulation window, after batch 3 of epoch 0; take one from the end of a window",
+    ),
+    "another global batch": (
+        {}, {"data": lambda: loader(3)},
+        r"an update had 4 samples \(2 processes x batches of 2 x accumulate_grad_batches=1\), which is no multiple of 1"
+        r" processes x batches of 3 = 3; set a batch size of 1, 2, 4\.",
+    ),
+    "another accumulation": (
+        {}, {"data": lambda: loader(1), "accumulate_grad_batches": 2},
+        r"got accumulate_grad_batches=\{0: 2\}, expected 4: 4 samples in an update / \(1 processes x batches of 1\)",
+    ),
+    "validations that do not divide": (
+        {"batch_size": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
+        {"val_check_interval": 1, "accumulate_grad_batches": 2},
+        "between two validations were 1 batches of 2 samples over all processes, which is no whole number of batches of"
+        " 4: set another val_check_interval",
+    ),
+    "a schedule by batches": (
+        {"module": lambda: Net(3), "batch_size": 2, "accumulate_grad_batches": 2, "limit_train_batches": 12},
+        {"module": lambda: Net(3), "limit_train_batches": 12},
+        "between two steps of the schedule StepLR were 3 batches",
+    ),
+    "a sampler of the user's own": (
+        {"data": lambda: loader(sampler=SubsetRandomSampler(range(20)))}, {}, "its sampler is a SubsetRandomSampler",
+    ),
+    "a sampler of the user's own now": (
+        {}, {"data": lambda: loader(sampler=SubsetRandomSampler(range(20)))}, "its sampler is a SubsetRandomSampler",
+    ),
+    "iterable data": (
+        {"data": lambda: DataLoader(Stream(), 4)}, {}, "the DataLoader has an iterable dataset",
+    ),
+    "no DataLoader": ({"data": lambda: DATA.split(4)[0]}, {}, "the training data is a Tensor, no DataLoader"),
+    "two dataloaders": ({"data": lambda: [loader(), loader()]}, {}, "there were 2 training dataloaders, expected one"),
+    "two dataloaders now": ({}, {"data": lambda: [loader(), loader()]}, "there are 2 training dataloaders"),
+    "a step that draws": ({"module": DrawsItself}, {}, "the training_step drew its own batches"),
+    "a step that draws now": ({}, {"module": DrawsItself}, "the training_step draws its own batches"),
+    "a scheduler of Lightning's": (
+        {"callbacks": [GradientAccumulationScheduler({0: 1})]}, {}, "expected GradientAccumulation"
+    ),
+    "by hand": (
+        {"module": lambda: Net(by_hand=True)}, {"module": lambda: Net(by_hand=True), "data": lambda: loader(2)},
+        "steps its optimizers itself, once a batch as far as is known; a batch of all processes had 4 samples and",
+    ),
+    "windows over epochs": (
+        {"callbacks": [GradientAccumulation(2, straddles_epochs=True)]},
+        {"callbacks": [GradientAccumulation(2, straddles_epochs=True)]}, "straddles_epochs=True",
+    ),
+    "other samples": (
+        {}, {"data": lambda: DataLoader(DATA[:20], 4)}, "the number of samples was 26 and is 20",  # type: ignore[arg-type]
+    ),
+}  # fmt: skip
+
+
+def made(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {k: v() if isinstance(v, Callable) else v for k, v in arguments.items()}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+    first, second, words = REFUSED[name]
+    path = written(tmp_path, **made(first))
+    with pytest.raises(ResumeError, match=f"(?s){words}.*exact_resume=False"):
+        resumed(path, **made(second))
+
+
+def test_the_number_of_processes_is_in_the_refusal(tmp_path: Path) -> None:
+    with pytest.raises(ResumeError, match=r"by a run of 2 processes, this one has 1: each update would get other"):
+        resumed(written(tmp_path), loader(3))
+
+
+def test_it_goes_on_all_the_same_if_it_need_not_be_exact(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with pytest.warns(UserWarning, match=r"2 processes.*The run goes on, but not exactly"):
+        trainer, module = resumed(path, loader(3), exact_resume=False)
+    assert trainer.accumulate_grad_batches == 1
+    assert module.seen[0] == (2, [6.0, 7.0, 8.0])  # after 2 of its own batches
+    assert trainer.train_dataloader.drop_last is False
+
+
+def test_a_resume_that_can_be_exact_is_so_with_and_without_being_asked(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    for exact in (True, False):
+        _, module = resumed(path, loader(2), exact_resume=exact)
+        assert module.seen[:2] == [(2, [8.0, 9.0]), (2, [10.0, 11.0])]
+
+
+def test_settings_in_batches_are_translated(tmp_path: Path) -> None:
+    """26 samples, 4 an update: 7 batches before (one of them short), 13 of 2 samples now."""
+    path = written(tmp_path, module=Net(2), val_check_interval=2, limit_train_batches=6)
+    trainer = make_trainer(path.parent, max_epochs=2, val_check_interval=2, limit_train_batches=6)
+    module, validated = Net(2), list[int]()
+    module.on_validation_start = lambda: validated.append(trainer.global_step)  # type: ignore[method-assign]
+    rates: list[float] = []
+    module.on_train_batch_end = lambda *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"])  # type: ignore[method-assign]
+    trainer.fit(module, loader(2), loader(), ckpt_path=path)
+    assert trainer.global_step == 12
+    assert [step for step in validated if step > 0][-5:] == [4, 6, 8, 10, 12]
+    assert len(module.seen) == 2 * (12 - 2)
+    # the schedule steps every second update
+    assert len(set(rates)) == 6
+    assert trainer.progress.batches == 24
+
+
+def test_own_settings_are_taken_as_they_are(tmp_path: Path) -> None:
+    path = written(tmp_path, val_check_interval=2)
+    trainer = make_trainer(
+        path.parent, max_epochs=2, val_check_interval=3, accumulate_grad_batches=2, limit_train_batches=8
+    )
+    module, validated = Net(), list[int]()
+    module.on_validation_start = lambda: validated.append(trainer.progress.batches_this_epoch)  # type: ignore[method-assign]
+    trainer.fit(module, loader(2), loader(), ckpt_path=path)
+    assert validated[-3:] == [6, 3, 6]
+    assert len(module.seen) == (8 - 4) + 8
+    assert trainer.accumulate_grad_batches == 2
+
+
+def test_accumulation_that_changes_with_the_epochs(tmp_path: Path) -> None:
+    first, second = (GradientAccumulation(schedule={0: 1, 1: 2}) for _ in range(2))
+    path = written(tmp_path, callbacks=[first])
+    _, module = resumed(path, loader(2), callbacks=[second])
+    sizes = [sum(len(batch) for update, batch in module.seen if update == number) for number in range(2, 11)]
+    assert sizes == [4, 4, 4, 4, 2, 8, 8, 8, 2]
+    assert second.schedule == {0: 1, 1: 2}
+
+
+def test_what_is_exact_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resumed(written(tmp_path), loader(2))
+    (line,) = [record.message for record in caplog.records if "Going on with" in record.message]
+    assert "1 processes x batches of 2 x accumulate_grad_batches=2, after 2 x 2 x 1: each update gets the 4" in line
+    assert "random numbers" in line
+    assert "BatchNorm" in line
+
+
+def test_a_checkpoint_of_a_version_that_noted_no_order(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["loops"]["amp_trainer"]["order"]
+    torch.save(checkpoint, path)
+    with pytest.raises(ResumeError, match="a version wrote it that did not note their order"):
+        resumed(path)

@@ -1,0 +1,88 @@
+"""Which engine a ``Trainer(strategy=...)`` gets, and what is told to those who get none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import ShardingStrategy
+
+from trainer.arguments import refused_strategy
+from trainer.compat.engine import LightningEngine
+from trainer.compat.fsdp import FSDP2Strategy, ParallelStrategy, ShardedEngine
+from trainer.errors import UnsupportedError
+from trainer.precision.base import Precision
+
+
+def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
+    """The engine for ``options["strategy"]``; see :class:`LightningEngine`.
+
+    Raises:
+        UnsupportedError: DeepSpeed, or FSDP's first version; with what to use instead.
+    """
+    given = options["strategy"] = _ours(options.get("strategy"))
+    kind = ShardedEngine if isinstance(given, FSDP2Strategy) else LightningEngine
+    return kind(trainer, precision, plugins, **options)
+
+
+def _ours(strategy: Any) -> Any:
+    """The strategy in the place of ``strategy``."""
+    if strategy == "fsdp":
+        return FSDP2Strategy()
+    if strategy == "fsdp_cpu_offload":
+        return FSDP2Strategy(cpu_offload=True)
+    if isinstance(strategy, DeepSpeedStrategy):
+        raise UnsupportedError(f"Got strategy={type(strategy).__name__}(...), {refused_strategy('deepspeed')}")
+    if isinstance(strategy, FSDPStrategy):
+        raise UnsupportedError(
+            f"Got strategy={type(strategy).__name__}(...), which is FSDP's first version; expected its second. With its"
+            f" settings: strategy={in_our_words(strategy)}; from trainer import FSDP2Strategy."
+        )
+    if isinstance(strategy, ModelParallelStrategy):
+        return ParallelStrategy(
+            strategy._data_parallel_size,
+            strategy._tensor_parallel_size,
+            process_group_backend=strategy._process_group_backend,
+            timeout=strategy._timeout,
+            cluster_environment=strategy.cluster_environment,
+            checkpoint_io=strategy._checkpoint_io,
+        )
+    return strategy
+
+
+def in_our_words(strategy: FSDPStrategy) -> str:
+    """The line of code that has the same settings."""
+    found: dict[str, str] = {}
+    notes: list[str] = []
+    if policy := strategy.kwargs.get("auto_wrap_policy"):
+        classes = getattr(policy, "_module_classes", None)
+        found["blocks"] = _names(classes) if classes else "[...]"
+        if not classes:
+            notes.append("blocks: the classes that its auto_wrap_policy chose")
+    sharding = strategy.sharding_strategy
+    if sharding is ShardingStrategy.NO_SHARD:
+        return "'ddp'"
+    if sharding in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        found["reshard_after_forward"] = "False"
+    if sharding in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        mesh = strategy.kwargs.get("device_mesh")
+        shape = mesh if isinstance(mesh, tuple) else getattr(mesh, "shape", None)
+        found["replicas"] = str(shape[0]) if shape else "..."
+        if not shape:
+            notes.append("replicas: the number of machines")
+    if strategy.cpu_offload is not None and strategy.cpu_offload.offload_params:
+        found["cpu_offload"] = "True"
+    if (mixed := strategy.mixed_precision) is not None:
+        names = {name: getattr(mixed, name, None) for name in ("param_dtype", "reduce_dtype")}
+        dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in names.items() if dtype is not None}
+        found["mixed_precision"] = repr(dtypes)
+    if strategy._process_group_backend is not None:
+        found["process_group_backend"] = repr(strategy._process_group_backend)
+    if strategy._activation_checkpointing_kwargs:
+        notes.append("its activation checkpointing: the callback trainer.callbacks.ActivationCheckpointing")
+    line = f"FSDP2Strategy({', '.join(f'{name}={value}' for name, value in found.items())})"
+    return f"{line} ({'; '.join(notes)})" if notes else line
+
+
+def _names(classes: Any) -> str:
+    return f"[{', '.join(sorted(one.__name__ for one in classes))}]"
