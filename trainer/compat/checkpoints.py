@@ -18,7 +18,7 @@ from lightning_utilities.core.imports import module_available
 
 from trainer import redaction
 from trainer.checkpoint import state as checkpoints
-from trainer.compat import elastic, hparams, loop_state, model_checkpoints, resuming
+from trainer.compat import cluster, elastic, hparams, loop_state, model_checkpoints, resuming
 from trainer.compat.checkpoint_io import local_path
 from trainer.compat.logging import ModuleScope
 from trainer.errors import ConfigurationError, ResumeError
@@ -44,6 +44,7 @@ class CheckpointConnector(_CheckpointConnector):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._has_order = True  # unless it was given up
+        self._is_chosen = False  # by the user
         self._foreign: dict[str, str] = {}  # by `best_model_path`, the checkpoint that says so
 
     def select(self, given: str | Path | None, *, model_given: bool) -> None:
@@ -70,16 +71,18 @@ class CheckpointConnector(_CheckpointConnector):
             raise ConfigurationError(f"{str(error).rstrip('.')}. {advice}") from error
         if path != given and not is_assigned:
             self._refuse_foreign(str(path))
-        self._ckpt_path = path
+        self._ckpt_path, self._is_chosen = path, bool(given) or is_assigned
 
     def find_newest(self, session: ExitStack) -> None:
         """``resume="auto"``: unless a checkpoint is chosen, choose the newest good one in the folders of this run.
 
+        Or that of a Slurm job which is run again, if it is newer.
+
         Args:
             session: holds the folders for this run alone until it closes.
         """
-        if self._ckpt_path is None:
-            self._ckpt_path = resuming.newest_checkpoint(self.trainer, session)
+        if not self._is_chosen:
+            self._ckpt_path = resuming.newest_checkpoint(self.trainer, session, self._ckpt_path)
 
     def restore_module_and_callbacks(self, weights_only: bool | None) -> None:
         """Read the run's checkpoint, if it has one, and restore what has to be there before the strategy's set-up."""
@@ -87,6 +90,9 @@ class CheckpointConnector(_CheckpointConnector):
         if self._ckpt_path is None:
             return
         rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self._ckpt_path))}")
+        if self.trainer.num_nodes > 1 and (path := local_path(self._ckpt_path)) is not None:
+            what = f"The run goes on from the checkpoint {redaction.text(str(path))}, which every process reads"
+            cluster.check_shared(self.trainer.engine, path.exists, what)
         self.resume_start(self._ckpt_path, weights_only)
         checkpoints.restore_module_and_callbacks(self.trainer, self._loaded_checkpoint)
         if self.trainer.state.fn is TrainerFn.FITTING:

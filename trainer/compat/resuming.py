@@ -25,8 +25,8 @@ from trainer.errors import ConfigurationError
 _ROWS = "rows"
 
 
-def newest_checkpoint(trainer: Any, session: ExitStack) -> str | None:
-    """The newest good checkpoint in the folders of this run; None for none. The same on all ranks.
+def newest_checkpoint(trainer: Any, session: ExitStack, beside: Any = None) -> str | None:
+    """The newest good checkpoint in the folders of this run, or ``beside`` them; None for none. The same on all ranks.
 
     The folders are locked before that, until ``session`` closes. Loggers that number their folders get the number of
     the run that wrote the checkpoint, and the loggers that we know continue its files.
@@ -35,7 +35,7 @@ def newest_checkpoint(trainer: Any, session: ExitStack) -> str | None:
         FolderInUseError: another run has one of the folders.
         ConfigurationError: the folders are not on this machine's file systems.
     """
-    path, versions = on_first_rank(trainer, lambda: _choose(trainer, session))
+    path, versions = on_first_rank(trainer, lambda: _choose(trainer, session, beside))
     for index, version in versions.items():
         log_files.take_version(trainer.loggers[index], version)
     if path is not None:
@@ -48,7 +48,7 @@ def newest_checkpoint(trainer: Any, session: ExitStack) -> str | None:
     return path
 
 
-def _choose(trainer: Any, session: ExitStack) -> tuple[str | None, dict[int, Any]]:
+def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, dict[int, Any]]:
     """The checkpoint, and the version of each logger that is numbered."""
     loggers = {index: logger for index, logger in enumerate(trainer.loggers) if log_files.is_numbered(logger)}
     former = None
@@ -68,7 +68,8 @@ def _choose(trainer: Any, session: ExitStack) -> tuple[str | None, dict[int, Any
     for folder in folders:
         if os.path.isdir(folder):
             session.enter_context(held(folder))
-    path = files.newest_good(folders, lambda file: checkpoints.read(trainer.engine, file, None))
+    others = [] if beside is None or local_path(beside) is None else [Path(beside)]
+    path = files.newest_good(folders, lambda file: checkpoints.read(trainer.engine, file, None), others)
     if path is None:
         if folders:
             rank_zero_info(f"resume='auto': no checkpoint to go on from in {', '.join(folders)}: starting anew")
