@@ -78,8 +78,9 @@ class Trainer(TrainerBase):
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler; None costs nothing.
         resume: not Lightning's. ``"auto"``: a ``fit`` without ``ckpt_path`` goes on from the newest good checkpoint in
             the folders that this run writes checkpoints to, or starts anew where there is none.
-        exact_resume: not Lightning's. Whether a resume that would not be exact, because the data or the number of
-            processes are others, is refused. If False it goes on as well as it can, with a warning.
+        exact_resume: not Lightning's. Whether a resume that would not be exact is refused: because the data are others,
+            say, or on another number of processes the updates could not get the same samples. If False it goes on as
+            well as it can, with a warning.
         dataloader_timeout: not Lightning's. Seconds that the worker processes of a dataloader may take for a batch,
             before a :class:`~trainer.errors.DataLoaderError` ends the run; 0 for any time, which is torch's default. A
             dataloader's own ``timeout`` comes first.

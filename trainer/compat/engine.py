@@ -304,6 +304,11 @@ class LightningEngine:
         self._reductions += self.exchanges() - before
         return reduced
 
+    @property
+    def next_forward_exchanges(self) -> bool:
+        """DDP does not, after a forward whose gradients were not exchanged, or that had none."""
+        return not isinstance(self.model, DistributedDataParallel) or self.model.require_forward_param_sync
+
     def abandon_forward(self) -> None:
         """DDP sends buffers around as a forward begins: the other processes are not there for a second time."""
         if isinstance(self.model, DistributedDataParallel):

@@ -177,8 +177,12 @@ class Engine(Protocol):
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
 
+    @property
+    def next_forward_exchanges(self) -> bool:
+        """Whether the next forward begins by making buffers equal on all processes. It does so mostly, not always."""
+
     def abandon_forward(self) -> None:
-        """The forward that has raised will be run again: what it has exchanged with other processes is not repeated."""
+        """Have the next forward not begin by that: it is one that has raised, run again; or that of a resumed run."""
 
     def sum(self, *values: Weight) -> list[Weight]:
         """The sums of these over the processes. On a GPU they stay there, and nothing waits for them."""
