@@ -272,7 +272,7 @@ def newest_good(
 
 
 def in_order(folders: Iterable[str | Path], beside: Iterable[Path] = ()) -> list[Path]:
-    """The checkpoints in ``folders`` and ``beside``, newest first, without hidden ones; one with several names once."""
+    """The checkpoints in ``folders`` and ``beside``, newest first, but for hidden ones; one with several names once."""
     times = {path.resolve(): _saved_at(path) for path in beside}
     for folder in dict.fromkeys(Path(folder) for folder in folders):
         for path in sorted(folder.glob(f"*{EXTENSION}")) if folder.is_dir() else ():
