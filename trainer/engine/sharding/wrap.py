@@ -102,6 +102,7 @@ class ShardedModule:
             return
         self._send(module)
         settings = self.settings
+        pins = self._device.type != "cpu"
         # the root's input is the batch, and its targets keep their dtype
         policy = replace(settings.policy, cast_forward_inputs=False) if is_root else settings.policy
         fully_shard(
@@ -109,7 +110,7 @@ class ShardedModule:
             mesh=self.mesh,
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=policy,
-            offload_policy=CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=pins) if settings.cpu_offload else OffloadPolicy(),
         )
         self._empty()
 
