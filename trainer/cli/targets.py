@@ -75,6 +75,7 @@ _NAMES = frozenset(
     [
         "torch.Generator",
         "torch.profiler.schedule",
+        "trainer.FSDP2Strategy",
         "trainer.Trainer",
         *(
             f"{package}.{name}"

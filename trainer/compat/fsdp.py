@@ -37,13 +37,14 @@ class FSDP2Strategy(DDPStrategy):
     """Parameters, gradients and optimizer states sharded over the processes by torch's ``fully_shard`` (FSDP2).
 
     ``Trainer(strategy="fsdp")`` is ``Trainer(strategy=FSDP2Strategy())``. On the command line:
-    ``trainer=fsdp trainer.strategy._target_=trainer.FSDP2Strategy trainer.strategy.replicas=2``. Between runs the
+    ``trainer=fsdp trainer.strategy.replicas=2 trainer.strategy.blocks=[Block]``. Between runs the
     module is whole, on the CPU, and of its own class.
 
     Args:
         blocks: what is gathered and freed at a time. None for the outermost members of each ``ModuleList`` and
-            ``Sequential``; classes of modules, or one; or a function of (module, mesh) that calls ``fully_shard`` on
-            parts of the module. What is left belongs to the module itself, and is gathered for the whole step.
+            ``Sequential``; classes of modules, or their names; or a function of (module, mesh) that calls
+            ``fully_shard`` on parts of the module. What is left belongs to the module itself, and is gathered for the
+            whole step.
         reshard_after_forward: whether parameters are freed between a block's forward and its backward, as in
             ``fully_shard``: True takes less memory, False one exchange less. A number of processes: they are spread
             over as many meanwhile. None for True, except of the module itself.
@@ -68,7 +69,7 @@ class FSDP2Strategy(DDPStrategy):
 
     def __init__(
         self,
-        blocks: type[nn.Module] | Blocks = None,
+        blocks: type[nn.Module] | str | Blocks = None,
         reshard_after_forward: bool | int | None = None,
         mixed_precision: MixedPrecisionPolicy | Mapping[str, Any] | None = None,
         cpu_offload: bool = False,

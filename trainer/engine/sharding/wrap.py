@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.engine.initialisation import initialise
 from trainer.engine.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
-from trainer.errors import UnsupportedError
+from trainer.errors import ConfigurationError, UnsupportedError, did_you_mean
 
-Blocks = Iterable[type[nn.Module]] | Callable[[nn.Module, DeviceMesh], Any] | None
+Blocks = Iterable[type[nn.Module] | str] | Callable[[nn.Module, DeviceMesh], Any] | None
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -282,19 +282,19 @@ def enter_once(root: Any) -> None:
 
 
 def find_blocks(
-    module: nn.Module, classes: Iterable[type[nn.Module]] | None, *, children: bool = False
+    module: nn.Module, classes: Iterable[type[nn.Module] | str] | None, *, children: bool = False
 ) -> list[nn.Module]:
     """The modules that are sharded one by one.
 
     Args:
         module: the root; it is none of them.
-        classes: modules of these classes. None for the outermost members of ``ModuleList`` and ``Sequential``. One that
-            holds most of the parameters, and lists of its own, is no block: they are looked for in it.
+        classes: modules of these classes, or of classes of these names. None for the outermost members of
+            ``ModuleList`` and ``Sequential``. One that holds most of the parameters, and lists of its own, is no block:
+            they are looked for in it.
         children: whether the root's children are blocks, too.
     """
     if classes is not None:
-        kinds = tuple(classes)
-        found = [part for part in module.modules() if part is not module and isinstance(part, kinds)]
+        found = _of_classes(module, list(classes))
     else:
         most = sum(parameter.numel() for parameter in module.parameters()) / 2
         found = list(_members(module, most))
@@ -306,6 +306,27 @@ def find_blocks(
             if parameter is not None:
                 uses[parameter] = uses.get(parameter, 0) + 1
     return [block for block in found if _owns_parameters(block, uses)]
+
+
+def _of_classes(module: nn.Module, classes: list[type[nn.Module] | str]) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    for one in classes:
+        parts = [part for part in module.modules() if part is not module and _is_a(part, one)]
+        if not parts:
+            named = sorted({type(part).__name__ for part in module.modules() if part is not module})
+            name = one if isinstance(one, str) else one.__name__
+            raise ConfigurationError(
+                f"Got FSDP2Strategy(blocks=[{name}]), of which {type(module).__name__} has none, expected classes of"
+                f" its modules.{did_you_mean(name, named)} They are: {', '.join(named[:12])}."
+            )
+        found.update(dict.fromkeys(parts))
+    return [part for part in module.modules() if part in found]
+
+
+def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
+    if isinstance(kind, str):
+        return any(one.__name__ == kind for one in type(module).__mro__)
+    return isinstance(module, kind)
 
 
 def _members(module: nn.Module, most: float) -> Iterator[nn.Module]:
