@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,10 +36,13 @@ class Run:
     Args:
         folder: where its ``log``, ``pid`` and ``exit`` are.
         process: where it is a child of this process, and no fork of the server's.
+        results: what the program was told to write into.
     """
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes] | None = None) -> None:
-        self.folder, self.process = folder, process
+    def __init__(
+        self, folder: Path, process: subprocess.Popen[bytes] | None = None, results: Path | None = None
+    ) -> None:
+        self.folder, self.process, self.results = folder, process, results or folder
         self.started = time.monotonic()
 
     @cached_property
@@ -78,6 +81,15 @@ class Run:
         assert status is not None
         return status
 
+    @property
+    def children(self) -> list[int]:
+        """The processes that it has started and that are there, on Linux."""
+        found: list[int] = []
+        for file in Path(f"/proc/{self.pid}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, file.read_text().split())
+        return sorted(found)
+
     def ends_within(self, seconds: float) -> bool:
         """Whether it ends by itself in this time."""
         return wait_until(lambda: self.status is not None, seconds, fails=False)
@@ -93,6 +105,13 @@ class Run:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         wait_until(lambda: self.status is not None, 10, fails=False)
+
+
+def free_port() -> int:
+    """A port that nobody uses at this moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def wait_until(condition: Any, seconds: float, *, fails: bool = True) -> bool:
@@ -134,6 +153,7 @@ class Bench:
         paths = [str(ROOT / "scripts"), str(ROOT), environment.get("PYTHONPATH", "")]
         self.environment = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._server: subprocess.Popen[bytes] | None = None
+        self._warm, self._warm_python = ExitStack(), python
 
     @property
     def server(self) -> subprocess.Popen[bytes]:
@@ -146,6 +166,15 @@ class Bench:
             assert self._server.stdout.readline() == b"ready\n", "the server did not start"
         return self._server
 
+    @property
+    def warm_python(self) -> str:
+        """A Python that torchrun starts in no time: it has imported torch and Lightning."""
+        if self._warm_python == sys.executable:
+            from tests.warm_python import warm_python
+
+            self._warm_python = str(self._warm.enter_context(warm_python()).executable)
+        return self._warm_python
+
     def close(self) -> None:
         """Kill what is left."""
         for run in self.runs:
@@ -154,6 +183,7 @@ class Bench:
         if self._server is not None:
             self._server.kill()
             self._server.communicate()
+        self._warm.close()
 
     # --- runs ---------------------------------------------------------------------------------------------------
 
@@ -187,10 +217,7 @@ class Bench:
 
     def ranks(self, who: str, folder: Path, number: int = 2, **options: Any) -> list[Run]:
         """Start the program on several processes, which find each other."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        runs = []
+        port, runs = free_port(), []
         for rank in range(number):
             environment = {
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(number), "RANK": str(rank),
@@ -198,6 +225,54 @@ class Bench:
                 "LOCAL_WORLD_SIZE": str(number),
             }  # fmt: skip
             runs.append(self.train(who, folder, rank=rank, ranks=number, environment=environment, **options))
+        return runs
+
+    def torchrun(
+        self, who: str, folder: Path, *, nodes: int = 1, restarts: int = 100, environment: Any = None, **options: Any
+    ) -> list[Run]:
+        """Start the program on two processes by torchrun, which starts both again when one ends badly.
+
+        One torchrun for each node; two nodes have a process each.
+        """
+        arguments = options.pop("trainer", {}) | ({"devices": 1, "num_nodes": 2} if nodes == 2 else {})
+        given = {"who": who, "folder": str(folder), "ranks": 2, "trainer": arguments, **options}
+        given["setup"] = asdict(given["setup"])
+        words = [f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", f"--max-restarts={restarts}"]
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--monitor-interval=0.1"]
+        environment = self.environment | {"PYTHON_EXEC": self.warm_python} | (environment or {})
+        for _ in range(nodes):
+            where = self.new_folder("run")
+            with (where / "log").open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "torch.distributed.run", *words, "-m", "_faults.program", json.dumps(given)],
+                    cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
+            self.runs.append(Run(where, process, folder))
+        return self.runs[-nodes:]
+
+    def srun(self, cwd: Path, *words: str, job: int = 4711, again: int = 0) -> list[Run]:
+        """Start the command line once on each of two nodes, with the variables that Slurm's srun sets.
+
+        ``scontrol requeue JOB`` does there what it does on a cluster: the processes get a SIGTERM. It writes down what
+        it was asked into ``scontrol`` in ``cwd``.
+        """
+        folder = self.new_folder("slurm")
+        pids, command = folder / "pids", folder / "scontrol"
+        command.write_text(f'#!/bin/sh\necho "$@" >> {cwd}/scontrol\nkill -TERM $(cat {pids})\n')
+        command.chmod(0o755)
+        port, runs = free_port(), []
+        for node in range(2):
+            environment = {
+                "SLURM_JOB_ID": str(job), "SLURM_JOBID": str(job), "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0",
+                "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_PROCID": str(node),
+                "SLURM_NODEID": str(node), "SLURM_LOCALID": "0", "SLURM_NODELIST": "127.0.0.1,127.0.0.2",
+                "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_TASKS_PER_NODE": "1(x2)",
+                "MASTER_PORT": str(port),  # or it is made of the job's number, and may be in use
+                "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            } | ({"SLURM_RESTART_COUNT": str(again)} if again else {})  # fmt: skip
+            runs.append(self.command(cwd, *words, environment=environment))
+        pids.write_text(" ".join(str(run.pid) for run in runs))
         return runs
 
     def _fork(self, what: str, options: Any, environment: dict[str, str], **more: Any) -> Run:
@@ -292,8 +367,19 @@ def read_rows(folder: Path) -> dict[tuple[str, ...], dict[str, str]]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints below ``folder``, the newest first."""
-    return sorted(folder.rglob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    """The checkpoints below ``folder``, files or folders, the newest first."""
+    found = [file for file in folder.rglob("*.ckpt") if file.parent.suffix != ".ckpt"]
+    return sorted(found, key=lambda file: file.stat().st_mtime_ns, reverse=True)
+
+
+def largest(checkpoint: Path) -> Path:
+    """Of the files of a checkpoint in a folder, the largest; or the file itself."""
+    return max(checkpoint.rglob("*"), key=lambda file: file.stat().st_size) if checkpoint.is_dir() else checkpoint
+
+
+def contents(checkpoint: Path) -> bytes:
+    """Of the largest file of a checkpoint."""
+    return largest(checkpoint).read_bytes()
 
 
 def flip_bit(file: Path) -> None:

@@ -391,6 +391,114 @@ def kill_ranks(bench: Bench, who: str) -> Outcome:
     return ranks_go_on(bench, who, folder, setup)
 
 
+def torchrun_kills(**options: Any) -> Body:
+    """torchrun starts a training on two processes; one of them is killed, and torchrun starts both again, and so on.
+
+    There is one job whose first process is killed inside of saves, and jobs with kills at random instants, from the
+    start of Python on. Before one of its restarts a job's newest checkpoint is damaged.
+    """
+
+    def body(bench: Bench, who: str) -> Outcome:
+        setup, total = replace(TWO, pace=0.04), bench.kills // 2
+        reference = bench.reference(who, setup=setup, ranks=2, **options)
+        fault = {"kind": "signal in save", "at": 3, "lives": 3, "delay": 0.004, "signals": ["SIGKILL"], "rank": 0}
+        kills = inside = int(fault["lives"])
+        jobs, damaged = bench.torchrun(who, bench.new_folder("torchrun"), setup=setup, fault=fault, **options), 0
+        while True:
+            run, folder = jobs[-1], jobs[-1].results
+            if run.wait(4 * END) != 0:
+                return Outcome("lost", f"torchrun ends with {run.status}: {tools.last_line(run.log)[:90]}")
+            if (outcome := bench.verdict(folder, reference)).word != "exact":
+                return replace_detail(outcome, f"job {len(jobs)} of {kills} kills: {outcome.detail}")
+            if kills >= total:
+                break
+            jobs += bench.torchrun(who, bench.new_folder("torchrun"), setup=setup, **options)
+            run = jobs[-1]
+            folder, spoilt = run.results, None
+            for _ in range(min(6, total - kills)):
+                if not killed_at_a_random_instant(bench, run, folder, setup):
+                    break
+                kills += 1
+                spoilt = spoilt or damage_newest(folder)
+            if spoilt:
+                damaged += 1
+                tools.wait_until(lambda run=run: run.status is not None, 4 * END)
+                if spoilt.name not in run.log:
+                    return Outcome("exact", "but the damaged checkpoint is not named", good=False)
+        said = f"{kills} kills in {len(jobs)} jobs, {inside} of them inside a save"
+        return Outcome("exact", f"{said}; {damaged} damaged checkpoints were passed over")
+
+    return body
+
+
+def killed_at_a_random_instant(bench: Bench, run: Run, folder: Path, setup: Setup) -> bool:
+    """Kill one of torchrun's processes: after one of the batches that are left or, as often, at any time before.
+
+    Returns whether there was one to kill.
+    """
+    diary = folder / "batches_0.jsonl"
+    if not tools.wait_until(lambda: run.status is not None or len(run.children) == 2, END, fails=False):
+        raise HungError("torchrun did not start its processes again")
+    before = len(read_diary(diary))
+    if bench.random.random() < 0.5:
+        run.ends_within(bench.random.uniform(0.0, 4.0))
+    else:
+        left = setup.batches * setup.epochs - len({line[:2] for line in read_diary(diary)})
+        after_batches(run, folder, before + bench.random.randint(1, max(left // 2, 1)))
+        run.ends_within(bench.random.uniform(0.0, 0.15))
+    children = run.children
+    if run.status is not None or len(children) < 2:
+        return False
+    with tools.suppress(ProcessLookupError):
+        tools.os.kill(bench.random.choice(children), tools.signal.SIGKILL)
+    tools.wait_until(lambda: run.status is not None or not set(children) & set(run.children), END)
+    return True
+
+
+def damage_newest(folder: Path) -> Path | None:
+    """Flip a bit in the newest checkpoint and its copies; None if there is no older one to go on from."""
+    files = tools.checkpoints(folder)
+    copies = [file for file in files if tools.contents(file) == tools.contents(files[0])]
+    if len(copies) == len(files):
+        return None
+    for file in copies:
+        tools.flip_bit(tools.largest(file))
+    return files[0]
+
+
+def node_killed(setup: Setup, **options: Any) -> Body:
+    """Two torchruns, as on two nodes; the second one's process is killed, and the job goes on."""
+
+    def body(bench: Bench, who: str) -> Outcome:
+        reference = bench.reference(who, setup=setup, ranks=2, **options)
+        folder, at = bench.new_folder("nodes"), setup.batches // 2 + 1
+        fault = {"kind": "signal", "at": at, "lives": 1, "signals": ["SIGKILL"], "rank": 1}
+        runs = bench.torchrun(who, folder, nodes=2, setup=setup, fault=fault, **options)
+        if [run.wait(END) for run in runs] != [0, 0]:
+            return Outcome("lost", f"torchrun ends with {[run.status for run in runs]}: {tools.last_line(runs[0].log)}")
+        if not starts_again(folder):
+            return Outcome("lost", "nothing was killed", good=False)
+        return bench.verdict(folder, reference)
+
+    return body
+
+
+def starts_again(folder: Path) -> bool:
+    """Whether two processes, one after the other, have trained as rank 0."""
+    return len({line[4] for line in read_diary(folder / "batches_0.jsonl")}) == 2
+
+
+_KILLED = "`torchrun --max-restarts`: one rank of two is killed, again and again:"
+case("torchrun-kills", f"{_KILLED} DDP", compares=False)(torchrun_kills())
+case("torchrun-kills-fsdp", f"{_KILLED} FSDP", compares=False)(torchrun_kills(trainer={"strategy": "fsdp"}))
+case("torchrun-kills-sharded", f"{_KILLED} FSDP, sharded checkpoints, in the background", compares=False)(
+    torchrun_kills(trainer={"strategy": "fsdp"}, files={"sharded": True, "asynchronous": True})
+)
+_NODES = "torchrun on two nodes, the process of one is killed:"
+case("torchrun-nodes", f"{_NODES} DDP", compares=False)(node_killed(TWO))
+case("torchrun-nodes-fsdp", f"{_NODES} FSDP", compares=False)(node_killed(TWO, trainer={"strategy": "fsdp"}))
+
+
 @case("rank-raises", "One rank of two raises")
 def rank_raises(bench: Bench, who: str) -> Outcome:
     setup, folder = of(who, TWO), bench.new_folder("ranks")
@@ -660,6 +768,41 @@ case("cli-sigkill", "`python -m trainer fit resume=auto`: SIGKILL", compares=Fal
 case("cli-sigterm", "`python -m trainer fit resume=auto`: SIGTERM", compares=False)(cli_interrupted("SIGTERM", 143))
 case("cli-sigusr1", "`python -m trainer fit resume=auto`: SIGUSR1", compares=False)(cli_interrupted("SIGUSR1", 138))
 case("cli-ctrl-c", "`python -m trainer fit resume=auto`: Ctrl-C", compares=False)(cli_interrupted("SIGINT", 130))
+
+
+def requeued(*resume: str) -> Body:
+    """``srun python -m trainer fit`` on two nodes, by stand-ins for srun and scontrol: its time is nearly over."""
+
+    def body(bench: Bench, who: str) -> Outcome:
+        words = ("fit", "+recipe=faulty", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1",
+                 "trainer.num_nodes=2", "trainer.val_check_interval=4", *resume)  # fmt: skip
+        whole, cut = (project.write(bench.new_folder("project")) for _ in range(2))
+        runs = bench.srun(whole, *words)
+        if [run.wait(END) for run in runs] != [0, 0]:
+            return Outcome("not possible", tools.last_line(runs[0].log), good=False)
+        runs = bench.srun(cut, *words)
+        after_batches(runs[0], cut, 8)
+        for run in runs:
+            run.send("SIGUSR1")
+        statuses = [run.wait(END) for run in runs]
+        asked = (cut / "scontrol").read_text() if (cut / "scontrol").exists() else "nothing"
+        if statuses != [143, 143] or asked != "requeue 4711\n":
+            return Outcome("lost", f"scontrol was asked {asked.strip()}; the tasks end with {statuses}")
+        runs = bench.srun(cut, *words, again=1)
+        if [run.wait(END) for run in runs] != [0, 0]:
+            return Outcome("lost", f"the next start fails: {tools.last_line(runs[0].log)[:90]}")
+        if found := last_states_differ(whole, cut):
+            return Outcome("inexact", tools.summary(found))
+        if (records := len(list(cut.glob("outputs/**/run.json")))) != 1:
+            return Outcome("exact", f"but there are {records} run.json", good=False)
+        return as_told(bench, cut, statuses[0], (143,))
+
+    return body
+
+
+_REQUEUED = "Slurm, two nodes (stand-ins for srun and scontrol): SIGUSR1, the job is put back into the queue"
+case("slurm-requeue", _REQUEUED, compares=False)(requeued())
+case("slurm-auto", f"{_REQUEUED}, `resume=auto`", compares=False)(requeued("resume=auto"))
 
 
 # --- strangers --------------------------------------------------------------------------------------------------------

@@ -38,13 +38,16 @@ def main(options: dict[str, Any]) -> None:
         saves: ``"steps"``: every two optimizer steps, and the best ones; ``"each"``: after every batch, validation
             and epoch; ``"none"``.
         fault: what goes wrong; see :class:`Fault`.
-        rank, ranks: of a run on several processes.
+        rank, ranks: of a run on several processes. torchrun says the rank itself.
         trainer: more arguments of the Trainer.
         final: the name of the file at the end, in the place of ``final``.
         callbacks: names of our callbacks, with their arguments.
+        files: arguments of our ``CheckpointFiles``.
     """
     warnings.filterwarnings("ignore", ".*does not have many workers.*|.*Checkpoint directory.*exists")
     folder, rank, ranks = Path(options["folder"]), options.get("rank", 0), options.get("ranks", 1)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        rank = int(os.environ["RANK"])
     setup, who = Setup(**options.get("setup", {})), options["who"]
     setup = replace(setup, overflows=tuple(setup.overflows))
     torch.set_num_threads(1)
@@ -68,6 +71,8 @@ def main(options: dict[str, Any]) -> None:
 
         for name, given in options.get("callbacks", {}).items():
             callbacks.insert(0, getattr(trainer.callbacks, name)(**given))
+        if "files" in options:
+            arguments["plugins"] = [trainer.CheckpointFiles(**options["files"])]
         arguments["resume"], start = ("auto", None) if start == "auto" else (None, start)
     else:
         from lightning.pytorch import Trainer  # type: ignore[assignment]
@@ -129,6 +134,7 @@ class Fault(Callback):
     ``signal``: this process gets ``signals`` (on rank ``rank`` only) at the start of batch ``at``.
     ``signal in save``: the same while checkpoint number ``at`` is written, after ``delay`` seconds.
     ``file limit``: from checkpoint number ``at`` on no file may have more than ``bytes``.
+    With ``lives``, only in the first so many starts by torchrun; the delay grows from each of them to the next.
     ``nan``, ``raise``, ``memory``: batch ``at`` is NaN; an exception is raised in it (on rank ``rank``); a module runs
     out of memory in it.
     ``worker``: the worker that makes its sample number ``at`` gets ``signals``; without any, it hangs.
@@ -137,7 +143,8 @@ class Fault(Callback):
     def __init__(self, what: dict[str, Any], setup: Setup, rank: int) -> None:
         self.what, self.setup_ = what, setup
         self.kind, self.at = what.get("kind"), what.get("at", 0)
-        self.is_here = rank == what.get("rank", rank)
+        self.life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        self.is_here = rank == what.get("rank", rank) and self.life < what.get("lives", self.life + 1)
         self.saves = self.samples = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -157,7 +164,7 @@ class Fault(Callback):
         if self.saves != self.at or not self.is_here:
             return
         if self.kind == "signal in save":
-            later(self.what.get("delay", 0.0), self.what["signals"])
+            later(self.what.get("delay", 0.0) * 2**self.life, self.what["signals"])
         elif self.kind == "file limit":
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.what["bytes"], resource.RLIM_INFINITY))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 MODULE = """
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ SETUP = replace(EVERYTHING, batches=20, epochs=2, overflows=(1, 7, 25), average=
 
 class Net(Classifier):
     def __init__(self, folder):
-        super().__init__(SETUP, Diary(Path(folder), pace=SETUP.pace))
+        super().__init__(SETUP, Diary(Path(folder), int(os.environ.get("SLURM_PROCID", 0)), SETUP.pace))
 
 
 class Data(LightningDataModule):

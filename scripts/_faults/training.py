@@ -6,7 +6,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -284,8 +285,8 @@ def state_of(trainer: Any, module: Classifier) -> dict[str, Any]:
     averages = [vars(callback).get("_average_model") for callback in trainer.callbacks]
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "averages": [average.state_dict() for average in averages if average is not None],
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "averages": [parts(average.state_dict()) for average in averages if average is not None],
+        "optimizers": [parts(optimizer.state_dict()) for optimizer in trainer.optimizers],
         "schedules": [
             {k: v for k, v in config.scheduler.state_dict().items() if not callable(v)}
             for config in trainer.lr_scheduler_configs
@@ -294,6 +295,15 @@ def state_of(trainer: Any, module: Classifier) -> dict[str, Any]:
         "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
         "steps": trainer.global_step,
     }
+
+
+def parts(state: Any) -> Any:
+    """``state`` with this process's part in the place of each tensor that several of them hold."""
+    if isinstance(state, Mapping):
+        return {key: parts(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [parts(value) for value in state]
+    return state.to_local() if isinstance(state, DTensor) else state
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:

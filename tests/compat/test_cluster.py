@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import rank_zero_only
 
 from tests.parity import QUIET
 from trainer import Trainer
+from trainer.checkpoint.folders import held, owner
 from trainer.compat import cluster
 from trainer.errors import ClusterError, ConfigurationError
 
@@ -123,3 +127,54 @@ def test_who_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
     assert cluster._started(SLURMEnvironment()) is None
     assert cluster._started(LightningEnvironment()) is None
+
+
+class Engine:
+    """Rank 0's, in a run of three processes on three nodes."""
+
+    def __init__(self, *found: bool) -> None:
+        self.found = found
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def gather(self, mine: tuple[str, bool]) -> list[tuple[str, bool]]:
+        return [mine, *((f"node{rank}", found) for rank, found in enumerate(self.found, 1))]
+
+
+def test_what_other_nodes_do_not_see_is_an_error_that_names_them(tmp_path: Path) -> None:
+    cluster.check_shared(Engine(True, True), tmp_path.exists, "It is shared")
+    with pytest.raises(ClusterError, match=r"It is not shared, .* there for rank 2 on node2\. Expected") as raised:
+        cluster.check_shared(Engine(True, False), tmp_path.exists, "It is not shared")
+    assert "rank 1" not in str(raised.value)
+
+
+def test_files_may_appear_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([False, False, True])
+    monkeypatch.setattr(Engine, "broadcast", lambda self, value: True if value is False else value)
+    cluster.check_shared(Engine(True), lambda: next(seen), "It is shared")
+    assert next(seen, None) is None
+
+
+def test_hosts_that_have_one_folder_read_who_holds_it(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with held(folder):
+        assert f'"pid": {os.getpid()}' in owner(folder)
+    assert owner(folder) == ""
+
+
+@pytest.mark.parametrize(("num_nodes", "resume", "files", "asked"), [
+    (2, "auto", None, ["resume='auto' goes on from there"]), (2, None, None, []), (1, "auto", None, []),
+])  # fmt: skip
+def test_folders_have_to_be_shared_where_a_later_run_needs_them(
+    num_nodes: int, resume: Any, files: Any, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    monkeypatch.setattr(cluster, "check_shared", lambda engine, look, what: said.append((look(), what)))
+    monkeypatch.setattr(Trainer, "num_nodes", num_nodes)
+    saver = ModelCheckpoint(tmp_path / "checkpoints")
+    trainer = Trainer(**QUIET | {"accelerator": "cpu", "resume": resume, "callbacks": [saver], "max_steps": 1}
+                      | {"enable_checkpointing": True, "devices": 1})  # fmt: skip
+    trainer.fit(BoringModel())
+    assert [what.partition(", and ")[2] for _, what in said] == [f"{one}, on whatever node is first" for one in asked]
+    assert all(f"{os.getpid()}" in owner for owner, _ in said)

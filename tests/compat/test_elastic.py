@@ -230,6 +230,39 @@ def test_settings_in_batches_are_translated(tmp_path: Path) -> None:
     assert trainer.progress.batches == 24
 
 
+class Asks(Net):
+    def configure_optimizers(self) -> Any:
+        self.updates = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_a_module_that_asks_for_the_number_of_updates_gets_the_same(tmp_path: Path) -> None:
+    first = Asks()
+    path = written(tmp_path, module=first)
+    trainer, module = resumed(path, loader(1), Asks())
+    assert module.updates == first.updates == trainer.global_step == 14
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_with_workers(tmp_path: Path, persistent: bool) -> None:
+    options: Any = {"num_workers": 1, "persistent_workers": persistent}
+    whole = Net()
+    path = written(tmp_path, loader(**options), whole)
+    for start in ("two", "again"):  # "again": from what the resumed run has written
+        saver = Saver(tmp_path / "again.ckpt", 8)
+        _, module = resumed(
+            tmp_path / f"{start}.ckpt", loader(2, **options), callbacks=[saver], enable_checkpointing=True
+        )
+        first = {"two": 2, "again": 4}[start]
+        assert path.exists()
+        for update in range(first, 14):
+            seen, expected = (
+                sorted(number for at, numbers in one.seen if at == update for number in numbers)
+                for one in (module, whole)
+            )
+            assert seen == expected
+
+
 def test_own_settings_are_taken_as_they_are(tmp_path: Path) -> None:
     path = written(tmp_path, val_check_interval=2)
     trainer = make_trainer(

@@ -99,11 +99,11 @@ class Ranks:
     def _start(self) -> None:
         self._started += 1
         rendezvous = Path(self._folder.name) / f"group_{self._started}"
-        inherited = {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "MASTER_ADDR")}
+        somewhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: there is a group
         for rank in range(self.size):
             environment = {
-                **inherited, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "RANK": str(rank), "NODE_RANK": "0",
-                "WORLD_SIZE": str(self.size), "PYTHONPATH": str(ROOT),
+                **os.environ, **somewhere, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "RANK": str(rank),
+                "NODE_RANK": "0", "WORLD_SIZE": str(self.size), "PYTHONPATH": str(ROOT),
             }  # fmt: skip
             words = [str(Path(__file__)), str(rank), str(self.size), str(rendezvous), str(self.timeout)]
             process = self.python.start(

@@ -389,7 +389,7 @@ def fit(
     if setup.val_every:
         arguments["val_check_interval"] = setup.val_every * each
     with only_these_warnings():
-        torch.manual_seed(5 + rank)
+        torch.manual_seed(5 + rank + 100 * bool(ckpt_path))  # a resumed run does not go on as it would by itself
         precision: Any = native_fp16(**SCALER) if setup.precision == "16-mixed" else setup.precision
         trainer = Trainer(
             accelerator="cpu", devices=1 if engine == "single" else world_size, precision=precision, logger=False,
@@ -399,6 +399,8 @@ def fit(
             **(strategy_of(engine) | arguments),
         )  # fmt: skip
         module = Fitted(setup)
+        if ckpt_path:
+            nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in module.parameters())), module.parameters())
         train = DataLoader(batches_of(ranks, setup.batches), batch_size=None, shuffle=setup.noisy)
         val = DataLoader(batches_of(ranks, VAL_BATCHES, seed=2), batch_size=None) if setup.val_every else None
         trainer.fit(module, train, val, ckpt_path=ckpt_path)
@@ -408,3 +410,13 @@ def fit(
     }  # fmt: skip
     assert not any(isinstance(p, DTensor) for p in module.parameters()) or engine == "fsdp"
     return trace
+
+
+def fit_and_resume(
+    setup: Setup, engine: str, folder: str, batches: Any, validations: Any, world_size: int = 2
+) -> tuple[Trace, dict[str, Trace]]:
+    """Run a set-up with checkpoints at these places; then go on from each. Returns both, by the checkpoints' names."""
+    saves = Saves(folder, batches, validations)
+    whole = fit(setup, engine, world_size, callbacks=[saves])
+    names = [f"batch_{number}" for number in batches] + [f"validation_{number}" for number in validations]
+    return whole, {name: fit(setup, engine, world_size, ckpt_path=f"{folder}/{name}.ckpt") for name in names}

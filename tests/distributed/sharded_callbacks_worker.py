@@ -186,7 +186,7 @@ def monitored(kind: str) -> dict[str, Any]:
     with torch.no_grad():
         module.gain.mul_(1e-3)  # so that something underflows
         module.net[4].weight[0].zero_()
-    found = fit(kind, module, monitor, precision="16-mixed")
+    found = fit(kind, module, monitor, precision=MixedPrecision("float16", init_scale=1.0))
     return found | {"underflow": [tuple(one) for one in monitor.underflow]}
 
 
@@ -372,7 +372,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers")
     warnings.filterwarnings("ignore", ".*smaller than the logging interval")
-    only = sys.argv[2:]  # for a look at a few of them
+    only = sys.argv[3:]  # after the launcher; for a look at a few of them
     found: dict[str, Any] = {}
     for name, run in scenarios(folder).items():
         if not only or any(one in name for one in only):

@@ -31,10 +31,11 @@ def run(
     fails: bool = False,
     script: Path = Path(worker.__file__),
     children: bool = False,
+    processes: int = 2,
 ) -> tuple[str, Path]:
     """Run a worker; returns what it printed and where its files are."""
     arguments = [str(script), str(folder), launcher]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [*(torchrun if launcher == "torchrun" else []), *arguments]
     inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
     environment = {**inherited, "OMP_NUM_THREADS": "1"}
@@ -51,8 +52,8 @@ def run(
     return output, folder
 
 
-def load(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+def load(folder: Path, processes: int = 2) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(processes)]
 
 
 @pytest.fixture(scope="module")

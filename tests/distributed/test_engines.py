@@ -7,7 +7,10 @@ on.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,3 +81,32 @@ def test_a_fit_drawn_at_random_is_the_one_by_hand(ranks: Ranks, seed: int, engin
     ours, theirs = traces(ranks, setup, engine)
     for mine, other in zip(ours, theirs, strict=True):
         assert_same(mine, other, tolerance_of(setup, engine))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(
+    ranks: Ranks, tmp_path: Path, seed: int, engine: str
+) -> None:
+    """To the bit: weights, buffers, optimizers, scale, counters; with dropout and a drawn order of the batches."""
+    setup = replace(draw(seed), noisy=True)
+    pick, each = random.Random(seed), 2 if engine == "single" else 1
+    total = len(setup.windows) * setup.batches * each
+    batches = sorted(pick.sample(range(total), min(total, 2)))
+    checks = setup.batches // setup.val_every * len(setup.windows) if setup.val_every else 0
+    validations = [pick.randrange(checks)] if checks else []
+    arguments = setup, engine, str(tmp_path), batches, validations
+    results = (
+        [setups.fit_and_resume(*arguments)]
+        if engine == "single"
+        else ranks.call("tests.distributed.setups:fit_and_resume", *arguments)
+    )
+    for whole, resumed in results:
+        assert len(resumed) == len(batches) + len(validations)
+        for name, trace in resumed.items():
+            assert trace.counts == whole.counts, name
+            if not trace.weights:
+                assert name == f"batch_{total - 1}"  # at the very end there is nothing left to do
+                continue
+            close(trace.weights[-1], whole.weights[-1], 0.0, name)
+            close(trace.state, whole.state, 0.0, name)

@@ -89,7 +89,8 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
     for name, value in weights.items():  # no two may share memory, as tied weights do
         is_shared = value.untyped_storage().data_ptr() in taken
         taken.add(value.untyped_storage().data_ptr())
-        plain[name] = value.detach().clone() if is_shared else value.detach().contiguous()
+        value = value.detach().contiguous()
+        plain[name] = value.clone() if is_shared else value
     part = sharded_files.part_of(file)
     try:
         files.make_folder(file.parent)

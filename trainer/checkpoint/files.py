@@ -244,8 +244,10 @@ def verify(path: str | Path) -> bool:
     return True
 
 
-def newest_good(folders: Iterable[str | Path], read: Callable[[Path], object] | None = None) -> Path | None:
-    """The newest checkpoint in ``folders`` that a training can go on from; None for none.
+def newest_good(
+    folders: Iterable[str | Path], read: Callable[[Path], object] | None = None, beside: Iterable[Path] = ()
+) -> Path | None:
+    """The newest checkpoint in ``folders``, or ``beside`` them, that a training can go on from; None for none.
 
     Newest by its manifest, or by the file's time where it has none. A damaged one is named in a warning and passed
     over.
@@ -253,8 +255,9 @@ def newest_good(folders: Iterable[str | Path], read: Callable[[Path], object] | 
     Args:
         folders: where to look.
         read: reads a file in which there is nothing to check, or raises a CheckpointError. None trusts such files.
+        beside: files that are there.
     """
-    for path in in_order(folders):
+    for path in in_order(folders, beside):
         try:
             manifest = read_manifest(path)
             if manifest is not None and not manifest.resumable:
@@ -268,9 +271,9 @@ def newest_good(folders: Iterable[str | Path], read: Callable[[Path], object] | 
     return None
 
 
-def in_order(folders: Iterable[str | Path]) -> list[Path]:
-    """The checkpoints in ``folders``, newest first, but for hidden ones; one with several names once."""
-    times: dict[Path, float] = {}
+def in_order(folders: Iterable[str | Path], beside: Iterable[Path] = ()) -> list[Path]:
+    """The checkpoints in ``folders`` and ``beside``, newest first, but for hidden ones; one with several names once."""
+    times = {path.resolve(): _saved_at(path) for path in beside}
     for folder in dict.fromkeys(Path(folder) for folder in folders):
         for path in sorted(folder.glob(f"*{EXTENSION}")) if folder.is_dir() else ():
             target = path.resolve()

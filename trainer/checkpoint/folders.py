@@ -73,6 +73,18 @@ def held(folder: str | Path) -> Iterator[None]:
         yield
 
 
+def owner(folder: str | Path) -> str:
+    """What the lock of ``folder`` says of the run that holds it; "" where there is none.
+
+    Two hosts that read the same have the same folder.
+    """
+    folder = Path(os.path.realpath(folder))
+    for file in (folder.parent / f".{folder.name}{LOCK}", folder / LOCK):
+        with suppress(OSError):
+            return file.read_text()
+    return ""
+
+
 def _lock(folder: Path, locks: ExitStack) -> None:
     """Lock ``folder`` until ``locks`` closes, by a file beside it; by one in it where there can be none."""
     inside, beside = folder / LOCK, folder.parent / f".{folder.name}{LOCK}"

@@ -98,6 +98,7 @@ class ProcessState:
             return state
         if engine.global_rank:  # the buffers in the checkpoint are the first process's
             state["buffers"] = dict(run.lightning_module.named_buffers())
+        state["next_forward_exchanges"] = engine.next_forward_exchanges
         copied: dict[str, Any] = on_host(state)  # where another process can read it
         return copied
 
@@ -163,6 +164,8 @@ class ProcessState:
         buffers = dict(run.lightning_module.named_buffers())
         for name in state.get("buffers", {}).keys() & buffers.keys():
             buffers[name].copy_(state["buffers"][name])
+        if not state.get("next_forward_exchanges", True):
+            engine.abandon_forward()
         loop.gradients.load_state_dict(run.lightning_module.named_parameters(), state["gradients"])
         if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
             self.kept_batches.load_state_dict(kept, device, exact=run.exact_resume)

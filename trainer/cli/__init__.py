@@ -111,7 +111,7 @@ def _hydra(arguments: Arguments) -> int:
     from trainer.cli import restore
     from trainer.cli.compose import Composer
     from trainer.cli.validate import validate
-    from trainer.cli.workdir import claim, sweeps
+    from trainer.cli.workdir import claim, go_on_again, sweeps
 
     report: Callable[[], int] = int  # of a sweep; how many jobs failed
     waiting: AbstractContextManager[None] | None = None  # for the jobs of a sweep
@@ -121,6 +121,7 @@ def _hydra(arguments: Arguments) -> int:
             "--experimental-rerun reads a pickle, which may run any code. The settings of a run are in its folder, in"
             " .hydra/overrides.yaml: give them again."
         )
+    go_on_again(arguments)
     restore.apply(arguments)
     composer = Composer(arguments)
     config = validate(arguments, composer)

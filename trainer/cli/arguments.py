@@ -98,12 +98,14 @@ class Arguments:
         words: what followed one of `TOOLS`, such as the name of a recipe.
         overrides: Hydra's, in the order given; aliases are already replaced, ``command=`` is taken out.
         flags: value by long spelling, ``""`` for those that have none.
+        again: whether ``resume=auto`` was added because Slurm runs the job again.
     """
 
     command: str | None = None
     words: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     flags: dict[str, str] = field(default_factory=dict)
+    again: bool = False
 
     @property
     def multirun(self) -> bool:

@@ -54,6 +54,16 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def slurm_step() -> str | None:
+    """The job and the step, such as ``"17.0"``, whose tasks srun has started, this process among them; else None.
+
+    A job that Slurm runs again keeps both.
+    """
+    if under_torchrun() or not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys():
+        return None
+    return f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+
+
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """``environment`` without what belongs to a single run, for a run of its own."""
     return {
@@ -120,7 +130,7 @@ def agree(folder: str) -> str:
 
     Every rank composes the config, and with it the time in the folder's name, for itself. torchrun serves a
     key-value store for the ranks to find each other; the name goes through that before there is a process
-    group.
+    group. Slurm serves none, and folders are named after its jobs.
     """
     if not under_torchrun():
         return folder

@@ -66,6 +66,7 @@ _PARTS = (
     "torchvision.tv_tensors",
     "trainer.callbacks",
     "trainer.compat.default_logger",
+    "trainer.compat.fsdp",
     "trainer.precision",
     "trainer.trainer",
 )

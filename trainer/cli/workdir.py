@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.arguments import OURS, Arguments, UsageError
 from trainer.cli.failure import forget_last
-from trainer.cli.processes import agree, is_first, is_quiet, under_torchrun
+from trainer.cli.processes import agree, is_first, is_quiet, slurm_step, under_torchrun
 
 _OF_RESUMING = ("resume", "exact_resume", "trainer.resume", "trainer.exact_resume")
 
@@ -26,22 +27,36 @@ def sweeps(arguments: Arguments, config: DictConfig) -> bool:
     return arguments.multirun or config.hydra.mode == RunMode.MULTIRUN
 
 
+def go_on_again(arguments: Arguments) -> None:
+    """Where Slurm runs a job again that srun has started, have a fit go on in the folder that the job has had before.
+
+    Unless the command line says what it goes on from.
+    """
+    is_again = slurm_step() is not None and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+    keys = {override.lstrip("+").partition("=")[0] for override in arguments.overrides}
+    told = keys & {"ckpt", "ckpt_path", "resume", "trainer.resume", "hydra.run.dir"}
+    if is_again and arguments.command == "fit" and not told and not arguments.multirun:
+        arguments.overrides.append("resume=auto")
+        arguments.again = True
+
+
 def claim(arguments: Arguments, config: DictConfig) -> Path:
     """Make the folder that ``config`` names and write it into ``arguments``; ranks but the first only read it
     there.
 
     A folder with the time in its name gets a number when another run was given the same second. With ``resume=auto`` it
-    has a name made of the command in the place of the time: so the same command finds it again.
+    has a name made of the command in the place of the time: so the same command finds it again. So it has where srun
+    has started the processes, with Slurm's number of the job: so they have one folder, and a job that is run again.
 
     Raises:
         UsageError: ``resume=auto`` for a command that does not train, a folder that cannot be made, or a sweep under
-            torchrun, where every rank would start all jobs.
+            torchrun or srun, where every rank would start all jobs.
     """
     sweeping = sweeps(arguments, config)
-    if sweeping and under_torchrun():
+    if sweeping and (under_torchrun() or (slurm_step() is not None and int(os.environ.get("SLURM_NTASKS", 1)) > 1)):
         words = "compare" if arguments.command == "compare" else "fit -m"
         raise UsageError(
-            "A sweep starts its processes itself: run it without torchrun, as in"
+            "A sweep starts its processes itself: run it without torchrun or srun, as in"
             f" `python -m trainer {words} ... trainer=ddp trainer.devices=2`."
         )
     key = "hydra.sweep.dir" if sweeping else "hydra.run.dir"
@@ -52,12 +67,14 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
             f"resume=auto goes on with a training, and {arguments.command} is none. Got it with {arguments.command},"
             " expected fit or compare. For the weights of a run, write ckpt_path=RUN/checkpoints/last.ckpt."
         )
-    if resumes and not chosen:
-        config = _named_after(arguments, config, key)
+    step = slurm_step()
+    if not chosen and (resumes or step):
+        by_job = step and (arguments.again or not resumes)
+        config = _named_after(arguments, config, key, f"slurm-{step}" if by_job else "auto")
     HydraConfig.instance().set_config(config)  # for folders named with ${hydra:...}
     folder = str(OmegaConf.select(config, key))
     if is_first():
-        folder = str(_make(Path(folder), exist_ok=chosen or resumes))
+        folder = str(_make(Path(folder), exist_ok=chosen or resumes or step is not None))
         forget_last(Path(folder))
         if resumes and not chosen and not is_quiet():
             print(f"resume=auto: the folder of this command is {folder}", flush=True)
@@ -68,14 +85,14 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     return Path(folder)
 
 
-def _named_after(arguments: Arguments, config: DictConfig, key: str) -> DictConfig:
-    """``config`` with a folder that is named after the command where it was named after the time.
+def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) -> DictConfig:
+    """``config`` with a folder that is named after ``kind`` and the command where it was named after the time.
 
     Settings that say how to resume are left out, and so is the order of the others.
     """
     said = {*arguments.overrides, f"command={arguments.command}", *map("".join, _hydras(arguments.flags))}
     counted = sorted(word for word in said if word.lstrip("+").partition("=")[0] not in _OF_RESUMING)
-    name = f"auto-{hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:8]}"
+    name = f"{kind}-{hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:8]}"
     section = key.rpartition(".")[0]
     written: Any = OmegaConf.to_container(OmegaConf.select(config, section), resolve=False)
     config = copy.deepcopy(config)

@@ -74,6 +74,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self._due: set[str | Path] = set()  # to be removed when there is another good one
         self._writer: ThreadPoolExecutor | None = None
         self._pending: list[Future[list[str]]] = []  # a save, and the removals that came after it
+        self.maps_files = False  # whether files are mapped, not read: where each process wants a part of their tensors
         self._stager: Any = None  # keeps the host memory of the last save for the next
 
     def belong(self, folders: Iterable[str | Path], others: Iterable[str | Path]) -> None:
@@ -256,6 +257,11 @@ class CheckpointFiles(TorchCheckpointIO):
         if local is not None and local.is_file():
             files.verify(local)
             self._remember(local)
+            if self.maps_files and files.read_manifest(local) is not None:
+                mapped: dict[str, Any] = torch.load(
+                    local, map_location="cpu", weights_only=weights_only is not False, mmap=True
+                )
+                return mapped
         return super().load_checkpoint(path, map_location, weights_only is not False)
 
     def remove_checkpoint(self, path: str | Path) -> None:

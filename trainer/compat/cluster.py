@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,10 @@ from trainer.engine.rendezvous import is_served, store_of_this_start
 from trainer.errors import ClusterError
 
 _ALONE = "To train in each of them by itself, say so: Trainer(plugins=LightningEnvironment())."
+
+
+_PATIENCE = 10.0
+"""Seconds until what one node has written is seen by the others."""
 
 
 class Started(NamedTuple):
@@ -137,6 +144,33 @@ def join_process_group(strategy: Any) -> None:
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
+
+
+def check_shared(engine: Any, look: Callable[[], Any], what: str) -> None:
+    """All processes, on whatever node, find the same by ``look``. A network's file system may take a moment.
+
+    Args:
+        engine: of the run, whose processes all call this.
+        look: at what is to be shared. What it returns on rank 0 is expected on the others.
+        what: it is, with the reason why all nodes need it: the beginning of a sentence.
+
+    Raises:
+        ClusterError: on all of them, if one of them does not find it.
+    """
+    expected, end = engine.broadcast(look()), time.monotonic() + _PATIENCE
+    while (found := look()) != expected and time.monotonic() < end:
+        time.sleep(0.1)
+    places = engine.gather((socket.gethostname(), found == expected))
+    lacking = [f"rank {rank} on {host}" for rank, (host, same) in enumerate(places) if not same]
+    error = None
+    if lacking:
+        error = (
+            f"{what}, but what rank 0 (on {places[0][0]}) has there is not there for {', '.join(lacking)}. Expected a"
+            " folder of a file system that all nodes share: choose another one with Trainer(default_root_dir=...) or"
+            " ModelCheckpoint(dirpath=...), on the command line with hydra.run.dir=FOLDER."
+        )
+    if (error := engine.broadcast(error)) is not None:
+        raise ClusterError(error)
 
 
 def explained(error: torch.distributed.DistNetworkError) -> BaseException:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 
 from trainer.callbacks.gradient_check import GradientCheck
 from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
+from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Weight
@@ -304,6 +306,12 @@ class ShardedEngine(LightningEngine):
     def _sharded(self) -> ShardedModule:
         assert self.strategy.sharded is not None
         return self.strategy.sharded
+
+    def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
+        """Read a checkpoint; a file is mapped, so that no process has all of it in memory."""
+        if (files := files_of(self.strategy)) is not None:
+            files.maps_files = True
+        return super().load(path, weights_only)
 
     def module_state(self) -> dict[str, Any]:
         """The module's state dict, of sharded tensors."""

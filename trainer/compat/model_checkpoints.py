@@ -20,8 +20,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from trainer.checkpoint.files import EXTENSION
-from trainer.checkpoint.folders import LOCK, held
+from trainer.checkpoint.folders import LOCK, held, owner
 from trainer.checkpoint.state import OUR_KEY
+from trainer.compat import cluster
 from trainer.compat.checkpoint_io import files_of, local_path
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ def claim_folders(trainer: Any, session: ExitStack) -> None:
     Raises:
         FolderInUseError: another run has locked one.
         CheckpointWriteError: one cannot be made, or written to.
+        ClusterError: other nodes do not see one, and the run is going to need that.
     """
 
     def claim() -> None:
@@ -66,6 +68,26 @@ def claim_folders(trainer: Any, session: ExitStack) -> None:
 
     if not trainer.fast_dev_run:
         on_first_rank(trainer, claim)
+        _check_shared(trainer)
+
+
+def _check_shared(trainer: Any) -> None:
+    """Where a run on several nodes is going to need it, see that all of them have the folders of rank 0.
+
+    Raises:
+        ClusterError: they do not.
+    """
+    shards = getattr(files_of(trainer.strategy), "sharded", False)
+    if trainer.num_nodes == 1 or trainer.state.fn is not TrainerFn.FITTING or not (trainer.resume == "auto" or shards):
+        return
+    folders = folders_of(trainer) if trainer.is_global_zero else []
+    why = (
+        "every node writes its shards there"
+        if shards
+        else "resume='auto' goes on from there, on whatever node is first"
+    )
+    for folder in trainer.engine.broadcast([os.path.realpath(place) for one in folders if (place := local_path(one))]):
+        cluster.check_shared(trainer.engine, partial(owner, folder), f"Checkpoints are written to {folder}, and {why}")
 
 
 def on_first_rank(trainer: Any, work: Callable[[], T]) -> T:

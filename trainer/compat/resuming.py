@@ -15,6 +15,7 @@ from trainer.checkpoint import files
 from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.folders import held
 from trainer.checkpoint.inert import inert
+from trainer.checkpoint.shards import STATE
 from trainer.checkpoint.state import OUR_KEY
 from trainer.compat import log_files
 from trainer.compat.checkpoint_io import files_of, local_path
@@ -24,8 +25,8 @@ from trainer.errors import ConfigurationError
 _ROWS = "rows"
 
 
-def newest_checkpoint(trainer: Any, session: ExitStack) -> str | None:
-    """The newest good checkpoint in the folders of this run; None for none. The same on all ranks.
+def newest_checkpoint(trainer: Any, session: ExitStack, beside: Any = None) -> str | None:
+    """The newest good checkpoint in the folders of this run, or ``beside`` them; None for none. The same on all ranks.
 
     The folders are locked before that, until ``session`` closes. Loggers that number their folders get the number of
     the run that wrote the checkpoint, and the loggers that we know continue its files.
@@ -34,7 +35,7 @@ def newest_checkpoint(trainer: Any, session: ExitStack) -> str | None:
         FolderInUseError: another run has one of the folders.
         ConfigurationError: the folders are not on this machine's file systems.
     """
-    path, versions = on_first_rank(trainer, lambda: _choose(trainer, session))
+    path, versions = on_first_rank(trainer, lambda: _choose(trainer, session, beside))
     for index, version in versions.items():
         log_files.take_version(trainer.loggers[index], version)
     if path is not None:
@@ -47,7 +48,7 @@ def newest_checkpoint(trainer: Any, session: ExitStack) -> str | None:
     return path
 
 
-def _choose(trainer: Any, session: ExitStack) -> tuple[str | None, dict[int, Any]]:
+def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, dict[int, Any]]:
     """The checkpoint, and the version of each logger that is numbered."""
     loggers = {index: logger for index, logger in enumerate(trainer.loggers) if log_files.is_numbered(logger)}
     former = None
@@ -67,7 +68,8 @@ def _choose(trainer: Any, session: ExitStack) -> tuple[str | None, dict[int, Any
     for folder in folders:
         if os.path.isdir(folder):
             session.enter_context(held(folder))
-    path = files.newest_good(folders, lambda file: checkpoints.read(trainer.engine, file, None))
+    others = [] if beside is None or local_path(beside) is None else [Path(beside)]
+    path = files.newest_good(folders, lambda file: checkpoints.read(trainer.engine, file, None), others)
     if path is None:
         if folders:
             rank_zero_info(f"resume='auto': no checkpoint to go on from in {', '.join(folders)}: starting anew")
@@ -87,11 +89,21 @@ def note_rows(trainer: Any, checkpoint: dict[str, Any]) -> None:
 def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | None]]:
     """The step of the next row after the checkpoint ``path``, and the rows that each logger had written."""
     with suppress(Exception):  # a file of another format raises anything; the error is reported when it is loaded
-        with open(path, "rb") as file, inert(file):
-            loops = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["loops"]
+        loops = loops_in(path)
         if OUR_KEY not in loops:
             return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]), []
         ours, progress = loops[OUR_KEY], loops[OUR_KEY]["progress"]
         step = progress["windows"] + progress.get("closing", False)  # a window that closes has sent its own
         return int(step), list(ours.get(_ROWS, []))
     return None, []
+
+
+def loops_in(path: str | Path) -> dict[str, Any]:
+    """The ``loops`` part of the checkpoint ``path``, without its tensors; {} where it cannot be read in parts."""
+    place = Path(path)
+    with suppress(Exception):  # the error is reported when it is loaded
+        place = place / STATE if place.is_dir() else place
+        with open(place, "rb") as file, inert(file):
+            loops: dict[str, Any] = torch.load(place, map_location="cpu", weights_only=True, mmap=True)["loops"]
+        return loops
+    return {}

@@ -136,6 +136,26 @@ class Engine(Protocol):
     def step_function(self, name: str) -> Callable[..., Any]:
         """The module's ``training_step`` (``validation_step``, ...), going through the wrapper where there is one."""
 
+    @property
+    def forward_exchanges(self) -> bool:
+        """Whether every forward of an evaluation exchanges something: all processes run equally many of them."""
+
+    def idle_forward(self) -> None:
+        """Take part in the other processes' forward of an evaluation, in the place of a batch.
+
+        All processes call it as a pass begins, too: a forward that exchanges something only the first time (DDP's sends
+        the first process's buffers) has done so then.
+        """
+
+    def exchanges(self) -> int:
+        """The number of exchanges among all processes that this one has begun so far, other than by :meth:`reduce`.
+
+        0 where nobody knows.
+        """
+
+    def alone(self, error: Exception) -> AbstractContextManager[object]:
+        """The context of a batch that another process lacks: ``error`` where the module would wait for the others."""
+
     def replay_step(self, name: str) -> Callable[..., Any]:
         """The module's step once more, by itself: nothing is exchanged by it but what it cannot be computed without."""
 
@@ -157,8 +177,12 @@ class Engine(Protocol):
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
 
+    @property
+    def next_forward_exchanges(self) -> bool:
+        """Whether the next forward begins by making buffers equal on all processes. It does so mostly, not always."""
+
     def abandon_forward(self) -> None:
-        """The forward that has raised will be run again: what it has exchanged with other processes is not repeated."""
+        """Have the next forward not begin by that: it is one that has raised, run again; or that of a resumed run."""
 
     def sum(self, *values: Weight) -> list[Weight]:
         """The sums of these over the processes. On a GPU they stay there, and nothing waits for them."""

@@ -1,8 +1,9 @@
-"""``trainer checks``: what is installed, what the machine has, and which precision to use on it.
+"""``trainer checks``: what is installed, what the machine has, and which precision to use; what memory a recipe needs.
 
-Each check is a function that adds to the `Findings`: `CHECKS` lists them in the order in which they are told. What
-there is to know comes from ``machine`` (cores, memory, disks), ``abilities`` (what a device computes in) and ``speed``
-(how fast). torch is imported only when the command runs, for it may be what is broken.
+Each check is a function that adds to the `Findings`: `CHECKS` lists them in the order in which they are told, and
+`CHECKS_OF_RECIPE` those of a recipe. What there is to know comes from ``machine`` (cores, memory, disks), ``abilities``
+(what a device computes in), ``speed`` (how fast) and ``memory`` (of a training). torch is imported only when the
+command runs, for it may be what is broken.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _MISSING, _DRIVER = "not installed", "NVIDIA driver"
 _RUNS = "outputs"  # where runs, and their checkpoints, go by default (conf/amp_trainer.yaml)
 _LITTLE_DISK, _LITTLE_SHARED = 2**30, 2**30
 _DTYPE_OF = {"16": "float16", "bf16": "bfloat16", "32": "float32"}
+_FITS = {True: "yes", False: "no", None: "-"}
 _OPERATIONS = {"matmul": "matrix products", "convolution": "convolutions"}
 
 
@@ -62,17 +64,19 @@ class Findings:
 
     Args:
         seconds: for measuring speed.
+        arguments: the command line.
         devices: that a Trainer can run on; empty where torch cannot be imported.
         facts: everything, as plain containers: what ``checks json`` prints.
         tables: for a person.
     """
 
     seconds: float = 2.0
+    arguments: Arguments = field(default_factory=Arguments)
     devices: list[torch.device] = field(default_factory=list)
     facts: dict[str, Any] = field(
         default_factory=lambda: {
             "versions": {}, "problems": [], "remarks": [], "devices": [], "precisions": {}, "speed": None,
-            "verdict": None,
+            "memory_of_recipe": None, "verdict": None,
         }
     )  # fmt: skip
     tables: list[Table] = field(default_factory=list)
@@ -87,22 +91,25 @@ class Findings:
 
 
 def command(arguments: Arguments) -> int:
-    """``trainer checks [json]``.
+    """``trainer checks [json]``, and of a recipe ``trainer checks [json] +recipe=NAME [SETTING=VALUE ...]``.
 
     Returns:
         0, or 1 when something is broken: torch cannot be imported, or nothing can be written.
 
     Raises:
-        UsageError: settings, or a word other than json.
+        UsageError: a word other than json; of a recipe what `trainer.cli.checks.memory.predict` refuses.
     """
-    if arguments.overrides or arguments.words not in ([], ["json"]):
-        given = (arguments.words if arguments.words not in ([], ["json"]) else arguments.overrides)[0]
+    if arguments.words not in ([], ["json"]):
+        given = arguments.words[0]
         raise UsageError(
-            f"checks takes no settings, and one word: json. Got {given!r}.{did_you_mean(given, ['json'])} It looks at"
-            " the machine, not at a recipe."
+            f"checks takes one word: json. Got {given!r}.{did_you_mean(given, ['json'])} What memory a recipe needs is"
+            " told by `python -m trainer checks +recipe=NAME`."
         )
-    found = Findings()
-    for check in CHECKS:
+    if arguments.shows or arguments.multirun:
+        flag = "--multirun" if arguments.multirun else next(iter(arguments.flags))
+        raise UsageError(f"{flag} does not go with checks. `python -m trainer fit ... --cfg job` shows the config.")
+    found = Findings(arguments=arguments)
+    for check in CHECKS_OF_RECIPE if arguments.overrides else CHECKS:
         check(found)
     if arguments.words:
         print(json.dumps(found.facts, indent=2))
@@ -189,6 +196,30 @@ def check_host(found: Findings) -> None:
     found.tables.append(Table("Host", (), [*_workers(found), *_memory(found), *_disks(found)]))
 
 
+def check_memory(found: Findings) -> None:
+    """What the training of a recipe will take on each device, and which strategy fits."""
+    if not found.devices:
+        return
+    from trainer.cli.checks.memory import predict
+
+    told = predict(found.arguments, found.devices)
+    fits = {need: need in told.fitting if told.memory else None for need in told.needs}
+    found.facts["memory_of_recipe"] = {
+        "parameters": told.parameters,
+        "gpu_memory": told.memory,
+        "needs": [need._asdict() | {"fits": fits[need]} for need in told.needs],
+    }
+    found.facts["remarks"] += told.assumptions
+    found.facts["verdict"] = told.verdict
+    rows = [
+        [need.strategy, str(need.devices), readable(need.peak), readable(need.after), _FITS[fits[need]]]
+        for need in told.needs
+    ]
+    header = ("strategy", "devices", "peak of a step", "after it", "fits")
+    title = f"Memory on each device, for {told.parameters:,} parameters"
+    found.tables.append(Table(title, header, rows, ("devices", "peak of a step", "after it")))
+
+
 CHECKS: tuple[Callable[[Findings], None], ...] = (
     check_versions,
     check_devices,
@@ -196,6 +227,7 @@ CHECKS: tuple[Callable[[Findings], None], ...] = (
     check_speed,
     check_host,
 )
+CHECKS_OF_RECIPE: tuple[Callable[[Findings], None], ...] = (check_versions, check_devices, check_memory)
 
 
 # --- with torch -----------------------------------------------------------------------------------------------

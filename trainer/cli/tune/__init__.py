@@ -103,11 +103,12 @@ def bytes_in(size: object) -> int | None:
 
 
 _KEY = TEXT._replace(words="the name of a setting, such as data.batch_size")
-_SIZE = Kind("a size such as 3GiB, 500MB or 4000000000", lambda value: bytes_in(value) is not None)
+SIZE = Kind("a size such as 3GiB, 500MB or 4000000000", lambda value: bytes_in(value) is not None)
+"""Of memory."""
 _RATE = NUMBER._replace(above=0)
 _ACCEPTS = {
     "batch_size_key": (_KEY,),
-    "memory": (_SIZE, None),
+    "memory": (SIZE, None),
     "max_batch_size": (WHOLE.at_least(1), None),
     "multiple_of": (WHOLE.at_least(1),),
     "steps_per_try": (WHOLE.at_least(2),),

@@ -1,0 +1,454 @@
+"""Checkpoints that are folders: what is in them, that they are whole, and that strangers' run no code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer import CheckpointFiles
+from trainer.checkpoint import conversion, files, sharded_files, shards
+from trainer.checkpoint.folders import held
+from trainer.checkpoint.state import OUR_KEY
+from trainer.compat.checkpoint_io import files_of
+from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
+
+BATCHES = make_batches(4)
+
+
+def checkpoint(value: float = 1.0) -> dict[str, Any]:
+    module = nn.Linear(3, 2)
+    nn.init.constant_(module.weight, value)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    ours = {"parameters": [["weight", "bias"]], "progress": {}, "processes": [{"rng": 1}]}
+    return {
+        "epoch": 0,
+        "global_step": 1,
+        "state_dict": {**module.state_dict(), "half": torch.ones(3, dtype=torch.bfloat16), "empty": torch.empty(0, 2)},
+        "optimizer_states": [optimizer.state_dict()],
+        "loops": {OUR_KEY: ours},
+        "hyper_parameters": {"width": 3},
+    }
+
+
+def write(path: Path, value: float = 1.0) -> dict[str, Any]:
+    made = checkpoint(value)
+    tree, tensors, own = shards.taken_apart(made)
+    shards.write(path, tree, tensors, own, {"epoch": 0, "weights_only": False}, None)
+    return made
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for name in one:
+            assert_same(one[name], other[name])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    else:
+        assert one == other
+
+
+def fit(folder: Path, *callbacks: Callback, module: Any = None, **arguments: Any) -> Any:
+    options = {"enable_checkpointing": None, "max_epochs": 2, "plugins": CheckpointFiles(sharded=True), **arguments}
+    ckpt_path = options.pop("ckpt_path", None)
+    fitted = make_trainer(folder, callbacks=list(callbacks), **options)
+    torch.manual_seed(0)
+    module = module or Regression(optimizer=torch.optim.AdamW)
+    fitted.fit(module, loader_of(BATCHES), ckpt_path=ckpt_path)
+    return fitted
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+# --- what is written and read -----------------------------------------------------------------------------------------
+
+
+def test_all_comes_back_and_in_its_order(tmp_path: Path) -> None:
+    made = write(tmp_path / "a.ckpt")
+    assert names(tmp_path / "a.ckpt") == [".metadata", "__0_0.distcp", "manifest.json", "process_0.ckpt", "state.ckpt"]
+    assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
+
+
+def test_states_of_optimizers_stand_there_by_names(tmp_path: Path) -> None:
+    write(tmp_path / "a.ckpt")
+    tree, processes = shards.read(tmp_path / "a.ckpt")
+    (state,) = tree["optimizer_states"]
+    assert list(state["state"]) == ["weight", "bias"]
+    assert state["param_groups"][0]["params"] == ["weight", "bias"]
+    assert processes == [{"rng": 1}]
+
+
+def test_other_tensors_need_not_be_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.ckpt")
+    tree, _ = shards.read(tmp_path / "a.ckpt", only="state_dict")
+    assert tree["optimizer_states"][0]["state"]["weight"]["exp_avg"].is_meta
+    assert torch.equal(tree["state_dict"]["half"], torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_names_that_meet_are_told_apart(tmp_path: Path) -> None:
+    made = {"state_dict": {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, "loops": {}}
+    tree, tensors, own = shards.taken_apart(made)
+    assert len(tensors) == 2
+    shards.write(tmp_path / "a.ckpt", tree, tensors, own, {}, None)
+    assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
+
+
+def test_folder_to_file_and_back(tmp_path: Path) -> None:
+    made = write(tmp_path / "a.ckpt")
+    assert conversion.consolidate(tmp_path / "a.ckpt", tmp_path / "b.ckpt") == []
+    assert_same(torch.load(tmp_path / "b.ckpt", weights_only=True), made)
+    assert files.verify(tmp_path / "b.ckpt")
+    assert conversion.split(tmp_path / "b.ckpt", tmp_path / "c.ckpt") == []
+    assert_same(shards.read_whole(tmp_path / "c.ckpt"), made)
+
+
+def test_a_foreign_file_has_no_names_of_parameters(tmp_path: Path) -> None:
+    made = checkpoint()
+    del made["loops"]
+    torch.save(made, tmp_path / "b.ckpt")
+    conversion.split(tmp_path / "b.ckpt", tmp_path / "c.ckpt")
+    assert_same(shards.read_whole(tmp_path / "c.ckpt"), made)
+
+
+def test_weights_as_safetensors(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    made = write(tmp_path / "a.ckpt")
+    conversion.export(conversion.weights_of(tmp_path / "a.ckpt"), tmp_path / "w.safetensors")
+    assert_same(dict(sorted(load_file(tmp_path / "w.safetensors").items())), dict(sorted(made["state_dict"].items())))
+    tied = torch.randn(2, 3)
+    torch.save({"state_dict": {"model.a": tied, "model.b": tied.t(), "x": tied}}, tmp_path / "b.ckpt")
+    conversion.export(conversion.weights_of(tmp_path / "b.ckpt", "model."), tmp_path / "v.safetensors")
+    found = load_file(tmp_path / "v.safetensors")
+    assert found.keys() == {"a", "b"}
+    assert torch.equal(found["b"], tied.t())
+    with pytest.raises(
+        CheckpointError, match=r"has no weights whose names begin with 'net\.'; it has model\.a, model\.b"
+    ):
+        conversion.weights_of(tmp_path / "b.ckpt", "net.")
+
+
+# --- whole or not at all ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json", "process_0.ckpt", "state.ckpt"])
+@pytest.mark.parametrize("damage", ["a bit", "cut", "longer", "missing", "a link"])
+def test_damage_is_found(tmp_path: Path, file: str, damage: str) -> None:
+    write(tmp_path / "a.ckpt")
+    path = tmp_path / "a.ckpt" / file
+    data = bytearray(path.read_bytes())
+    if damage == "a bit":
+        for place in random.Random(0).sample(range(len(data)), 20):
+            data[place] ^= 1 << place % 8
+            path.write_bytes(data)
+            with pytest.raises(CheckpointError, match=r"a\.ckpt is (damaged|no checkpoint)"):
+                files.verify(tmp_path / "a.ckpt")
+            data[place] ^= 1 << place % 8
+        return
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "longer":
+        path.write_bytes(data + b" ")
+    elif damage == "a link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        path.symlink_to(tmp_path / "elsewhere")
+    if (file, damage) == ("manifest.json", "a link"):
+        return  # it is what it says that counts
+    with pytest.raises(CheckpointError, match=r"a\.ckpt is (damaged|no checkpoint)"):
+        files.verify(tmp_path / "a.ckpt")
+
+
+def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write(tmp_path / f"{name}.ckpt")
+    (tmp_path / "b.ckpt" / "__0_0.distcp").write_bytes(b"")
+    (tmp_path / "c.ckpt" / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="It is passed over") as caught:
+        assert files.newest_good([tmp_path]) == tmp_path / "a.ckpt"
+    said = " ".join(str(warning.message) for warning in caught)
+    assert "b.ckpt is damaged: __0_0.distcp has 0 bytes, and was written with" in said
+    assert "c.ckpt is no checkpoint, or was not written to its end: a folder without manifest.json" in said
+
+
+def test_nothing_is_left_of_one_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = write(tmp_path / "a.ckpt")
+    monkeypatch.setattr(shards, "_Summed", Full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "a.ckpt", 2.0)
+    assert names(tmp_path) == ["a.ckpt"]
+    assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
+
+
+class Full(shards._Summed):
+    """A file on a disk that is full."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._file = self
+
+    def write(self, data: Any) -> int:
+        self.error = OSError(errno.ENOSPC, "No space left on device")
+        return len(data)
+
+
+class Killed(BaseException):
+    """In the place of a SIGKILL: nobody cleans up after it."""
+
+
+@pytest.mark.parametrize("renames", range(3))
+def test_killed_at_any_rename_the_old_one_or_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """The renames: of DCP's metadata, of the old checkpoint away, of the new one to its place."""
+    write(tmp_path / "c" / "a.ckpt")
+    rename, done = Path.rename, []
+
+    def may_be_killed(self: Path, target: Path) -> Any:
+        if len(done) == renames:
+            raise Killed
+        done.append(self)
+        return rename(self, target)
+
+    with monkeypatch.context() as killing:
+        killing.setattr(Path, "rename", may_be_killed)
+        killing.setattr(sharded_files, "discard", lambda part: None)
+        with pytest.raises(Killed):
+            write(tmp_path / "c" / "a.ckpt", 2.0)
+    with held(tmp_path / "c"):  # as the next run does
+        assert names(tmp_path / "c") == ["a.ckpt"]
+    files.verify(tmp_path / "c" / "a.ckpt")
+    weight = shards.read_whole(tmp_path / "c" / "a.ckpt")["state_dict"]["weight"]
+    assert weight[0, 0].item() == pytest.approx({0: 0.9, 1: 0.9, 2: 1.9}[renames], abs=1e-3)
+
+
+def test_a_file_takes_a_folders_place_and_the_other_way_round(tmp_path: Path) -> None:
+    write(tmp_path / "a.ckpt")
+    files.write(lambda stream: torch.save(checkpoint(), stream), tmp_path / "a.ckpt")
+    assert (tmp_path / "a.ckpt").is_file()
+    write(tmp_path / "a.ckpt")
+    assert names(tmp_path) == ["a.ckpt"]
+
+    def fails(stream: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointWriteError):
+        files.write(fails, tmp_path / "a.ckpt")
+    assert names(tmp_path) == ["a.ckpt"]
+    assert files.verify(tmp_path / "a.ckpt")
+
+
+# --- strangers --------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def sealed_again(folder: Path) -> None:
+    """Give a folder that was changed a manifest that fits, as somebody with bad intentions does."""
+    import hashlib
+
+    facts = dict(sharded_files.read_manifest(folder).facts)
+    (folder / "manifest.json").unlink()
+    sums = {
+        path.name: (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()) for path in folder.iterdir()
+    }
+    sharded_files.seal(folder, facts.pop("name"), sums, facts)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("file", [".metadata", "state.ckpt", "process_0.ckpt", "__0_0.distcp", "__0.metadata"])
+def test_a_strangers_pickle_is_not_run(tmp_path: Path, file: str) -> None:
+    folder, mark = tmp_path / "a.ckpt", tmp_path / "ran"
+    write(folder)
+    if file == "__0.metadata":  # which torch reads where there is no other
+        (folder / ".metadata").unlink()
+    if file.endswith(".ckpt"):
+        torch.save({"state_dict": {}, "loops": {}, "evil": Evil(mark)}, folder / file)
+    else:
+        (folder / file).write_bytes(pickle.dumps(Evil(mark)))
+    sealed_again(folder)
+    files.verify(folder)
+    with pytest.raises((CheckpointError, pickle.UnpicklingError, FileNotFoundError, RuntimeError)):
+        shards.read_whole(folder)
+    with pytest.raises(CheckpointError):
+        fit(tmp_path, ckpt_path=folder)
+    assert not mark.exists()
+
+
+def test_entries_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+    """DCP reads these with `torch.load(weights_only=False)`."""
+    import torch.distributed.checkpoint as dcp
+
+    folder, mark = tmp_path / "a.ckpt", tmp_path / "ran"
+    write(folder)
+    with pytest.warns(UserWarning, match="single process|existing checkpoint"):
+        dcp.save({"state_dict.weight": Evil(mark)}, checkpoint_id=folder, no_dist=True)
+    sealed_again(folder)
+    with pytest.raises(pickle.UnpicklingError, match=r"asks for .*BytesStorageMetadata, which has no place there"):
+        shards.read(folder)
+    assert not mark.exists()
+
+
+def change(folder: Path, what: str) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    info = next(iter(metadata.storage_data.values()))
+    if what == "a file elsewhere":
+        info.relative_path = "../../secret"
+    elif what == "an extension":
+        info.transform_descriptors = ["stream.zstd"]
+    elif what == "a part missing":
+        metadata.state_dict_metadata["state_dict.weight"].chunks.clear()
+    elif what == "a tensor missing":
+        del metadata.state_dict_metadata["state_dict.weight"]
+    elif what == "another size":
+        metadata.state_dict_metadata["state_dict.weight"].size = torch.Size([3, 2])
+    path.write_bytes(pickle.dumps(metadata))
+    sealed_again(folder)
+
+
+@pytest.mark.parametrize(
+    "what", ["a file elsewhere", "an extension", "a part missing", "a tensor missing", "another size"]
+)
+def test_metadata_that_nobody_writes_are_refused(tmp_path: Path, what: str) -> None:
+    write(tmp_path / "a.ckpt")
+    change(tmp_path / "a.ckpt", what)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt (is damaged|cannot be read)"):
+        fit(tmp_path, ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_a_name_that_leads_elsewhere_is_no_name_of_a_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.ckpt")
+    manifest = tmp_path / "a.ckpt" / "manifest.json"
+    sealed = sharded_files.read_manifest(tmp_path / "a.ckpt")
+    manifest.unlink()
+    (tmp_path / "x").write_bytes(b"")
+    with pytest.raises(ValueError):  # noqa: PT011
+        sharded_files.seal(tmp_path / "a.ckpt", "a.ckpt", {**sealed.files, "../x": (0, "")}, {})
+    with pytest.raises(CheckpointError, match=r"its manifest\.json is not what was written"):
+        files.verify(tmp_path / "a.ckpt")
+
+
+# --- of a run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_saves_removes_links_and_goes_on(tmp_path: Path, asynchronous: bool) -> None:
+    def io() -> CheckpointFiles:
+        return CheckpointFiles(sharded=True, asynchronous=asynchronous)
+
+    def saver(folder: str) -> ModelCheckpoint:
+        return ModelCheckpoint(
+            tmp_path / folder, filename="{step}", every_n_train_steps=2, save_last="link", save_top_k=2,
+            monitor="step", mode="max",
+        )  # fmt: skip
+
+    whole, first, second = (Regression(optimizer=torch.optim.AdamW) for _ in range(3))
+    fitted = fit(tmp_path, one := saver("whole"), plugins=io(), module=whole)
+    assert names(tmp_path / "whole") == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"]
+    assert os.path.islink(one.last_model_path)
+    assert one.best_model_path == str(tmp_path / "whole" / "step=8.ckpt")
+    assert files_of(fitted.strategy)._writer is None
+    fit(tmp_path, saver("c"), plugins=io(), module=first, max_epochs=1, resume="auto")
+    fit(tmp_path, saver("c"), plugins=io(), module=second, resume="auto")
+    assert names(tmp_path / "c") == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"]
+    assert all(map(torch.equal, second.parameters(), whole.parameters()))
+    shutil.rmtree(tmp_path / "c" / "step=8.ckpt")
+    for path in ("best", "last", one.best_model_path):
+        module = Regression()
+        module.test_step = module.training_step  # type: ignore[attr-defined]
+        fitted.test(module, loader_of(BATCHES), ckpt_path=path)
+        assert all(map(torch.equal, module.parameters(), whole.parameters()))
+
+
+def test_a_run_is_stopped_by_a_full_disk_also_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_Summed", Full)
+    for asynchronous in (False, True):
+        io = CheckpointFiles(sharded=True, asynchronous=asynchronous)
+        with pytest.raises(
+            CheckpointWriteError, match=r"epoch=0.ckpt was not written: No space .* It takes .* bytes free"
+        ):
+            fit(tmp_path, ModelCheckpoint(tmp_path / "c", filename="{epoch}"), plugins=io)
+        assert not (tmp_path / "c").exists() or names(tmp_path / "c") == []
+    io = CheckpointFiles(sharded=True, when_full="continue")
+    with pytest.warns(UserWarning, match="Training goes on without it"):
+        assert fit(tmp_path, ModelCheckpoint(tmp_path / "c"), plugins=io).global_step == 8
+
+
+def test_what_is_saved_later_is_the_state_of_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    may_write, written = threading.Event(), shards.write
+    monkeypatch.setattr(shards, "write", lambda *a: (may_write.wait(20), written(*a))[1])
+    io = CheckpointFiles(sharded=True, asynchronous=True)
+    for value in (1.0, 2.0):  # the second takes the memory of the first
+        made = checkpoint(value)
+        before = checkpoint(value)["state_dict"]["weight"].clone()
+        io.save_shards(made, tmp_path / "a.ckpt", None)
+        made["state_dict"]["weight"].add_(1)
+        made["loops"][OUR_KEY]["processes"][0]["rng"] = 2
+        may_write.set()
+        io.wait()
+        may_write.clear()
+        found = shards.read_whole(tmp_path / "a.ckpt")
+        assert torch.equal(found["state_dict"]["weight"], before)
+        assert found["loops"][OUR_KEY]["processes"] == [{"rng": 1}]
+    io.teardown()
+
+
+def test_addresses_and_parts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="expected a folder of this machine's file systems"):
+        CheckpointFiles(sharded=True).save_shards(checkpoint(), "memory://a.ckpt", None)
+    write(tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"state.ckpt is a part of a checkpoint. Expected the folder: .*a\.ckpt"):
+        fit(tmp_path, ckpt_path=tmp_path / "a.ckpt" / "state.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_parameters_in_another_order_get_their_own_states(tmp_path: Path) -> None:
+    class Turned(Regression):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(list(self.parameters())[::-1])
+
+    saver, module = ModelCheckpoint(tmp_path / "c"), Regression(optimizer=torch.optim.AdamW)
+    first = fit(tmp_path, saver, module=module)
+    seen = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            seen.update({name: optimizer.state[p]["exp_avg"].clone() for name, p in pl_module.named_parameters()})
+
+    fit(tmp_path, Look(), module=Turned(), ckpt_path=saver.best_model_path, max_epochs=3)
+    (optimizer,) = first.optimizers
+    assert len(seen) == 6
+    for name, parameter in module.named_parameters():
+        assert torch.equal(seen[name], optimizer.state[parameter]["exp_avg"])
