@@ -62,6 +62,9 @@ class FSDP2Strategy(DDPStrategy):
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; None for that of the device.
         timeout: how long a process waits for the others in a collective; a timedelta, or seconds.
 
+    Attributes:
+        sharding: what a run says of it: over how many processes, how many blocks; None before the first.
+
     Raises:
         ConfigurationError: an argument that is not as above.
         UnsupportedError: a torch older than 2.13.
@@ -112,6 +115,7 @@ class FSDP2Strategy(DDPStrategy):
         self.settings = checked
         self.replicas = replicas
         self.sharded: ShardedModule | None = None
+        self.sharding: str | None = None
         self._mesh: DeviceMesh | None = None
         self._failed = False
 
@@ -171,11 +175,18 @@ class FSDP2Strategy(DDPStrategy):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.sharded = ShardedModule(self.model, self.data_mesh, self.root_device, self._settings_for(self.model))
+        self.sharding = self._describe(self.sharded)
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 _refuse_fused_sgd(optimizer)
         self.setup_precision_plugin()
+
+    def _describe(self, sharded: ShardedModule) -> str:
+        shards = self.data_mesh.size(-1) if self.data_mesh.ndim > 1 else self.data_mesh.size()
+        copies = f", {self.replicas} copies" if self.replicas > 1 else ""
+        when = "with each batch" if self.settings.sync_each_batch else "once an update"
+        return f"over {shards} processes{copies}, {sharded.blocks} blocks; gradients are reduced {when}"
 
     def _settings_for(self, module: nn.Module) -> Sharding:
         """Gradients of parameters in 16 bits are reduced in float32, unless the policy says otherwise."""

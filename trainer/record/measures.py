@@ -18,6 +18,7 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     facts = {
         "precision": str(trainer.precision),
         "devices": devices_of(trainer),
+        "sharding": getattr(trainer.strategy, "sharding", None),
         "gpu": tensor_cores_of(device),
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,

@@ -81,6 +81,7 @@ class ShardedModule:
         else:
             blocks = set(find_blocks(module, settings.blocks, children=settings.policy.param_dtype is not None))
         self._shard(module, blocks, set())
+        self._refuse_ignored()
         module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # of batches without a loss
         enter_once(module)
         initialise(module, torch.device("cpu") if settings.cpu_offload else device, self._spread)
@@ -143,6 +144,14 @@ class ShardedModule:
             sharded._local_tensor.data.copy_(part._local_tensor)
         else:
             sharded.data.copy_(there)
+
+    def _refuse_ignored(self) -> None:
+        if names := [name for name, parameter in self.root.named_parameters() if not hasattr(parameter, "device_mesh")]:
+            put_back_sharded(self.root, {})
+            raise UnsupportedError(
+                f"Got fully_shard(..., ignored_params=...) with {', '.join(names[:8])} left out, expected all"
+                " parameters: nobody would average the gradients of these over the processes. Leave that argument away."
+            )
 
     def _refuse_scalars(self) -> None:
         names = [name for name, parameter in self.root.named_parameters() if not parameter.ndim]
@@ -226,17 +235,30 @@ class ShardedModule:
             handle.remove()
         for module in sharded_modules(self.root):
             module.reshard()
-        before = {(owner, name): parameter for owner, name, parameter in self._owners}
-        done: dict[int, nn.Parameter] = {}  # what several modules share stays shared
-        for owner in self.root.modules():
-            for name, sharded in owner._parameters.items():
-                if sharded is not None and hasattr(sharded, "device_mesh"):
-                    if id(sharded) not in done:
-                        done[id(sharded)] = _gathered(sharded, before.get((owner, name)))
-                    owner._parameters[name] = done[id(sharded)]
-        for module in sharded_modules(self.root):
-            _unwrap(module)
+        put_back_sharded(self.root, {(owner, name): parameter for owner, name, parameter in self._owners})
         del vars(self.root)[_SHARDED]
+
+
+def put_back_sharded(root: nn.Module, before: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
+    """Gather the parameters, and take the sharding off the modules.
+
+    Args:
+        root: the module.
+        before: parameters as they were, by who owns them and their names.
+    """
+    done: dict[int, nn.Parameter] = {}  # what several modules share stays shared
+    for owner in root.modules():
+        for name, sharded in owner._parameters.items():
+            if sharded is not None and hasattr(sharded, "device_mesh"):
+                if id(sharded) not in done:
+                    done[id(sharded)] = _gathered(sharded, before.get((owner, name)))
+                owner._parameters[name] = done[id(sharded)]
+        for hooks in (owner._forward_pre_hooks, owner._forward_hooks):  # of tensor parallelism
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
+                    del hooks[key]
+    for module in sharded_modules(root):
+        _unwrap(module)
 
 
 def _gathered(sharded: Any, before: nn.Parameter | None) -> nn.Parameter:
