@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies.model_parallel import _setup_device_mesh
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -32,6 +33,7 @@ from trainer.engine.sharding.gradients import ShardedGradients
 from trainer.engine.sharding.settings import check_sharding
 from trainer.engine.sharding.wrap import Blocks, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler
 
 
@@ -174,7 +176,9 @@ class FSDP2Strategy(DDPStrategy):
         self._failed = False
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self.sharded = ShardedModule(self.model, self.data_mesh, self.root_device, self._settings_for(self.model))
+        in_float32 = find_modules(self.model, getattr(trainer.engine.precision, "fp32_modules", ()))
+        settings = self._settings_for(self.model)
+        self.sharded = ShardedModule(self.model, self.data_mesh, self.root_device, settings, in_float32)
         self.sharding = self._describe(self.sharded)
         if fitting:
             self.setup_optimizers(trainer)
@@ -388,7 +392,7 @@ class ShardedEngine(LightningEngine):
         output = super()._through_wrapper(name, *args)
         if not torch.is_grad_enabled():
             sharded.idle.remember(name)
-            sharded.reshard_root()
+            sharded.end_forward()
         return output
 
     @property
@@ -401,7 +405,7 @@ class ShardedEngine(LightningEngine):
         sharded = self._sharded()
         with torch.no_grad():
             sharded.idle.forward(_STEPS[self._trainer.state.stage])
-        sharded.reshard_root()
+        sharded.end_forward()
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """By the module's own forward, where its weights are gathered."""
@@ -418,6 +422,7 @@ _NEED_WHOLE = {
     GradientCheck: "Check them on one device: strategy='auto', devices=1.",
     HalveOnOutOfMemory: "A process that runs out of memory cannot repeat a batch without the others. Use smaller"
     " batches and more of them: accumulate_grad_batches.",
+    ModelPruning: "torch.nn.utils.prune has no rules for sharded weights: prune under strategy='ddp'.",
 }
 _STEPS = {
     RunningStage.SANITY_CHECKING: "validation_step",
