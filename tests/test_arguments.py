@@ -22,7 +22,7 @@ from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import Trainer
 from trainer.arguments import ARGUMENTS, BAREBONES, Kind, check, parse_limits
 from trainer.callbacks import GradientAccumulation, GradientClipping, ScalerCheckpoint
-from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
+from trainer.errors import ConfigurationError, PrecisionError
 
 INF = float("inf")
 
@@ -163,9 +163,9 @@ def test_time_between_validations(given, seconds):
     [
         ({"precision": "17-mixed"}, PrecisionError, r"precision='17-mixed'.*Did you mean '16-mixed'"),
         (
-            {"strategy": ModelParallelStrategy()},
-            UnsupportedError,
-            r"becomes ModelParallelStrategy; expected a single device or DDP.*use strategy='ddp'",
+            {"strategy": "deepspeed_stage_2"},
+            ConfigurationError,
+            r"strategy is 'deepspeed_stage_2'.*not supported.*FSDP2Strategy\(reshard_after_forward=False\)",
         ),
         ({"accumulate_grad_batches": 2.0}, ConfigurationError, r"accumulate_grad_batches is 2.0"),
         ({"gradient_clip_val": "1"}, ConfigurationError, r"gradient_clip_val is '1'"),

@@ -15,16 +15,15 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.plugins import Precision as LightningPrecision
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.parity import QUIET, Learner, data, ours, run_both, weights
 from trainer import Trainer
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Engine
-from trainer.errors import ArgumentError, ConfigurationError, PrecisionError, UnsupportedError
+from trainer.errors import ArgumentError, ConfigurationError, PrecisionError
 from trainer.precision.scaler import LossScaler
 
 
@@ -80,13 +79,6 @@ def test_a_strategy_object_keeps_its_settings() -> None:
 def test_lightnings_precision_is_refused_wherever_it_comes_from(options: dict[str, Any]) -> None:
     with pytest.raises(PrecisionError, match=r"trainer\.precision"):
         ours(**options)
-
-
-def test_sharded_strategies_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"becomes ModelParallelStrategy.*use strategy='ddp'"):
-        ours(strategy=ModelParallelStrategy(), devices=2)
-    with pytest.raises((UnsupportedError, MisconfigurationException, ValueError), match="FSDP"):
-        ours(strategy=FSDPStrategy(), devices=2)
 
 
 def test_checkpoint_io_plugins_are_used(tmp_path: Path) -> None:

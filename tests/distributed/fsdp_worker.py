@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from tests.distributed.sharded import whole
@@ -38,6 +39,7 @@ class Scenario(NamedTuple):
         sharded: makes the strategy.
         tolerance: how far the weights may be apart.
         ddp: makes the strategy that is right.
+        alike: whether all processes get the same batches.
     """
 
     module: Callable[[], LightningModule]
@@ -45,6 +47,7 @@ class Scenario(NamedTuple):
     sharded: Callable[[], Any] = FSDP2Strategy
     tolerance: float = 1e-6
     ddp: Callable[[], Any] = DDPStrategy
+    alike: bool = False
 
 
 class LateNone(Net):
@@ -220,6 +223,17 @@ class Named(Net):
                 parameter.fill_(0.01 * len(name) + 0.1 * int(name[0]))
 
 
+class Parallel(Net):
+    """Tensor parallelism in the first two layers, where the strategy has a mesh for it."""
+
+    def configure_model(self) -> None:
+        mesh = self._device_mesh
+        if mesh is not None:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net, mesh["tensor_parallel"], plan)
+            fully_shard(self.net[0], mesh=mesh["data_parallel"])
+
+
 def shard_first(module: Any, mesh: Any) -> None:
     """A function for ``blocks``."""
     fully_shard(module.net[0], mesh=mesh)
@@ -250,7 +264,8 @@ def fit(scenario: Scenario, strategy: Any) -> dict[str, Any]:
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0,
         use_distributed_sampler=False, callbacks=[seen, *callbacks], **arguments,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(samples(), batch_size=BATCH // WORLD_SIZE, sampler=Shard(WORLD_SIZE)))
+    share = {} if scenario.alike else {"sampler": Shard(WORLD_SIZE)}
+    trainer.fit(module, DataLoader(samples(), batch_size=BATCH // WORLD_SIZE, **share))
     return {
         "weights": seen.weights, "outcomes": seen.outcomes, "norms": seen.norms,
         "global_step": trainer.global_step, "skipped_steps": trainer.skipped_steps,
@@ -296,6 +311,13 @@ def scenarios() -> dict[str, Scenario]:
         "bf16-true": Scenario(Net, {"precision": "bf16-true", "gradient_clip_val": 0.3}, tolerance=2e-2),
         "64-true": Scenario(Net, {"precision": "64-true", "gradient_clip_val": 0.3}, tolerance=1e-14),
         "clipped by the largest": Scenario(Net, clipping(max_norm=0.1, norm_type=float("inf"))),
+        "tensor parallelism": Scenario(
+            Parallel,
+            {"gradient_clip_val": 0.3, "precision": "16-mixed", **WINDOW},
+            partial(ModelParallelStrategy, 1, WORLD_SIZE),
+            tolerance=1e-3,
+            alike=True,
+        ),
         "meta device": Scenario(Meta),
         "meta device, by name": Scenario(Named),
         "replicas": Scenario(Net, {"gradient_clip_val": 0.3, **WINDOW}, partial(FSDP2Strategy, replicas=2)),

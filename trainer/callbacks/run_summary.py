@@ -101,6 +101,7 @@ def _counters(record: RunRecord) -> dict[str, Any]:
     return {
         "precision": record.precision,
         "devices": record.devices,
+        "sharding": record.sharding,
         "epochs": record.epochs,
         "optimizer steps": None if record.steps is None else f"{record.steps:,}",
         "time": None if seconds is None else f"{_duration(seconds)} (training {_duration(training or 0.0)})",

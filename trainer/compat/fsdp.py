@@ -41,13 +41,14 @@ class FSDP2Strategy(DDPStrategy):
     """Parameters, gradients and optimizer states sharded over the processes by torch's ``fully_shard`` (FSDP2).
 
     ``Trainer(strategy="fsdp")`` is ``Trainer(strategy=FSDP2Strategy())``. On the command line:
-    ``trainer=fsdp trainer.strategy._target_=trainer.FSDP2Strategy trainer.strategy.replicas=2``. Between runs the
+    ``trainer=fsdp trainer.strategy.replicas=2 trainer.strategy.blocks=[Block]``. Between runs the
     module is whole, on the CPU, and of its own class.
 
     Args:
         blocks: what is gathered and freed at a time. None for the outermost members of each ``ModuleList`` and
-            ``Sequential``; classes of modules, or one; or a function of (module, mesh) that calls ``fully_shard`` on
-            parts of the module. What is left belongs to the module itself, and is gathered for the whole step.
+            ``Sequential``; classes of modules, or their names; or a function of (module, mesh) that calls
+            ``fully_shard`` on parts of the module. What is left belongs to the module itself, and is gathered for the
+            whole step.
         reshard_after_forward: whether parameters are freed between a block's forward and its backward, as in
             ``fully_shard``: True takes less memory, False one exchange less. A number of processes: they are spread
             over as many meanwhile. None for True, except of the module itself.
@@ -63,6 +64,9 @@ class FSDP2Strategy(DDPStrategy):
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; None for that of the device.
         timeout: how long a process waits for the others in a collective; a timedelta, or seconds.
 
+    Attributes:
+        sharding: what a run says of it: over how many processes, how many blocks; None before the first.
+
     Raises:
         ConfigurationError: an argument that is not as above.
         UnsupportedError: a torch older than 2.13.
@@ -72,7 +76,7 @@ class FSDP2Strategy(DDPStrategy):
 
     def __init__(
         self,
-        blocks: type[nn.Module] | Blocks = None,
+        blocks: type[nn.Module] | str | Blocks = None,
         reshard_after_forward: bool | int | None = None,
         mixed_precision: MixedPrecisionPolicy | Mapping[str, Any] | None = None,
         cpu_offload: bool = False,
@@ -113,6 +117,7 @@ class FSDP2Strategy(DDPStrategy):
         self.settings = checked
         self.replicas = replicas
         self.sharded: ShardedModule | None = None
+        self.sharding: str | None = None
         self._mesh: DeviceMesh | None = None
         self._failed = False
 
@@ -174,11 +179,18 @@ class FSDP2Strategy(DDPStrategy):
         in_float32 = find_modules(self.model, getattr(trainer.engine.precision, "fp32_modules", ()))
         settings = self._settings_for(self.model)
         self.sharded = ShardedModule(self.model, self.data_mesh, self.root_device, settings, in_float32)
+        self.sharding = self._describe(self.sharded)
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 _refuse_fused_sgd(optimizer)
         self.setup_precision_plugin()
+
+    def _describe(self, sharded: ShardedModule) -> str:
+        shards = self.data_mesh.size(-1) if self.data_mesh.ndim > 1 else self.data_mesh.size()
+        copies = f", {self.replicas} copies" if self.replicas > 1 else ""
+        when = "with each batch" if self.settings.sync_each_batch else "once an update"
+        return f"over {shards} processes{copies}, {sharded.blocks} blocks; gradients are reduced {when}"
 
     def _settings_for(self, module: nn.Module) -> Sharding:
         """Gradients of parameters in 16 bits are reduced in float32, unless the policy says otherwise."""
@@ -380,7 +392,7 @@ class ShardedEngine(LightningEngine):
         output = super()._through_wrapper(name, *args)
         if not torch.is_grad_enabled():
             sharded.idle.remember(name)
-            sharded.reshard_root()
+            sharded.end_forward()
         return output
 
     @property
@@ -393,7 +405,7 @@ class ShardedEngine(LightningEngine):
         sharded = self._sharded()
         with torch.no_grad():
             sharded.idle.forward(_STEPS[self._trainer.state.stage])
-        sharded.reshard_root()
+        sharded.end_forward()
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """By the module's own forward, where its weights are gathered."""

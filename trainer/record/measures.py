@@ -27,6 +27,8 @@ def facts_of(trainer: Any) -> dict[str, Any]:
         "peak_memory": _peak_memory(device),
         "monitor": monitor_of(trainer),
     }
+    if (sharding := getattr(trainer.strategy, "sharding", None)) is not None:
+        facts["sharding"] = sharding
     for callback in trainer.callbacks:
         facts |= getattr(callback, "run_facts", dict)()
     return facts

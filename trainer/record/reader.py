@@ -59,6 +59,7 @@ class RunRecord:
         module: The class of the model.
         precision: Such as "16-mixed"; before the Trainer is built the one that was asked for, which may be "auto".
         devices: Such as "2 x NVIDIA A100".
+        sharding: Over how many processes, and when gradients are reduced; None where nothing is sharded.
         seed: As it was set.
         job: The number in a sweep.
         error: Why it ended; None where it went through.
@@ -83,6 +84,7 @@ class RunRecord:
     module = Fact(str)
     precision = Fact(str)
     devices = Fact(str)
+    sharding = Fact(str)
     seed = Fact(str)
     job = Fact(int)
     error = Fact(str)

@@ -26,6 +26,7 @@ def test_the_defaults() -> None:
 @pytest.mark.parametrize("blocks", [nn.Linear, [nn.Linear], {nn.Linear}])
 def test_blocks_are_classes(blocks: Any) -> None:
     assert FSDP2Strategy(blocks=blocks).settings.blocks == (nn.Linear,)
+    assert FSDP2Strategy(blocks="Linear").settings.blocks == ("Linear",)
 
 
 def test_a_policy_as_a_config_has_it() -> None:
@@ -41,7 +42,7 @@ def test_the_time_may_be_seconds() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"blocks": "Linear"}, "blocks='Linear'.*classes of modules"),
+        ({"blocks": 1}, "blocks=1.*classes of modules"),
         ({"blocks": [int]}, "blocks=.*classes of modules"),
         ({"reshard_after_forward": "no"}, "reshard_after_forward='no'.*number of processes"),
         ({"mixed_precision": "bf16"}, "mixed_precision='bf16'.*MixedPrecisionPolicy"),

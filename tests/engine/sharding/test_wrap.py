@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.engine.sharding.wrap import ShardedModule, Sharding, find_blocks, put_back
-from trainer.errors import UnsupportedError
+from trainer.errors import ConfigurationError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13")
 
@@ -70,7 +70,10 @@ def test_a_member_with_most_of_the_parameters_is_opened() -> None:
 
 def test_classes() -> None:
     model = Model()
-    assert names(model, find_blocks(model, [Part])) == {"parts.0", "parts.1", "parts.2"}
+    for kind in (Part, "Part"):
+        assert names(model, find_blocks(model, [kind])) == {"parts.0", "parts.1", "parts.2"}
+    with pytest.raises(ConfigurationError, match=r"blocks=\[Prt\].*Model has none.*Did you mean 'Part'.*Linear"):
+        find_blocks(model, ["Prt"])
 
 
 def test_what_shares_a_parameter_with_others_is_no_block() -> None:

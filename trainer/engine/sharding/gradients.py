@@ -52,6 +52,11 @@ class ShardedGradients(Gradients):
 
     # --- a window's batches ---------------------------------------------------------------------------------
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """Times the loss scale; this batch's forward is over, and was whole."""
+        self._sharded().idle.remember()
+        return super().scale(loss)
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scaled loss to those of the window's earlier batches."""
         super().backward(loss)

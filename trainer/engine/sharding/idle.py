@@ -137,6 +137,13 @@ class IdlePasses:
 
         call_with_hooks(call.module, forward)
 
+    def forget_order(self) -> None:
+        """Forget the order of forwards that no backward pass has followed."""
+        order = self._root._get_fsdp_state()._comm_ctx.post_forward_order  # type: ignore[operator]
+        for group in order:
+            group._post_forward_indices.clear()
+        order.clear()
+
     def _end_with_root(self) -> None:
         """Put the root at the end of the order of the forwards, by which FSDP looks ahead in the backward pass."""
         state = self._root._get_fsdp_state()  # type: ignore[operator]

@@ -32,14 +32,17 @@ def check_sharding(
     Raises:
         ConfigurationError: one that it does not take.
     """
-    if isinstance(blocks, type):
+    if isinstance(blocks, (type, str)):
         blocks = (blocks,)
-    elif isinstance(blocks, Iterable) and not isinstance(blocks, str):
+    elif isinstance(blocks, Iterable):
         blocks = tuple(blocks)
     classes = blocks if isinstance(blocks, tuple) else ()
     is_known = blocks is None or isinstance(blocks, tuple) or callable(blocks)
-    if not is_known or not all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes):
-        _refuse("blocks", blocks, "classes of modules, a function of (module, mesh), or None for the members of lists")
+    if not is_known or not all(
+        isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module)) for one in classes
+    ):
+        expected = "classes of modules or their names, a function of (module, mesh), or None for the members of lists"
+        _refuse("blocks", blocks, expected)
     number = isinstance(reshard_after_forward, int)
     if reshard_after_forward is not None and (not number or reshard_after_forward < 0):
         _refuse("reshard_after_forward", reshard_after_forward, "True, False, None, or a number of processes")

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.engine.initialisation import initialise
 from trainer.engine.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
-from trainer.errors import UnsupportedError
+from trainer.errors import ConfigurationError, UnsupportedError, did_you_mean
 
-Blocks = Iterable[type[nn.Module]] | Callable[[nn.Module, DeviceMesh], Any] | None
+Blocks = Iterable[type[nn.Module] | str] | Callable[[nn.Module, DeviceMesh], Any] | None
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -93,6 +93,7 @@ class ShardedModule:
                 more += [child for child in module.children() if not isinstance(child, _LISTS)]
             blocks = set(find_blocks(module, settings.blocks, more))
         self._shard(module, blocks, set())
+        self._refuse_ignored()
         module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # of batches without a loss
         enter_once(module)
         initialise(module, torch.device("cpu") if settings.cpu_offload else device, self._spread)
@@ -168,6 +169,14 @@ class ShardedModule:
         else:
             sharded.data.copy_(there)
 
+    def _refuse_ignored(self) -> None:
+        if names := [name for name, parameter in self.root.named_parameters() if not hasattr(parameter, "device_mesh")]:
+            put_back_sharded(self.root, {})
+            raise UnsupportedError(
+                f"Got fully_shard(..., ignored_params=...) with {', '.join(names[:8])} left out, expected all"
+                " parameters: nobody would average the gradients of these over the processes. Leave that argument away."
+            )
+
     def _refuse_scalars(self) -> None:
         names = [name for name, parameter in self.root.named_parameters() if not parameter.ndim]
         if names:
@@ -236,6 +245,11 @@ class ShardedModule:
         self.reshard_root()
         self._open_root()
 
+    def end_forward(self) -> None:
+        """A forward is over that no backward pass follows: free the root, and forget what FSDP would look ahead to."""
+        self.reshard_root()
+        self.idle.forget_order()
+
     def reshard_root(self) -> None:
         """Free the root's parameters, which FSDP keeps whole after a forward: a backward pass may follow.
 
@@ -250,17 +264,30 @@ class ShardedModule:
             handle.remove()
         for module in sharded_modules(self.root):
             module.reshard()
-        before = {(owner, name): parameter for owner, name, parameter in self._owners}
-        done: dict[int, nn.Parameter] = {}  # what several modules share stays shared
-        for owner in self.root.modules():
-            for name, sharded in owner._parameters.items():
-                if sharded is not None and hasattr(sharded, "device_mesh"):
-                    if id(sharded) not in done:
-                        done[id(sharded)] = _gathered(sharded, before.get((owner, name)))
-                    owner._parameters[name] = done[id(sharded)]
-        for module in sharded_modules(self.root):
-            _unwrap(module)
+        put_back_sharded(self.root, {(owner, name): parameter for owner, name, parameter in self._owners})
         del vars(self.root)[_SHARDED]
+
+
+def put_back_sharded(root: nn.Module, before: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
+    """Gather the parameters, and take the sharding off the modules.
+
+    Args:
+        root: the module.
+        before: parameters as they were, by who owns them and their names.
+    """
+    done: dict[int, nn.Parameter] = {}  # what several modules share stays shared
+    for owner in root.modules():
+        for name, sharded in owner._parameters.items():
+            if sharded is not None and hasattr(sharded, "device_mesh"):
+                if id(sharded) not in done:
+                    done[id(sharded)] = _gathered(sharded, before.get((owner, name)))
+                owner._parameters[name] = done[id(sharded)]
+        for hooks in (owner._forward_pre_hooks, owner._forward_hooks):  # of tensor parallelism
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
+                    del hooks[key]
+    for module in sharded_modules(root):
+        _unwrap(module)
 
 
 def _gathered(sharded: Any, before: nn.Parameter | None) -> nn.Parameter:
@@ -306,19 +333,19 @@ def enter_once(root: Any) -> None:
 
 
 def find_blocks(
-    module: nn.Module, classes: Iterable[type[nn.Module]] | None, more: Iterable[nn.Module] = ()
+    module: nn.Module, classes: Iterable[type[nn.Module] | str] | None, more: Iterable[nn.Module] = ()
 ) -> list[nn.Module]:
     """The modules that are sharded one by one.
 
     Args:
         module: the root; it is none of them.
-        classes: modules of these classes. None for the outermost members of ``ModuleList`` and ``Sequential``. One that
-            holds most of the parameters, and lists of its own, is no block: they are looked for in it.
+        classes: modules of these classes, or of classes of these names. None for the outermost members of
+            ``ModuleList`` and ``Sequential``. One that holds most of the parameters, and lists of its own, is no block:
+            they are looked for in it.
         more: modules that are to be blocks, too.
     """
     if classes is not None:
-        kinds = tuple(classes)
-        found = [part for part in module.modules() if part is not module and isinstance(part, kinds)]
+        found = _of_classes(module, list(classes))
     else:
         most = sum(parameter.numel() for parameter in module.parameters()) / 2
         found = list(_members(module, most))
@@ -329,6 +356,27 @@ def find_blocks(
             if parameter is not None:
                 uses[parameter] = uses.get(parameter, 0) + 1
     return [block for block in found if _owns_parameters(block, uses)]
+
+
+def _of_classes(module: nn.Module, classes: list[type[nn.Module] | str]) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    for one in classes:
+        parts = [part for part in module.modules() if part is not module and _is_a(part, one)]
+        if not parts:
+            named = sorted({type(part).__name__ for part in module.modules() if part is not module})
+            name = one if isinstance(one, str) else one.__name__
+            raise ConfigurationError(
+                f"Got FSDP2Strategy(blocks=[{name}]), of which {type(module).__name__} has none, expected classes of"
+                f" its modules.{did_you_mean(name, named)} They are: {', '.join(named[:12])}."
+            )
+        found.update(dict.fromkeys(parts))
+    return [part for part in module.modules() if part in found]
+
+
+def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
+    if isinstance(kind, str):
+        return any(one.__name__ == kind for one in type(module).__mro__)
+    return isinstance(module, kind)
 
 
 def _members(module: nn.Module, most: float) -> Iterator[nn.Module]:
