@@ -220,7 +220,9 @@ def diagnosis(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
         "weights that are not finite": lambda kind: fit(kind, Net(), Poison(), default_root_dir=folder),
         "monitor": monitored,
         "report": lambda kind: reported(kind, Net(failing), dirpath=folder / kind, **window),
-        "report of the backward": lambda kind: reported(kind, Net(in_a_row), dirpath=folder / kind),
+        "report of the backward": lambda kind: reported(
+            kind, Net(in_a_row, none_at={(0, 3)}), dirpath=folder / kind  # no loss right after the replay
+        ),
         "report, none on rank 0": lambda kind: reported(
             kind, Net(failing, none_at={(0, 4), (0, 1)}), dirpath=folder / kind, **window
         ),
