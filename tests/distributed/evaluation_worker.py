@@ -153,6 +153,13 @@ class OneBatch(Module):
         super().evaluate(torch.cat(batch))
 
 
+class Drawing(LightningModule):
+    """Draws its batches itself."""
+
+    def validation_step(self, dataloader_iter: Any) -> None:
+        self.log("mean", next(dataloader_iter)[0].mean(), batch_size=1)
+
+
 class Watching(Module):
     """Exchanges something in each batch, or in one."""
 
@@ -337,6 +344,8 @@ def scenarios(folder: Path, world_size: int, strategy: str = "ddp") -> dict[str,
         found["fit several"] = fit(
             strategy, world_size, (5, 5, 5), folder / "several", monitor="plain/dataloader_idx_2"
         )
+    for count in (5, 1):
+        found[f"drawn {count}"] = build(strategy, world_size).validate(Drawing(), sizes(count), verbose=False)
     if world_size > 1:
         for name, (make, count, arguments) in FAILURES.items():
             found[f"failure {name}"] = failure(strategy, world_size, make(), count, **arguments)

@@ -151,6 +151,12 @@ def test_processes_agree_on_signals_while_they_are_at_different_batches(
         assert rank["fit several"]["score"] == alone["fit several"]["score"] == 2.0
 
 
+def test_steps_that_draw_their_batches(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    for count, mean in ((5, 2.0), (1, 0.0)):
+        for found in (alone, *ranks):
+            assert found[f"drawn {count}"] == [{"mean": mean}]
+
+
 def test_what_a_process_has_logged_by_itself_decides_the_same_everywhere(ranks: list[dict[str, Any]]) -> None:
     """``of_rank`` is 0 on rank 0, and 1 on rank 1; a plateau schedule that followed each would set two rates."""
     for rank in ranks:
