@@ -205,6 +205,9 @@ class Server:
     def _start(self) -> None:
         connection, _ = self.listener.accept()
         head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+        if not ancillary:  # who was going to ask has been killed
+            connection.close()
+            return
         streams = array.array("i", ancillary[0][2])
         request = json.loads(_exactly(connection, struct.unpack("!I", head)[0]))
         process = os.fork()
@@ -215,7 +218,8 @@ class Server:
             os.close(stream)
         self.asked[process] = connection
         self.selector.register(connection, selectors.EVENT_READ)
-        connection.sendall(struct.pack("!i", process))
+        with contextlib.suppress(OSError):  # who asked has been killed, as the selector is going to say
+            connection.sendall(struct.pack("!i", process))
 
     def _reap(self) -> None:
         for process in list(self.asked):

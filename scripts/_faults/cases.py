@@ -344,11 +344,11 @@ TWO = Setup(
 )  # fmt: skip
 
 
-def ranks_go_on(bench: Bench, who: str, folder: Path, setup: Setup) -> Outcome:
+def ranks_go_on(bench: Bench, who: str, folder: Path, setup: Setup, **options: Any) -> Outcome:
     """The same command again on two processes."""
-    reference = bench.reference(who, setup=setup, ranks=2)
+    reference = bench.reference(who, setup=setup, ranks=2, **options)
     before = len(read_diary(folder / "batches_0.jsonl"))
-    for run in (runs := bench.ranks(who, folder, setup=setup)):
+    for run in (runs := bench.ranks(who, folder, setup=setup, **options)):
         if run.wait(END) != 0:
             return Outcome("lost", f"the next start fails: {tools.last_line(runs[0].log)[:90]}")
     if starts_over(folder, before):
@@ -370,15 +370,26 @@ def sigterm_group(bench: Bench, who: str) -> Outcome:
     return as_told(bench, folder, status, (143, -15))
 
 
-@case("sigterm-one-rank", "SIGTERM to one rank of two")
-def sigterm_one_rank(bench: Bench, who: str) -> Outcome:
-    setup, folder = of(who, TWO), bench.new_folder("ranks")
-    fault = {"kind": "signal", "at": 10, "signals": ["SIGTERM"], "rank": 1}
-    statuses = [run.wait(END) for run in bench.ranks(who, folder, setup=setup, fault=fault)]
-    outcome = ranks_go_on(bench, who, folder, setup)
-    if outcome.word != "exact":
-        return replace_detail(outcome, f"ranks end with {statuses}; {outcome.detail}")
-    return as_told(bench, folder, statuses[1], (143, -15))
+def sigterm_one_rank(setup: Setup, **options: Any) -> Body:
+    """One of two processes gets the signal in a batch."""
+
+    def body(bench: Bench, who: str) -> Outcome:
+        folder = bench.new_folder("ranks")
+        fault = {"kind": "signal", "at": setup.batches // 2 + 2, "signals": ["SIGTERM"], "rank": 1}
+        runs = bench.ranks(who, folder, setup=setup, fault=fault, **options)
+        statuses = [run.wait(END) for run in runs]
+        outcome = ranks_go_on(bench, who, folder, setup, **options)
+        if outcome.word != "exact":
+            return replace_detail(outcome, f"ranks end with {statuses}; {outcome.detail}")
+        return as_told(bench, folder, statuses[1], (143, -15))
+
+    return body
+
+
+case("sigterm-one-rank", "SIGTERM to one rank of two")(sigterm_one_rank(TWO))
+case("sigterm-one-rank-fsdp", "SIGTERM to one rank of two: FSDP", compares=False)(
+    sigterm_one_rank(TWO, trainer={"strategy": "fsdp"})
+)
 
 
 @case("kill-ranks", "SIGKILL of both ranks of two")

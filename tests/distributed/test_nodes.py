@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from _faults.bench import Bench
-from _faults.cases import CASES, TWO, node_killed, run_case
+from _faults.cases import CASES, TWO, node_killed, run_case, sigterm_one_rank
 
 from tests.warm_python import WarmPython
 
@@ -31,6 +31,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
 def test_a_job_of_two_nodes_whose_process_is_killed_ends_to_the_bit(bench: Bench, options: dict[str, Any]) -> None:
     outcome = node_killed(SHORT, **options)(bench, "ours")
     assert outcome.word == "exact", str(outcome)
+
+
+def test_a_signal_to_one_of_two_that_hold_shards_ends_both_and_is_gone_on_from(bench: Bench) -> None:
+    outcome = sigterm_one_rank(SHORT, trainer={"strategy": "fsdp"}, files={"sharded": True})(bench, "ours")
+    assert outcome.good, str(outcome)
 
 
 def test_a_job_that_slurm_runs_again_goes_on_to_the_bit(bench: Bench) -> None:
