@@ -376,7 +376,7 @@ class ShardedEngine(LightningEngine):
         output = super()._through_wrapper(name, *args)
         if not torch.is_grad_enabled():
             sharded.idle.remember(name)
-            sharded.reshard_root()
+            sharded.end_evaluation()
         return output
 
     @property
@@ -389,7 +389,7 @@ class ShardedEngine(LightningEngine):
         sharded = self._sharded()
         with torch.no_grad():
             sharded.idle.forward(_STEPS[self._trainer.state.stage])
-        sharded.reshard_root()
+        sharded.end_evaluation()
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """By the module's own forward, where its weights are gathered."""

@@ -219,6 +219,15 @@ class ShardedModule:
         """
         self.root.reshard()  # type: ignore[operator]
 
+    def end_evaluation(self) -> None:
+        """End a forward that no backward pass follows: forget the order by which one would look ahead, too."""
+        self.reshard_root()
+        root: Any = self.root
+        root._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+        for module in sharded_modules(self.root):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._post_forward_indices.clear()
+
     def put_back(self) -> None:
         """Gather the parameters, on all processes, and make the module what it was: the same objects, on the CPU."""
         self.idle.close()
