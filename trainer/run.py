@@ -285,7 +285,6 @@ class Run:
         if trainer.data.is_due(RunningStage.VALIDATING) or loop.loaders is None:
             preparation.validation()
         loop.progress.begin_epoch(trainer.progress.epoch)
-        self._signals.start_validation(loop.loaders)
         loop.run()
         trainer.loop.limits.restart_validation_clock()
         trainer.state.stage = RunningStage.TRAINING

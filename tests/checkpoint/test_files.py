@@ -318,7 +318,6 @@ def test_the_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorde
     (a / "last.ckpt").symlink_to("first.ckpt")
     (b / "dangling.ckpt").symlink_to("gone.ckpt")
     (b / "notes.txt").touch()
-    (b / "folder.ckpt").mkdir()
     assert files.newest_good([a, b, tmp_path / "not there"]) == newest.resolve()
     assert files.newest_good([a, a]) == first.resolve()
     assert files.newest_good([tmp_path / "not there"]) is None

@@ -131,12 +131,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "another global batch": (
         {}, {"data": lambda: loader(3)},
-        r"an update had 4 samples \(2 processes x batches of 2 x accumulate_grad_batches=1\), which is no multiple of 1"
-        r" processes x batches of 3 = 3; set a batch size of 1, 2, 4\.",
+        r"an update had 4 samples \(2 x 2 x 1: processes x batch size x accumulate_grad_batches\), which is no"
+        r" multiple of 1 x 3 = 3; set a batch size of 1, 2, 4\.",
     ),
     "another accumulation": (
         {}, {"data": lambda: loader(1), "accumulate_grad_batches": 2},
-        r"got accumulate_grad_batches=\{0: 2\}, expected 4: 4 samples in an update / \(1 processes x batches of 1\)",
+        r"got accumulate_grad_batches=2, expected 4, which is 4 samples in an update / \(1 processes x batch size 1\)",
     ),
     "validations that do not divide": (
         {"batch_size": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
@@ -288,7 +288,10 @@ def test_accumulation_that_changes_with_the_epochs(tmp_path: Path) -> None:
 def test_what_is_exact_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     resumed(written(tmp_path), loader(2))
     (line,) = [record.message for record in caplog.records if "Going on with" in record.message]
-    assert "1 processes x batches of 2 x accumulate_grad_batches=2, after 2 x 2 x 1: each update gets the 4" in line
+    assert (
+        "Going on with 1 x 2 x 2 after 2 x 2 x 1 (processes x batch size x accumulate_grad_batches): each update"
+        in line
+    )
     assert "random numbers" in line
     assert "BatchNorm" in line
 

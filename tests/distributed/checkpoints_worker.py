@@ -45,8 +45,8 @@ OPTIMIZERS: dict[str, Any] = {
 class Net(Plain):
     """Parameters of uneven shards, a buffer, two groups of parameters, and one of a single element."""
 
-    def __init__(self, optimizer: str = "AdamW fused") -> None:
-        super().__init__()
+    def __init__(self, optimizer: str = "AdamW fused", none_at: Any = ()) -> None:
+        super().__init__(none_at)
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3), nn.Tanh(), nn.Linear(3, 2))
         self.gain = nn.Parameter(torch.ones(1))
@@ -55,6 +55,8 @@ class Net(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen += 1
+        if (self.global_rank, batch_idx) in self.none_at and self.trainer.training:
+            return None
         features, target = batch
         return nn.functional.mse_loss(self.net(features).float() * self.gain, target)
 
@@ -145,12 +147,12 @@ def main() -> None:
         whole = fit(folder / optimizer, "fsdp", "folder", Net(optimizer), max_steps=2)
         results[optimizer] = fit(folder / "resumed", "fsdp", "file", Net(optimizer), ckpt=whole["best"], max_steps=3)
         results[optimizer]["saved"] = whole["end"]
-    for form in ("folder later", "file"):
+    for form, none_at in (("folder later", ()), ("file", {(1, 0), (1, 1)})):  # rank 1 has no loss, and no gradients
         path, window = folder / f"window {form}.ckpt", {"accumulate_grad_batches": 3, "max_epochs": 2}
         precision = precision_of("16-mixed")
-        whole = fit(folder / "w", "fsdp", form, Net(), more=[Saves(path)], precision=precision, **window)
+        whole = fit(folder / "w", "fsdp", form, Net(none_at=none_at), more=[Saves(path)], precision=precision, **window)
         precision = precision_of("16-mixed")
-        resumed = fit(folder / "resumed", "fsdp", form, Net(), ckpt=path, precision=precision, **window)
+        resumed = fit(folder / "r", "fsdp", form, Net(none_at=none_at), ckpt=path, precision=precision, **window)
         results[f"window {form}"] = {"whole": whole, "resumed": resumed}
     torch.save(results, folder / f"rank_{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -33,6 +34,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 from torchmetrics.retrieval import RetrievalMAP
 
 from trainer import Trainer
+from trainer.engine import agreement
 
 
 class Numbers(Dataset[Tensor]):
@@ -265,12 +267,13 @@ def validate(strategy: str, world_size: int, make: Callable[[], Any], arguments:
     }
 
 
-def fit(strategy: str, world_size: int, count: int, folder: Path, **arguments: Any) -> dict[str, Any]:
+def fit(strategy: str, world_size: int, counts: tuple[int, ...], folder: Path, **arguments: Any) -> dict[str, Any]:
     module, rows = Module(), Rows()
-    saver = ModelCheckpoint(folder / f"{strategy}_{world_size}", monitor="plain", filename="{epoch}-{plain:.3f}")
+    monitor = arguments.pop("monitor", "plain")
+    saver = ModelCheckpoint(folder / f"{strategy}_{world_size}", monitor=monitor, filename="{epoch}-{plain:.3f}")
     arguments = {"max_epochs": 3, "enable_checkpointing": True, "callbacks": [rows, saver], **arguments}
     trainer = build(strategy, world_size, **arguments)
-    trainer.fit(module, sizes(8, batch_size=4 // world_size), sizes(count))
+    trainer.fit(module, sizes(8, batch_size=4 // world_size), sizes(*counts))
     return {
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "best": saver.best_model_path,
@@ -325,8 +328,15 @@ def scenarios(folder: Path, world_size: int, strategy: str = "ddp") -> dict[str,
         predictions = build(strategy, world_size).predict(Module(), sizes(count))
         found[f"predict {count}"] = [float(one) for one in predictions or []]
     for count in (5, 1):
-        found[f"fit {count}"] = fit(strategy, world_size, count, folder / f"fit_{count}")
-    found["fit interval"] = fit(strategy, world_size, 5, folder / "interval", val_check_interval=1, limit_val_batches=3)
+        found[f"fit {count}"] = fit(strategy, world_size, (count,), folder / f"fit_{count}")
+    found["fit interval"] = fit(
+        strategy, world_size, (5,), folder / "interval", val_check_interval=1, limit_val_batches=3
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "SECONDS", 0.0)  # as with slow batches: processes ask before each whether to stop
+        found["fit several"] = fit(
+            strategy, world_size, (5, 5, 5), folder / "several", monitor="plain/dataloader_idx_2"
+        )
     if world_size > 1:
         for name, (make, count, arguments) in FAILURES.items():
             found[f"failure {name}"] = failure(strategy, world_size, make(), count, **arguments)
@@ -337,7 +347,7 @@ def scenarios(folder: Path, world_size: int, strategy: str = "ddp") -> dict[str,
             make, count, arguments = FAILURES[name]
             found[f"failure sharded {name}"] = failure("fsdp", world_size, make(), count, **arguments)
         for count in (5, 1):
-            found[f"sharded fit {count}"] = fit("fsdp", world_size, count, folder / f"sharded_fit_{count}")
+            found[f"sharded fit {count}"] = fit("fsdp", world_size, (count,), folder / f"sharded_fit_{count}")
         predictions = build("fsdp", world_size).predict(Module(), sizes(5))
         found["sharded predict"] = [float(one) for one in predictions or []]
     return found

@@ -143,6 +143,14 @@ def test_a_fit_chooses_its_checkpoint_by_the_whole_data(
     assert_same(first["metrics"], second["metrics"])
 
 
+def test_processes_agree_on_signals_while_they_are_at_different_batches(
+    ranks: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    """Before each batch of three dataloaders, in each of which one process has a batch more."""
+    for rank in ranks:
+        assert rank["fit several"]["score"] == alone["fit several"]["score"] == 2.0
+
+
 def test_what_a_process_has_logged_by_itself_decides_the_same_everywhere(ranks: list[dict[str, Any]]) -> None:
     """``of_rank`` is 0 on rank 0, and 1 on rank 1; a plateau schedule that followed each would set two rates."""
     for rank in ranks:

@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
 
 from tests.distributed import sharded_callbacks_worker as worker
 from tests.distributed.test_ddp import run
+from tests.distributed.worker import BATCH, Shard, samples
 from tests.warm_python import WarmPython
+from trainer import Trainer
+from trainer.callbacks import GradientCheck, HalveOnOutOfMemory
+from trainer.errors import UnsupportedError
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,6 +31,8 @@ pytestmark = [
 DIAGNOSED = tuple(worker.diagnosis(Path()))
 OTHERS = tuple(worker.others(Path()))
 CHECKPOINTED = ("checkpointed blocks", "checkpointed by class", "checkpointed around blocks", "checkpointed inside")
+ROUNDED = ("measured", "stock")
+"""Those in which something is divided by a norm, or by the sizes of windows."""
 AVERAGED = ("EMA", "EMA, skipped", "averages", "averages by foreach", "averages, buffers as they are", "SWA")
 
 
@@ -48,7 +56,7 @@ def test_all_is_as_under_ddp(ranks: list[dict[str, Any]], folder: Path, name: st
             if key in ("weights", "buffers", "saved"):
                 assert found.keys() == expected.keys()
                 for part, value in expected.items():
-                    torch.testing.assert_close(found[part], value, rtol=0, atol=1e-6 if name == "measured" else 0)
+                    torch.testing.assert_close(found[part], value, rtol=0, atol=1e-6 if name in ROUNDED else 0)
             elif key == "metrics":
                 assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
             elif key in ("random", "outputs"):
@@ -127,6 +135,13 @@ def test_fp32_modules_compute_in_float32(ranks: list[dict[str, Any]]) -> None:
         assert rank["fp32_modules"]["fsdp"]["dtypes"] == {"0": half, "1.linear": single, "3.linear": half, "4": single}
 
 
+def test_fp32_modules_keep_their_weights_in_float32(ranks: list[dict[str, Any]]) -> None:
+    half, single = "torch.bfloat16", "torch.float32"
+    for rank in ranks:
+        for name in ("fp32_modules of 16-bit weights", "fp32_modules below a policy"):
+            assert rank[name]["fsdp"]["computed"] == {"0": half, "1.linear": single, "3.linear": half, "4": single}
+
+
 def test_sizes_are_those_of_whole_layers(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "net.0 (Linear): in_features 6 -> 8\n" in rank["alignment"]["fsdp"]["said"]
@@ -175,3 +190,39 @@ def test_averages_are_parts_and_validations_see_them(ranks: list[dict[str, Any]]
 def test_averages_go_on_after_a_resume(ranks: list[dict[str, Any]], name: str) -> None:
     assert all(rank[name]["fsdp"]["resumed is the same"] for rank in ranks)
     assert ranks[0][name]["fsdp"]["saved"]["net.0.weight"].shape == (16, 6)
+
+
+def test_stock_callbacks_see_whole_weights_and_end_a_fit(ranks: list[dict[str, Any]], folder: Path) -> None:
+    for rank in ranks:
+        found = rank["stock"]["fsdp"]
+        assert len(found["outcomes"]) == 5 + 3 + 3  # windows of 1 batch, then of 2; stopped after three epochs
+        assert found["saved"]["net.0.weight"].shape == (16, 6)
+        assert found["at end"] == [11]
+    log = (folder / "fsdp" / "stock" / "version_0" / "metrics.csv").read_text()
+    assert "lr-AdamW" in log
+    assert "train/samples" in log
+
+
+def test_the_same_learning_rate_is_found(ranks: list[dict[str, Any]]) -> None:
+    assert len({rank["learning rate found"][kind]["found"] for rank in ranks for kind in worker.KINDS} - {1e-3}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*have no `val_dataloader`")
+def test_what_is_unfrozen_later_learns_as_on_one_process(ranks: list[dict[str, Any]]) -> None:
+    seen = worker.Seen()
+    torch.manual_seed(1)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=3, limit_train_batches=5, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, limit_val_batches=0,
+        callbacks=[seen, worker.finetuning()],
+    )  # fmt: skip
+    trainer.fit(worker.Backbone(), DataLoader(samples(), batch_size=BATCH, sampler=Shard(1)))
+    for rank in ranks:
+        for name, value in seen.state["weights"].items():
+            torch.testing.assert_close(rank["finetuned"]["fsdp"]["weights"][name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("callback", [GradientCheck(), HalveOnOutOfMemory(), ModelPruning("l1_unstructured")])
+def test_what_needs_whole_weights_is_refused(callback: Any) -> None:
+    with pytest.raises(UnsupportedError, match=f"{type(callback).__name__} with strategy='fsdp'"):
+        Trainer(accelerator="cpu", devices=2, strategy="fsdp", callbacks=[callback], logger=False)

@@ -15,6 +15,8 @@ from tests.support import make_trainer
 pytest.importorskip("transformers", reason="needs amp-trainer[finetune]")
 pytest.importorskip("peft", reason="needs amp-trainer[finetune]")
 
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 
 

@@ -9,6 +9,9 @@ from typing import Any
 FORMAT = 1
 """Version of the manifest."""
 
+OUR_KEY = "amp_trainer"
+"""Where ``loops`` of a checkpoint has what is not Lightning's."""
+
 PART = ".ckpt-part"
 """The end of the names of what is being written. They begin with a dot."""
 

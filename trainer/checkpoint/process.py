@@ -193,7 +193,8 @@ class ProcessState:
         if not loop.progress.is_trained:
             return {}
         if run.lightning_module.automatic_optimization:
-            waiting = loop.optimizers if loop.window.is_open and loop.window.backwards else []
+            has_some = loop.window.backwards or loop.gradients.are_parts  # of the other processes' batches
+            waiting = loop.optimizers if loop.window.is_open and has_some else []
         else:
             stepped = loop.outcome.optimizers if loop.has_updated and loop.outcome is not None else ()
             waiting = [optimizer for i, optimizer in enumerate(loop.optimizers) if i not in stepped]

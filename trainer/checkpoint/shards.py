@@ -41,9 +41,8 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint.files import make_folder
 from trainer.checkpoint.inert import inert
-from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.manifest import OUR_KEY, Manifest
 from trainer.checkpoint.sharded_files import MANIFEST
-from trainer.checkpoint.state import OUR_KEY
 from trainer.errors import CheckpointError
 
 STATE = "state.ckpt"

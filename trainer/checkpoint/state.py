@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer import redaction
+from trainer.checkpoint.manifest import OUR_KEY as OUR_KEY
 from trainer.checkpoint.process import ProcessState
 from trainer.engine.protocol import Engine
 from trainer.errors import (
@@ -40,7 +41,6 @@ from trainer.errors import (
 )
 from trainer.state.progress import FitProgress
 
-OUR_KEY = "amp_trainer"
 FORMAT = 2
 """Version of what stands under ``amp_trainer``."""
 

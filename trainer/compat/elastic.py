@@ -236,19 +236,18 @@ def _accumulation(trainer: Any, change: _Change, before: dict[str, Any]) -> dict
         size, accumulated = order.update_size(epoch), order.accumulated(epoch)
         if size % change.now:
             raise ResumeError(
-                f"an update had {size} samples ({order.processes} processes x batches of {order.batch_size} x"
-                f" accumulate_grad_batches={accumulated}), which is no multiple of {sampler.num_replicas} processes x"
-                f" batches of {sampler.batch_size} = {change.now}; {_fitting(size, sampler.num_replicas)}"
+                f"an update had {size} samples ({order.processes} x {order.batch_size} x {accumulated}: processes x"
+                f" batch size x accumulate_grad_batches), which is no multiple of {sampler.num_replicas} x"
+                f" {sampler.batch_size} = {change.now}; {_fitting(size, sampler.num_replicas)}"
             )
         needed[epoch] = size // change.now
     given = trainer.data.carried.given["accumulate_grad_batches"]
     known = needed.items(), before["accumulate_grad_batches"], order.accumulate
     if _schedule(given) not in map(_schedule, known):
-        wanted = needed[0] if len(needed) == 1 else needed
         raise ResumeError(
-            f"got accumulate_grad_batches={dict(given)}, expected {wanted}: {change.order.update_size(0)} samples in an"
-            f" update / ({sampler.num_replicas} processes x batches of {sampler.batch_size}); set that, or leave it as"
-            " it was"
+            f"got accumulate_grad_batches={_shown(_schedule(given))}, expected {_shown(needed)}, which is"
+            f" {order.update_size(0)} samples in an update / ({sampler.num_replicas} processes x batch size"
+            f" {sampler.batch_size}); set that, or leave it as it was"
         )
     by_hand = not trainer.lightning_module.automatic_optimization
     if by_hand and set(needed.values()) != {1}:
@@ -267,6 +266,10 @@ def _fitting(size: int, processes: int) -> str:
         return f"{size} samples cannot be divided evenly among {processes} processes"
     sizes = [own for own in range(1, size // processes + 1) if size // processes % own == 0]
     return f"set a batch size of {', '.join(map(str, sizes[-4:]))}"
+
+
+def _shown(schedule: dict[int, int]) -> str:
+    return str(schedule if len(schedule) > 1 else schedule[0])
 
 
 def _schedule(pairs: Iterable[Any]) -> dict[int, int]:
@@ -342,10 +345,10 @@ def _told(trainer: Any, change: _Change, lost: set[str]) -> str:
     order, sampler, noted, epoch = change.order, change.sampler, change.noted, trainer.progress.epochs_trained
     size = order.update_size(epoch)
     text = (
-        f"Going on with {sampler.num_replicas} processes x batches of {sampler.batch_size} x"
-        f" accumulate_grad_batches={change.accumulated(epoch)}, after {noted['processes']} x {noted['batch_size']} x"
-        f" {size // change.was}: each update gets the {size} samples that it would have got. Not the same are random"
-        " numbers (dropout, augmentation"
+        f"Going on with {sampler.num_replicas} x {sampler.batch_size} x {change.accumulated(epoch)} after"
+        f" {noted['processes']} x {noted['batch_size']} x {size // change.was} (processes x batch size x"
+        f" accumulate_grad_batches): each update gets the {size} samples that it would have got. Not the same are"
+        " random numbers (dropout, augmentation"
     )
     if order.sampler == "RandomSampler":
         text += "; the order of later epochs, too, if the training draws from torch's generator of the CPU"

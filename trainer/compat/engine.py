@@ -104,6 +104,7 @@ class LightningEngine:
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
         self._reductions = 0  # exchanges by `reduce`
+        self._trained: list[bool] = []  # of the parameters that DDP has found
         self._agreement_group: Callable[[], Any] = _none  # weak: torch.distributed has it until the process leaves
         self._save_group: Callable[[], Any] = _none
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
@@ -216,6 +217,21 @@ class LightningEngine:
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
         self.strategy.setup(self._trainer)
+        self._trained = self._trained_now()
+
+    def follow_trained_parameters(self) -> None:
+        """Wrap the module in DDP anew where other parameters are trained: it knows those of its construction only.
+
+        Gradients of the others would stay those of each process.
+        """
+        if isinstance(self.model, DistributedDataParallel) and self._trained != (now := self._trained_now()):
+            assert self._ddp is not None
+            self._ddp.model = self._ddp.lightning_module
+            self._ddp.configure_ddp()
+            self._trained = now
+
+    def _trained_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.model.parameters()]
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """The module's step, through the wrapper where there is one; one that takes no ``batch_idx`` gets none."""

@@ -168,6 +168,9 @@ class Engine(Protocol):
             loop: the fit loop.
         """
 
+    def follow_trained_parameters(self) -> None:
+        """Callbacks may have frozen parameters as an epoch began, or thawed some: average the gradients of these."""
+
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """The context of a forward and backward whose gradients are, or are not, averaged over the processes."""
 

@@ -167,6 +167,11 @@ class EvalLoop:
         """Whether several processes have parts of the samples, and log what belongs together."""
         return self.counts_once and self.stage != "predict" and self.engine.world_size > 1
 
+    @property
+    def all_have_batch(self) -> bool:
+        """Whether all processes are known to have the batch that runs."""
+        return self.pace is None or self.pace.all_have_batch
+
     def evaluate(self, batches: Iterator[tuple[Any, int, int]], loaders: Loaders, limit: float) -> list[Metrics]:
         """Evaluate all batches. Returns, for each dataloader, what was logged."""
         several = loaders.is_sequential and len(loaders.limits) > 1

@@ -35,6 +35,9 @@ class Pace:
         whole: the same in a whole pass: a sanity check is shorter.
         watches: whether to look for exchanges in batches that some processes lack.
 
+    Attributes:
+        all_have_batch: whether all processes are known to have the batch that runs.
+
     Raises:
         ConfigurationError: a metric object that exchanges at each batch, on all processes. If ``watches``.
     """
@@ -59,6 +62,7 @@ class Pace:
         self._done = 0  # batches of the current dataloader in this process
         self._updates = objects.counts()
         self._per_forward = 0
+        self.all_have_batch = True
         uneven = [span for span in whole if span.fewest < span.most < float("inf")]
         if watches and uneven:
             for name, metric in objects.by_name.items():
@@ -78,21 +82,21 @@ class Pace:
         """
         engine, span, index = self._engine, self._spans[dataloader_idx], self._done
         self._done += 1
+        self.all_have_batch = index < span.fewest
         if engine.forward_exchanges and span.most == float("inf"):
             engine.any_rank(True)  # there is a batch
         if not self._watches:
             evaluate()
             return
-        is_alone = index >= span.fewest
-        if self._metrics.shares_steps is is_alone:
-            self._metrics.share_steps(not is_alone)
+        if self._metrics.shares_steps is not self.all_have_batch:
+            self._metrics.share_steps(self.all_have_batch)
         whole = self._whole[dataloader_idx]
         if whole.fewest == whole.most or whole.most == float("inf"):
             evaluate()
             return
         before = engine.exchanges()
         what = f"The `{self._stage}_step`, or a hook of the batch,"
-        with engine.alone(self._error(what, whole)) if is_alone else nullcontext():
+        with nullcontext() if self.all_have_batch else engine.alone(self._error(what, whole)):
             evaluate()
         is_last = index == span.fewest - 1 and span.fewest < span.most
         if (index == 0 or is_last) and engine.exchanges() - before > self._per_forward:

@@ -136,8 +136,8 @@ def test_the_command(capsys):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["optimizer=sgd"], "name one, with +recipe=NAME"),
-        (["+recipe=gpt", "checks.gpu_memory=much"], "checks.gpu_memory is 'much'"),
+        (["optimizer=sgd"], "There is no model to check. Choose a recipe"),
+        (["+recipe=gpt", "checks.gpu_memory=much"], "checks.gpu_memory is much, expected a size such as 3GiB"),
         (["+recipe=gpt", "checks.devices=0"], "checks.devices is 0"),
         (["+recipe=gpt", "checks.gpu_memroy=1GiB"], "gpu_memory"),
         (["+recipe=gan"], "cannot be predicted: it optimizes by itself (automatic_optimization=False)"),

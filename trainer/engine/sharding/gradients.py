@@ -169,7 +169,9 @@ class ShardedGradients(Gradients):
         parts = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
         super().load_state_dict(parameters, parts)
         whole: dict[Any, Tensor] = {p: state[_WHOLE + name] for name, p in parameters if _WHOLE + name in state}
-        if whole:
+        some = torch.tensor(float(bool(whole)), device=self._device)
+        self._any_process(some)  # a process whose batches had no loss has none, and takes part all the same
+        if some:
             load_waiting_gradients(self._sharded().root, whole)
             self.scaler.expect_scaled(self._device)
 

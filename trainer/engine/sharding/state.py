@@ -110,9 +110,7 @@ def waiting_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 def load_waiting_gradients(root: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """Put back what :func:`waiting_gradients` returned. All processes call this together."""
-    if not gradients:
-        return
+    """Put back what :func:`waiting_gradients` returned. All processes call this together, also with none."""
     state: Any = root
     state._get_fsdp_state()._lazy_init()
     for module in root.modules():
