@@ -23,7 +23,7 @@ from tests.warm_python import WarmPython
 TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
 pytestmark = pytest.mark.slow
 
-first, _, last = os.environ.get("RANDOM_SETUPS", "10").rpartition(":")
+first, _, last = os.environ.get("RANDOM_SETUPS", "6").rpartition(":")
 SEEDS = range(int(first or 0), int(last))
 
 
@@ -69,7 +69,7 @@ def tolerance_of(setup: Setup, engine: str) -> float:
     That is so in windows of unequal weights, whose unit is ours, and where the norm that clips has been added up over
     shards: DTensors add up the processes' parts of each parameter, we add up each process's parts.
     """
-    if setup.is_plain_mean and (engine != "fsdp" or setup.clip != "norm"):
+    if setup.is_plain_mean and (engine != "fsdp" or setup.clip not in ("norm", "inf")):
         return 0.0
     return TOLERANCES[setup.precision]
 
