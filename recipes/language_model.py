@@ -122,13 +122,18 @@ class LanguageModel(L.LightningModule):
             setattr(self, f"{stage}_bpc", Ratio())
 
     def configure_model(self) -> None:
-        """Make the network on torch's default device; a second call finds it done."""
+        """Make the network on torch's default device; a second call finds it done.
+
+        Under a strategy that shards it stays on the meta device: who has sharded it gives it memory, and calls
+        `init_weights`.
+        """
         if hasattr(self, "net"):
             return
-        device = torch.get_default_device()
+        device, strategy = torch.get_default_device(), getattr(self._trainer, "strategy", None)
         with torch.device("meta"):  # nothing is drawn that `init_weights` would overwrite
             self.net = self.make_net()
-        if device.type != "meta":
+        is_sharded_first = getattr(strategy, "restore_checkpoint_after_setup", False)
+        if device.type != "meta" and not is_sharded_first:
             self.net.to_empty(device=device)
             self.init_weights()
         for block in self.net.blocks if self.compile_blocks else ():

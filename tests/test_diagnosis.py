@@ -6,14 +6,17 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.diagnosis import explain
 from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
 
 
@@ -203,3 +206,14 @@ def test_which_errors_are_about_memory() -> None:
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
+
+
+@pytest.mark.parametrize("stage", [RunningStage.VALIDATING, RunningStage.TRAINING])
+@pytest.mark.parametrize("is_uneven", [True, False])
+def test_an_exchange_that_was_waited_for_in_vain(trainer: Any, stage: RunningStage, is_uneven: bool) -> None:
+    error = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation")
+    trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, stage
+    trainer.eval_loops[RunningStage.VALIDATING].pace = SimpleNamespace(is_uneven=is_uneven)
+    assert explain(error, trainer) is None
+    told = " ".join(getattr(error, "__notes__", ()))
+    assert ("Trainer(pad_evaluation=True)" in told) == (is_uneven and stage is RunningStage.VALIDATING)

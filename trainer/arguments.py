@@ -333,6 +333,9 @@ _TABLE = (
         "seconds that workers may take for a batch; 0: any time",
         (NUMBER._replace(most=10**9),),
     ),
+    Argument(
+        "pad_evaluation", False, "true: processes evaluate equally many samples, some twice, as Lightning", SWITCH
+    ),
 )
 
 ARGUMENTS = {argument.name: argument for argument in _TABLE}

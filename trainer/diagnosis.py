@@ -21,6 +21,7 @@ from trainer.machine import readable
 
 _HUNG = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _RAISED = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory thread)")
+_WAITED = re.compile(r"Timed out waiting \d+ms|[Tt]imeout.*(collective|operation)|(collective|operation).*timed? ?out")
 _ABOUT_BATCHES = (IndexError, RuntimeError, TypeError, ValueError)
 _SHAPES = re.compile(
     r"shape|sizes? (of|mismatch)|channels|dimension|out of bounds|scalar type|dtype|\d+D", re.IGNORECASE
@@ -46,12 +47,26 @@ def explain(error: BaseException, trainer: Any) -> DataLoaderError | None:
         return _about_worker(trainer, [int(pid) for pid in found["pids"].split(",")], found["how"])
     elif isinstance(error, RuntimeError) and (found := _HUNG.search(text)):
         return _about_worker(trainer, [], f"have sent nothing for {found['seconds']} seconds")
+    elif isinstance(error, RuntimeError) and _WAITED.search(text):
+        _explain_waiting(error, trainer)
     elif is_out_of_memory(error):
         add_note(error, _about_memory(trainer))
         let_go(error)
     elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text) and trainer.active_metrics is not None:
         add_note(error, f"It was raised by {_where(trainer)}: {describe_batch(trainer.active_metrics.batch)}.")
     return None
+
+
+def _explain_waiting(error: RuntimeError, trainer: Any) -> None:
+    """An exchange in vain, while processes may have different numbers of batches."""
+    loop = trainer.eval_loops.get(trainer.state.stage)
+    if loop is not None and loop.pace is not None and loop.pace.is_uneven:
+        add_note(
+            error,
+            f"It was waited at {_where(trainer)}. Processes may have different numbers of batches there. If"
+            f" {loop.stage}_step or a hook of the batch exchanges something with the others (torch.distributed), have"
+            " all evaluate equally many: Trainer(pad_evaluation=True).",
+        )
 
 
 # --- workers of dataloaders -----------------------------------------------------------------------------------

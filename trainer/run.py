@@ -195,6 +195,8 @@ class Run:
         engine.convert_module()
         if not engine.restores_after_setup:
             self._connector.restore_module_and_callbacks(weights_only)
+        if fitting:
+            self._connector.prepare_order()
         trainer.published.clear()
         for metrics in (trainer.loop.metrics, *(loop.metrics for loop in trainer.eval_loops.values())):
             metrics.clear()  # of an interrupted run, or of another module
@@ -283,7 +285,6 @@ class Run:
         if trainer.data.is_due(RunningStage.VALIDATING) or loop.loaders is None:
             preparation.validation()
         loop.progress.begin_epoch(trainer.progress.epoch)
-        self._signals.start_validation(loop.loaders)
         loop.run()
         trainer.loop.limits.restart_validation_clock()
         trainer.state.stage = RunningStage.TRAINING

@@ -78,11 +78,15 @@ class Trainer(TrainerBase):
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler; None costs nothing.
         resume: not Lightning's. ``"auto"``: a ``fit`` without ``ckpt_path`` goes on from the newest good checkpoint in
             the folders that this run writes checkpoints to, or starts anew where there is none.
-        exact_resume: not Lightning's. Whether a resume that would not be exact, because the data or the number of
-            processes are others, is refused. If False it goes on as well as it can, with a warning.
+        exact_resume: not Lightning's. Whether a resume that would not be exact is refused: because the data are others,
+            say, or on another number of processes the updates could not get the same samples. If False it goes on as
+            well as it can, with a warning.
         dataloader_timeout: not Lightning's. Seconds that the worker processes of a dataloader may take for a batch,
             before a :class:`~trainer.errors.DataLoaderError` ends the run; 0 for any time, which is torch's default. A
             dataloader's own ``timeout`` comes first.
+        pad_evaluation: not Lightning's. If True, several processes validate and test equally many samples, some of
+            which are counted twice, as in Lightning: for modules that exchange something in each batch. By default
+            each sample is counted once.
 
     Attributes:
         scaler: the one loss scaler, from construction to the end; disabled where the precision scales nothing.
@@ -141,6 +145,7 @@ class Trainer(TrainerBase):
         resume: Literal["auto"] | None = None,
         exact_resume: bool = True,
         dataloader_timeout: float = 1800.0,
+        pad_evaluation: bool = False,
     ) -> None:
         given = dict(locals())
         arguments.check(given, **registered_names())
@@ -178,6 +183,7 @@ class Trainer(TrainerBase):
         self.resume = resume
         self.exact_resume = exact_resume
         self.dataloader_timeout = dataloader_timeout
+        self.pad_evaluation = pad_evaluation
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
         self.profiler = defaults.build_profiler(profiler)
@@ -241,6 +247,8 @@ class Trainer(TrainerBase):
             RunningStage.TESTING: EvalLoop("test", **shared, fit_progress=self.progress),
             RunningStage.PREDICTING: EvalLoop("predict", **shared, fit_progress=self.progress),
         }
+        for loop in self.eval_loops.values():
+            loop.counts_once = not pad_evaluation
         self.fit_loop = FitLoopView(self)
         self.validate_loop = EvalLoopView(self, RunningStage.VALIDATING, TrainerFn.VALIDATING)
         self.test_loop = EvalLoopView(self, RunningStage.TESTING, TrainerFn.TESTING)

@@ -223,6 +223,8 @@ class PackedSequences(Dataset[Batch]):
         return -(-(self.file.stat().st_size // self.dtype.itemsize - 1) // self.context)
 
     def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Got sequence {index} of {len(self)}.")
         if self._stream is None:
             self._stream = np.memmap(self.file, self.dtype, mode="r")
         start = index * self.context

@@ -227,20 +227,29 @@ class Bench:
             runs.append(self.train(who, folder, rank=rank, ranks=number, environment=environment, **options))
         return runs
 
-    def torchrun(self, who: str, folder: Path, *, restarts: int = 100, environment: Any = None, **options: Any) -> Run:
-        """Start the program on two processes by torchrun, which starts both again when one ends badly."""
-        given = {"who": who, "folder": str(folder), "ranks": 2, **options, "setup": asdict(options["setup"])}
-        words = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
-        where = self.new_folder("run")
-        warm = {"PYTHON_EXEC": self.warm_python} | (environment or {})
-        with (where / "log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *words, "-m", "_faults.program", json.dumps(given)],
-                cwd=folder, env=self.environment | warm, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-        self.runs.append(Run(where, process, folder))
-        return self.runs[-1]
+    def torchrun(
+        self, who: str, folder: Path, *, nodes: int = 1, restarts: int = 100, environment: Any = None, **options: Any
+    ) -> list[Run]:
+        """Start the program on two processes by torchrun, which starts both again when one ends badly.
+
+        One torchrun for each node; two nodes have a process each.
+        """
+        arguments = options.pop("trainer", {}) | ({"devices": 1, "num_nodes": 2} if nodes == 2 else {})
+        given = {"who": who, "folder": str(folder), "ranks": 2, "trainer": arguments, **options}
+        given["setup"] = asdict(given["setup"])
+        words = [f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", f"--max-restarts={restarts}"]
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--monitor-interval=0.1"]
+        environment = self.environment | {"PYTHON_EXEC": self.warm_python} | (environment or {})
+        for _ in range(nodes):
+            where = self.new_folder("run")
+            with (where / "log").open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "torch.distributed.run", *words, "-m", "_faults.program", json.dumps(given)],
+                    cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
+            self.runs.append(Run(where, process, folder))
+        return self.runs[-nodes:]
 
     def srun(self, cwd: Path, *words: str, job: int = 4711, again: int = 0) -> list[Run]:
         """Start the command line once on each of two nodes, with the variables that Slurm's srun sets.
@@ -358,8 +367,9 @@ def read_rows(folder: Path) -> dict[tuple[str, ...], dict[str, str]]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints below ``folder``, the newest first."""
-    return sorted(folder.rglob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    """The checkpoints below ``folder``, files or folders, the newest first."""
+    found = [file for file in folder.rglob("*.ckpt") if file.parent.suffix != ".ckpt"]
+    return sorted(found, key=lambda file: file.stat().st_mtime_ns, reverse=True)
 
 
 def largest(checkpoint: Path) -> Path:

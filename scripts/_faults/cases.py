@@ -403,7 +403,7 @@ def torchrun_kills(**options: Any) -> Body:
         reference = bench.reference(who, setup=setup, ranks=2, **options)
         fault = {"kind": "signal in save", "at": 3, "lives": 3, "delay": 0.004, "signals": ["SIGKILL"], "rank": 0}
         kills = inside = int(fault["lives"])
-        jobs, damaged = [bench.torchrun(who, bench.new_folder("torchrun"), setup=setup, fault=fault, **options)], 0
+        jobs, damaged = bench.torchrun(who, bench.new_folder("torchrun"), setup=setup, fault=fault, **options), 0
         while True:
             run, folder = jobs[-1], jobs[-1].results
             if run.wait(4 * END) != 0:
@@ -412,7 +412,8 @@ def torchrun_kills(**options: Any) -> Body:
                 return replace_detail(outcome, f"job {len(jobs)} of {kills} kills: {outcome.detail}")
             if kills >= total:
                 break
-            jobs.append(run := bench.torchrun(who, bench.new_folder("torchrun"), setup=setup, **options))
+            jobs += bench.torchrun(who, bench.new_folder("torchrun"), setup=setup, **options)
+            run = jobs[-1]
             folder, spoilt = run.results, None
             for _ in range(min(6, total - kills)):
                 if not killed_at_a_random_instant(bench, run, folder, setup):
@@ -465,9 +466,37 @@ def damage_newest(folder: Path) -> Path | None:
     return files[0]
 
 
+def node_killed(setup: Setup, **options: Any) -> Body:
+    """Two torchruns, as on two nodes; the second one's process is killed, and the job goes on."""
+
+    def body(bench: Bench, who: str) -> Outcome:
+        reference = bench.reference(who, setup=setup, ranks=2, **options)
+        folder, at = bench.new_folder("nodes"), setup.batches // 2 + 1
+        fault = {"kind": "signal", "at": at, "lives": 1, "signals": ["SIGKILL"], "rank": 1}
+        runs = bench.torchrun(who, folder, nodes=2, setup=setup, fault=fault, **options)
+        if [run.wait(END) for run in runs] != [0, 0]:
+            return Outcome("lost", f"torchrun ends with {[run.status for run in runs]}: {tools.last_line(runs[0].log)}")
+        if not starts_again(folder):
+            return Outcome("lost", "nothing was killed", good=False)
+        return bench.verdict(folder, reference)
+
+    return body
+
+
+def starts_again(folder: Path) -> bool:
+    """Whether two processes, one after the other, have trained as rank 0."""
+    return len({line[4] for line in read_diary(folder / "batches_0.jsonl")}) == 2
+
+
 _KILLED = "`torchrun --max-restarts`: one rank of two is killed, again and again:"
 case("torchrun-kills", f"{_KILLED} DDP", compares=False)(torchrun_kills())
 case("torchrun-kills-fsdp", f"{_KILLED} FSDP", compares=False)(torchrun_kills(trainer={"strategy": "fsdp"}))
+case("torchrun-kills-sharded", f"{_KILLED} FSDP, sharded checkpoints, in the background", compares=False)(
+    torchrun_kills(trainer={"strategy": "fsdp"}, files={"sharded": True, "asynchronous": True})
+)
+_NODES = "torchrun on two nodes, the process of one is killed:"
+case("torchrun-nodes", f"{_NODES} DDP", compares=False)(node_killed(TWO))
+case("torchrun-nodes-fsdp", f"{_NODES} FSDP", compares=False)(node_killed(TWO, trainer={"strategy": "fsdp"}))
 
 
 @case("rank-raises", "One rank of two raises")

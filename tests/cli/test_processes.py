@@ -13,12 +13,12 @@ from trainer.cli import main
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.processes import agree, clean_environment, imports_only, is_first
 from trainer.cli.validate import validate
-from trainer.cli.workdir import claim, quoted
+from trainer.cli.workdir import claim, go_on_again, quoted
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "TORCHELASTIC_RUN_ID"):
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "TORCHELASTIC_RUN_ID", *SRUN):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -61,6 +61,44 @@ def test_a_run_claims_a_folder_of_its_own(project):
     assert [str(folder) for folder in folders] == ["outputs/line/now", "outputs/line/now_2", "outputs/line/now_3"]
     assert all(folder.is_dir() for folder in folders)
     assert arguments[1].overrides[-1] == "hydra.run.dir='outputs/line/now_2'"
+
+
+SRUN = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+
+
+def slurm(monkeypatch, **more):
+    for name, value in (SRUN | {"SLURM_PROCID": "0"} | more).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_tasks_of_a_slurm_job_have_one_folder_and_so_has_a_job_that_is_run_again(project, monkeypatch):
+    folders = []
+    for rank, restarts in (("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")):
+        slurm(monkeypatch, SLURM_PROCID=rank, SLURM_RESTART_COUNT=restarts)
+        arguments = read(["fit", "+recipe=line"])
+        go_on_again(arguments)
+        assert ("resume=auto" in arguments.overrides) is (restarts == "1")
+        folders.append(claim(arguments, validate(arguments)).as_posix())
+    assert len(set(folders)) == 1
+    assert folders[0].startswith("outputs/line/slurm-17.0-")
+
+
+def test_who_says_what_a_job_goes_on_from_is_heard(project, monkeypatch):
+    slurm(monkeypatch, SLURM_RESTART_COUNT="1")
+    for words in (["resume=null"], ["ckpt_path=last"], ["-m", "seed=1,2"]):
+        arguments = read(["fit", "+recipe=line", *words])
+        before = list(arguments.overrides)
+        go_on_again(arguments)
+        assert arguments.overrides == before
+    arguments = read(["fit", "+recipe=line", "resume=auto"])  # which a job that is submitted anew finds, too
+    assert claim(arguments, validate(arguments)).name.startswith("auto-")
+
+
+def test_a_sweep_under_srun_is_refused(project, monkeypatch):
+    slurm(monkeypatch)
+    arguments = read(["fit", "+recipe=line", "-m", "seed=1,2"])
+    with pytest.raises(UsageError, match="without torchrun or srun"):
+        claim(arguments, validate(arguments))
 
 
 def test_a_folder_that_was_asked_for_is_kept(project):

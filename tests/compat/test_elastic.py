@@ -131,12 +131,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "another global batch": (
         {}, {"data": lambda: loader(3)},
-        r"an update had 4 samples \(2 processes x batches of 2 x accumulate_grad_batches=1\), which is no multiple of 1"
-        r" processes x batches of 3 = 3; set a batch size of 1, 2, 4\.",
+        r"an update had 4 samples \(2 x 2 x 1: processes x batch size x accumulate_grad_batches\), which is no"
+        r" multiple of 1 x 3 = 3; set a batch size of 1, 2, 4\.",
     ),
     "another accumulation": (
         {}, {"data": lambda: loader(1), "accumulate_grad_batches": 2},
-        r"got accumulate_grad_batches=\{0: 2\}, expected 4: 4 samples in an update / \(1 processes x batches of 1\)",
+        r"got accumulate_grad_batches=2, expected 4, which is 4 samples in an update / \(1 processes x batch size 1\)",
     ),
     "validations that do not divide": (
         {"batch_size": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
@@ -230,6 +230,39 @@ def test_settings_in_batches_are_translated(tmp_path: Path) -> None:
     assert trainer.progress.batches == 24
 
 
+class Asks(Net):
+    def configure_optimizers(self) -> Any:
+        self.updates = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_a_module_that_asks_for_the_number_of_updates_gets_the_same(tmp_path: Path) -> None:
+    first = Asks()
+    path = written(tmp_path, module=first)
+    trainer, module = resumed(path, loader(1), Asks())
+    assert module.updates == first.updates == trainer.global_step == 14
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_with_workers(tmp_path: Path, persistent: bool) -> None:
+    options: Any = {"num_workers": 1, "persistent_workers": persistent}
+    whole = Net()
+    path = written(tmp_path, loader(**options), whole)
+    for start in ("two", "again"):  # "again": from what the resumed run has written
+        saver = Saver(tmp_path / "again.ckpt", 8)
+        _, module = resumed(
+            tmp_path / f"{start}.ckpt", loader(2, **options), callbacks=[saver], enable_checkpointing=True
+        )
+        first = {"two": 2, "again": 4}[start]
+        assert path.exists()
+        for update in range(first, 14):
+            seen, expected = (
+                sorted(number for at, numbers in one.seen if at == update for number in numbers)
+                for one in (module, whole)
+            )
+            assert seen == expected
+
+
 def test_own_settings_are_taken_as_they_are(tmp_path: Path) -> None:
     path = written(tmp_path, val_check_interval=2)
     trainer = make_trainer(
@@ -255,7 +288,10 @@ def test_accumulation_that_changes_with_the_epochs(tmp_path: Path) -> None:
 def test_what_is_exact_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     resumed(written(tmp_path), loader(2))
     (line,) = [record.message for record in caplog.records if "Going on with" in record.message]
-    assert "1 processes x batches of 2 x accumulate_grad_batches=2, after 2 x 2 x 1: each update gets the 4" in line
+    assert (
+        "Going on with 1 x 2 x 2 after 2 x 2 x 1 (processes x batch size x accumulate_grad_batches): each update"
+        in line
+    )
     assert "random numbers" in line
     assert "BatchNorm" in line
 

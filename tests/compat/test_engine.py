@@ -24,7 +24,7 @@ from trainer import Trainer
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Engine
-from trainer.errors import ArgumentError, PrecisionError, UnsupportedError
+from trainer.errors import ArgumentError, ConfigurationError, PrecisionError, UnsupportedError
 from trainer.precision.scaler import LossScaler
 
 
@@ -384,3 +384,15 @@ def test_an_engine_may_take_backward_and_step_together() -> None:
     seen: list[int] = []
     AtOnceTrainer(**QUIET, max_epochs=1).fit(Learner(), data(6))
     assert seen == [0, 1, 2]
+
+
+def test_a_batch_that_another_process_lacks_cannot_wait_for_it() -> None:
+    trainer, error = Trainer(**QUIET), ConfigurationError("there is nobody")
+    with trainer.engine.alone(error):
+        for name in ("all_gather", "barrier", "broadcast", "reduce_boolean_decision"):
+            with pytest.raises(ConfigurationError, match="there is nobody"):
+                getattr(trainer.strategy, name)(torch.ones(1))
+    assert torch.equal(trainer.strategy.all_gather(torch.ones(1)), torch.ones(1))
+    assert not trainer.engine.forward_exchanges
+    trainer.engine.idle_forward()
+    assert trainer.engine.exchanges() == 0

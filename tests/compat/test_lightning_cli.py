@@ -117,7 +117,7 @@ def test_a_config_is_printed_as_for_lightnings_trainer(call: Any, capsys: pytest
             call("fit", "--print_config", trainer_class=trainer_class)
         assert end.value.code == 0
         printed.append(yaml.safe_load(capsys.readouterr().out))
-    ours = {"resume": None, "exact_resume": True, "dataloader_timeout": 1800.0}
+    ours = {"resume": None, "exact_resume": True, "dataloader_timeout": 1800.0, "pad_evaluation": False}
     assert {name: printed[1]["trainer"].pop(name) for name in ours} == ours
     assert printed[0] == printed[1]
 

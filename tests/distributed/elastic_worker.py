@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import CatMetric, MeanMetric
 
-from trainer import Trainer
+from trainer import CheckpointFiles, Trainer
 
 SAMPLES = 50
 EPOCHS = 3
@@ -38,7 +38,8 @@ class Run:
     shuffle: bool = True
     drop_last: bool = False
     workers: int = 0
-    samples: int = SAMPLES
+    strategy: str = "ddp"
+    sharded: bool = False
 
 
 VALIDATES: dict[str, Any] = {"val_check_interval": 2}
@@ -54,6 +55,10 @@ RUNS = [
     Run("one on two, then three", 3, 4, ("one on two", 3)),
     Run("two on three", 3, 4, ("two", 6), VALIDATES),
     Run("two on three at an epoch's end", 3, 2, ("two", 5), {**VALIDATES, "accumulate_grad_batches": 2}),
+    Run("two, sharded", 2, 6, ("two", 7), VALIDATES, strategy="fsdp", sharded=True),
+    Run("two, sharded, then three", 3, 4, ("two, sharded", 9), VALIDATES, strategy="fsdp", sharded=True),
+    Run("two, sharded, then three, then three", 3, 4, ("two, sharded, then three", 11), VALIDATES),
+    Run("two, sharded, then three, then one", 1, 12, ("two, sharded, then three", 12), VALIDATES),
     Run("one on two, three, one", 1, 6, ("one on two, then three", 7), {"accumulate_grad_batches": 2}),
     Run("two on one", 1, 6, ("two", 3), VALIDATES),  # windows of 2, a validation after 4
     Run("two on one again", 1, 6, ("two on one", 8), VALIDATES),
@@ -143,12 +148,13 @@ def train(run: Run, folder: Path, **arguments: Any) -> dict[str, Any]:
     seed_everything(7, verbose=False)
     module = Net()
     quiet: dict[str, Any] = {
-        "accelerator": "cpu", "devices": run.processes, "strategy": "ddp" if run.processes > 1 else "auto",
+        "accelerator": "cpu", "devices": run.processes, "strategy": run.strategy if run.processes > 1 else "auto",
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0, "callbacks": [Saver(folder / run.name)],
+        "plugins": [CheckpointFiles(sharded=run.sharded)],
     }  # fmt: skip
     trainer = Trainer(**(quiet | run.arguments | arguments))
-    data = Numbered(run.samples)
+    data = Numbered(SAMPLES)
     train_data = DataLoader(data, run.batch_size, shuffle=run.shuffle, drop_last=run.drop_last, num_workers=run.workers)
     val = DataLoader(Numbered(6), batch_size=1) if "val_check_interval" in run.arguments else None
     start = None if run.start is None else checkpoint(folder, *run.start)

@@ -1,7 +1,7 @@
 """What every process of ``test_fsdp.py`` runs: all kinds of modules, by DDP and by FSDP2.
 
-``torchrun ... fsdp_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``. Further arguments are names of
-scenarios, in the place of all of them.
+``torchrun ... fsdp_worker.py FOLDER torchrun`` leaves what each rank saw in ``FOLDER/rank_R.pt``. Further arguments are
+names of scenarios, in the place of all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from tests.distributed.sharded import whole
@@ -184,6 +184,48 @@ class Tied(Net):
         return MSE(self.net(features) * self.gain, target)
 
 
+class Meta(Net):
+    """Made without memory, and filled by its parts' own methods: from rank 0, whatever the other has drawn."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), Scaled(), nn.Linear(16, 3), nn.Linear(3, 2))
+        torch.manual_seed(self.global_rank)
+
+
+class Scaled(nn.Module):
+    """A module with a parameter and a method to fill it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(16))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Named(Net):
+    """Made without memory, and filled by the module, each parameter by its name."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.net = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(3, 2))
+
+    def init_weights(self) -> None:
+        for name, parameter in self.net.named_parameters():
+            with torch.no_grad():
+                parameter.fill_(0.01 * len(name) + 0.1 * int(name[0]))
+
+
+def shard_first(module: Any, mesh: Any) -> None:
+    """A function for ``blocks``."""
+    fully_shard(module.net[0], mesh=mesh)
+    fully_shard([module.net[2], module.net[4]], mesh=mesh)
+
+
 class AlsoFrozen(DDPStrategy):
     """DDP averages the gradients of those parameters alone that are trained when it begins: here, of all."""
 
@@ -254,12 +296,31 @@ def scenarios() -> dict[str, Scenario]:
         "bf16-true": Scenario(Net, {"precision": "bf16-true", "gradient_clip_val": 0.3}, tolerance=2e-2),
         "64-true": Scenario(Net, {"precision": "64-true", "gradient_clip_val": 0.3}, tolerance=1e-14),
         "clipped by the largest": Scenario(Net, clipping(max_norm=0.1, norm_type=float("inf"))),
+        "meta device": Scenario(Meta),
+        "meta device, by name": Scenario(Named),
+        "replicas": Scenario(Net, {"gradient_clip_val": 0.3, **WINDOW}, partial(FSDP2Strategy, replicas=2)),
+        "offloaded": Scenario(
+            Net, {"gradient_clip_val": 0.3, "precision": "16-mixed"}, partial(FSDP2Strategy, cpu_offload=True), 1e-3
+        ),
+        "synchronised at the end": Scenario(
+            partial(Net, none_at={(1, 1), (0, 3)}, weights=WEIGHTS),
+            WINDOW,
+            partial(FSDP2Strategy, sync_each_batch=False),
+        ),
+        "kept whole": Scenario(Net, {}, partial(FSDP2Strategy, reshard_after_forward=False)),
+        "classes": Scenario(partial(Net, none_at={(1, 2)}), {}, partial(FSDP2Strategy, blocks=[nn.Linear])),
+        "a function": Scenario(Net, {}, partial(FSDP2Strategy, blocks=shard_first)),
+        "no blocks": Scenario(partial(Net, none_at={(1, 2)}), {}, partial(FSDP2Strategy, blocks=[])),
+        "a policy": Scenario(
+            Net, {"precision": "bf16-mixed"}, partial(FSDP2Strategy, mixed_precision=BF16), tolerance=2e-2
+        ),
+        "a policy alone": Scenario(Net, {"precision": "32-true"}, partial(FSDP2Strategy, mixed_precision=BF16), 2e-2),
         "clipped by the sum": Scenario(Net, clipping(max_norm=0.3, norm_type=1.0)),
     }
 
 
 def main() -> None:
-    folder, *names = sys.argv[1:]
+    folder, _, *names = sys.argv[1:]
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers")
     warnings.filterwarnings("ignore", ".*smaller than the logging interval")

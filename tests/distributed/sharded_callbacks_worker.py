@@ -15,18 +15,32 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    DeviceStatsMonitor,
+    EarlyStopping,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateFinder,
+    LearningRateMonitor,
     ModelCheckpoint,
+    ModelSummary,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
     WeightAveraging,
 )
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from tests.distributed.sharded import whole
 from tests.distributed.worker import BATCH, WORLD_SIZE, Shard, precision_of, samples
-from trainer import Trainer
+from trainer import FSDP2Strategy, Trainer
 from trainer.callbacks import (
     ActivationCheckpointing,
     AlignmentAdvisor,
@@ -38,7 +52,7 @@ from trainer.callbacks import (
     Throughput,
 )
 from trainer.errors import LossScaleCollapse, NonFiniteError
-from trainer.precision import MixedPrecision
+from trainer.precision import HalfPrecision, MixedPrecision
 
 KINDS = ("ddp", "fsdp")
 
@@ -138,8 +152,8 @@ def trainer_of(kind: str, callbacks: Any = (), **arguments: Any) -> Trainer:
         "limit_val_batches": 0, "max_epochs": 2, "limit_train_batches": 5,
     }  # fmt: skip
     return Trainer(
-        accelerator="cpu", devices=WORLD_SIZE, strategy=kind, use_distributed_sampler=False, callbacks=callbacks,
-        **{**off, **arguments},
+        accelerator="cpu", devices=WORLD_SIZE, use_distributed_sampler=False, callbacks=callbacks,
+        **{"strategy": kind, **off, **arguments},
     )  # fmt: skip
 
 
@@ -186,7 +200,7 @@ def monitored(kind: str) -> dict[str, Any]:
     with torch.no_grad():
         module.gain.mul_(1e-3)  # so that something underflows
         module.net[4].weight[0].zero_()
-    found = fit(kind, module, monitor, precision="16-mixed")
+    found = fit(kind, module, monitor, precision=MixedPrecision("float16", init_scale=1.0))
     return found | {"underflow": [tuple(one) for one in monitor.underflow]}
 
 
@@ -226,29 +240,42 @@ def diagnosis(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
 
 
 class Dtypes(Callback):
-    """In which dtype the layers compute."""
+    """The dtypes of what comes out of layers, and of the weights that they compute with."""
 
     def __init__(self) -> None:
         self.seen: dict[str, str] = {}
+        self.weights: dict[str, str] = {}
         self._handles: list[Any] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for name, part in pl_module.net.named_modules():
             if isinstance(part, nn.Linear):
                 self._handles.append(part.register_forward_hook(partial(self._see, name)))
+                self._handles.append(part.register_forward_pre_hook(partial(self._see_weight, name)))
 
     def _see(self, name: str, module: Any, args: Any, output: Any) -> None:
         self.seen[name] = str(output.dtype)
+
+    def _see_weight(self, name: str, module: Any, args: Any) -> None:
+        self.weights[name] = str(module.weight.dtype)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         for handle in self._handles:
             handle.remove()
 
 
-def in_float32(kind: str) -> dict[str, Any]:
+def in_float32(kind: str, precision: Any = None, **arguments: Any) -> dict[str, Any]:
     dtypes = Dtypes()
-    plugin = MixedPrecision("float16", init_scale=1024.0, fp32_modules=["net.1", "net.4"])
-    return fit(kind, Net(), dtypes, precision=plugin) | {"dtypes": dtypes.seen}
+    plugin = precision or MixedPrecision("float16", init_scale=1024.0, fp32_modules=["net.1", "net.4"])
+    return fit(kind, Net(), dtypes, precision=plugin, **arguments) | {"dtypes": dtypes.seen, "computed": dtypes.weights}
+
+
+def in_float32_below_a_policy(kind: str) -> dict[str, Any]:
+    """A policy that casts weights to 16 bits; there is none for DDP, whose autocast says what dtypes there are."""
+    plugin = MixedPrecision("bfloat16", fp32_modules=["net.1.linear", "net.4"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = in_float32(kind, plugin, strategy=kind if kind == "ddp" else FSDP2Strategy(mixed_precision=policy))
+    return {"computed": found["dtypes" if kind == "ddp" else "computed"], "global_step": found["global_step"]}
 
 
 def advised(kind: str) -> dict[str, Any]:
@@ -335,12 +362,89 @@ def resumed(kind: str, make: Callable[[], Callback], folder: Path) -> dict[str, 
     return first | {"resumed is the same": same, "saved": saved["state_dict"], "keys": sorted(saved)}
 
 
+# --- Lightning's ------------------------------------------------------------------------------------------------
+
+
+def stock(kind: str, folder: Path) -> dict[str, Any]:
+    """Those that only look, or end a fit, all in one."""
+    callbacks = [
+        EarlyStopping("val_loss", min_delta=10.0, patience=2),
+        LearningRateMonitor(),
+        ModelCheckpoint(folder / kind / "stock", monitor="val_loss", save_last=True),
+        OnExceptionCheckpoint(folder / kind / "stock"),
+        ModelSummary(),
+        TQDMProgressBar(),
+        Timer("00:00:10:00"),
+        GradientAccumulationScheduler({0: 1, 1: 2}),
+        DeviceStatsMonitor(cpu_stats=False),
+        ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
+        LambdaCallback(on_train_end=lambda trainer, module: module.log_at_end.append(trainer.global_step)),
+    ]
+    module = Net()
+    module.log_at_end = []
+    found = fit(
+        kind, module, *callbacks, limit_val_batches=2, max_epochs=5, log_every_n_steps=2, enable_checkpointing=True,
+        enable_progress_bar=True, enable_model_summary=True, logger=CSVLogger(folder / kind, name="stock"),
+    )  # fmt: skip
+    best = torch.load(callbacks[2].best_model_path, weights_only=True)["state_dict"]
+    found["metrics"] = {k: v for k, v in found["metrics"].items() if "device" not in k and "/" not in k}
+    return found | {"at end": module.log_at_end, "saved": best}
+
+
+class Tuned(Net):
+    """Has a learning rate to find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def tuned(kind: str) -> dict[str, Any]:
+    module = Tuned()
+    found = fit(
+        kind, module, LearningRateFinder(num_training_steps=20, early_stop_threshold=None), max_epochs=-1, max_steps=5
+    )
+    return found | {"found": module.lr}
+
+
+class Backbone(Net):
+    """Has a part that is frozen at first; and no random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        for index in (1, 3):
+            self.net[index].dropout = nn.Identity()
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.net(self.backbone(x)) * self.gain
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def finetuning() -> BackboneFinetuning:
+    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)
+
+
+def finetuned(kind: str) -> dict[str, Any]:
+    """By FSDP alone: DDP never averages the gradients of what was frozen when it was wrapped."""
+    return fit("fsdp", Backbone(), finetuning(), max_epochs=3) | {"outcomes": []}
+
+
 def others(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
     ema = partial(EMAWeightAveraging, decay=0.8)
     swa = partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1)
     multi = partial(Plain, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     return {
         "fp32_modules": in_float32,
+        "fp32_modules of 16-bit weights": lambda kind: in_float32(
+            kind, HalfPrecision("bfloat16", fp32_modules=["net.1.linear", "net.4"])
+        ),
+        "fp32_modules below a policy": in_float32_below_a_policy,
         "alignment": advised,
         "anomaly": anomaly,
         "checkpointed blocks": lambda kind: fit(kind, Net(), ActivationCheckpointing("Block")),
@@ -358,6 +462,9 @@ def others(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
         "averages, buffers as they are": lambda kind: averaged(kind, partial(multi, use_buffers=False)),
         "SWA": lambda kind: averaged(kind, swa, max_epochs=3),
         "EMA resumed": lambda kind: resumed(kind, ema, folder),
+        "stock": lambda kind: stock(kind, folder),
+        "learning rate found": tuned,
+        "finetuned": finetuned,
         "SWA resumed": lambda kind: resumed(kind, swa, folder),
     }
 
@@ -372,7 +479,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers")
     warnings.filterwarnings("ignore", ".*smaller than the logging interval")
-    only = sys.argv[2:]  # for a look at a few of them
+    only = sys.argv[3:]  # after the launcher; for a look at a few of them
     found: dict[str, Any] = {}
     for name, run in scenarios(folder).items():
         if not only or any(one in name for one in only):

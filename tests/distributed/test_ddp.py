@@ -31,10 +31,11 @@ def run(
     fails: bool = False,
     script: Path = Path(worker.__file__),
     children: bool = False,
+    processes: int = 2,
 ) -> tuple[str, Path]:
     """Run a worker; returns what it printed and where its files are."""
     arguments = [str(script), str(folder), launcher]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [*(torchrun if launcher == "torchrun" else []), *arguments]
     inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
     environment = {**inherited, "OMP_NUM_THREADS": "1"}
@@ -51,8 +52,8 @@ def run(
     return output, folder
 
 
-def load(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+def load(folder: Path, processes: int = 2) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(processes)]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def assert_close(one: dict[str, Any], other: dict[str, Any], tolerance: float) -
 FITS = [
     *(f"{kind} {precision}" for kind in ("automatic", "manual") for precision in TOLERANCES),
     "fp32_modules", "bf16-true", "plain", "overflow", "weighted 32-true", "weighted 16-mixed", "checkpoint", "resumed",
-    *worker.none_everywhere(),
+    "thawed", *worker.none_everywhere(),
 ]  # fmt: skip
 
 
@@ -94,6 +95,14 @@ def test_both_ranks_end_with_the_same_bits(ranks: list[dict[str, Any]], name: st
         assert torch.isfinite(value).all()
         assert torch.equal(value, other["weights"][key]), key
     assert one["global_step"] == other["global_step"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_parameters_that_are_thawed_later_are_averaged(ranks: list[dict[str, Any]]) -> None:
+    alone = worker.fit(worker.Regression(), world_size=1, callbacks=[worker.Thaws()], limit_val_batches=0)
+    assert_close(alone, ranks[0]["thawed"], 1e-6)
+    start = worker.Regression().state_dict()
+    assert not torch.equal(start["net.0.weight"], alone["weights"]["net.0.weight"])
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

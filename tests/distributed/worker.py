@@ -232,6 +232,17 @@ def fit(
     }
 
 
+class Thaws(Callback):
+    """Trains the first layer's weight from the second epoch on, and the last layer's until then."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.net[0].weight.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].weight.requires_grad_(trainer.current_epoch > 0)
+        pl_module.net[2].weight.requires_grad_(trainer.current_epoch == 0)
+
+
 def none_everywhere() -> dict[str, set[tuple[int, int]]]:
     """None on one rank, at each position of a window of 3 (the epoch's batches 0..4: a full window and one of 2)."""
     cases = {f"none at {i} on rank {rank}": {(rank, i)} for rank in range(2) for i in range(5)}
@@ -263,6 +274,7 @@ def scenarios(folder: Path) -> dict[str, Any]:
     for name in ("32-true", "16-mixed"):
         arguments = {"accumulate_grad_batches": 3, "precision": precision_of(name), "limit_val_batches": 0}
         found[f"weighted {name}"] = fit(Weighted(), **arguments)
+    found["thawed"] = fit(Regression(), callbacks=[Thaws()], limit_val_batches=0)
     found["overflow"] = fit(Regression(inf_at={(1, 2)}), precision=precision_of("16-mixed"))
     saver = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", filename="{epoch}", save_top_k=1)
     arguments = {"callbacks": [saver], "enable_checkpointing": True, "use_distributed_sampler": True}

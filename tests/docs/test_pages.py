@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the comman
 UNCHECKED = {
     "docs/architecture.md": 1,  # the layers
     "docs/migrating-from-lightning.md": 1,  # the one import that changes
-    "docs/several-gpus.md": 2,  # two nodes, Slurm
+    "docs/scaling.md": 1,  # Slurm
     "docs/sweeps.md": 3,  # a table, four GPUs, Slurm
 }
 """How many blocks of a page nobody checks: "text" and "diff" without a marker, and those that are not run. Of pages

@@ -83,8 +83,6 @@ def test_what_is_asked_now_is_answered_now_with_what_was_under_way(clock: Any) -
     asked.ask([2, 0])
     assert asked.ask_now([0, 1]) == [2, 1]
     asked.ask([0, 0])
-    others.numbers = [-3]
-    assert [asked.smallest(number) for number in (2, 3, 4)] == [2, 3, 3]
     asked.close()
     asked.close()
     assert asked.ask([0, 0]) == [0, 0]

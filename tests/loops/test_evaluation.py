@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.parity import Classifier, RecordingLogger, data, lightning, ours
+from trainer.data.unpadded import Span
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.hooks import CALLBACK_HOOKS, Hooks
 from trainer.precision import FullPrecision, MixedPrecision
@@ -24,6 +25,7 @@ class Loaders:
 
     def __init__(self, *lengths: int) -> None:
         self.limits = [float(length) for length in lengths]
+        self.spans: list[Span] = []
         self.is_sequential = True
         self.epochs: list[int] = []
 
@@ -69,7 +71,9 @@ def loop_of(calls: list[Any], loaders: Any, *, stage: str = "validation", step: 
     published = PublishedMetrics()
     recorder = Recorder(published, FitProgress(epoch=3))
     recorder.loggers = list(loggers)
-    engine = SimpleNamespace(step_function=lambda name: step or (lambda batch, *where: calls.append((name, *where))))
+    engine = SimpleNamespace(
+        world_size=1, step_function=lambda name: step or (lambda batch, *where: calls.append((name, *where)))
+    )
     loop = EvalLoop(
         stage,
         engine=engine,  # type: ignore[arg-type]

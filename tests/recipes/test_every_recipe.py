@@ -18,16 +18,24 @@ from trainer.cli.validate import validate
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "recipe").glob("*.yaml"))
 ISSUED = [
-    "gan", "language_model", "mlp", "resnet50", "resnet50_caltech256", "resnet50_cifar10", "tabular", "unet",
+    "finetune", "gan", "gpt", "language_model", "mlp", "resnet50", "resnet50_caltech256", "resnet50_cifar10",
+    "tabular", "unet",
 ]  # fmt: skip
 SMALLER = {
+    "finetune": ["model.sample_length=5"],
+    "gpt": ["model.sample_length=20"],
     "language_model": ["model.sample_length=20"],
     "mlp": ["data.num_batches=2"],
     "unet": ["data.train_size=20", "data.val_size=8", "data.test_size=8"],
 }
 """Of a recipe that would take seconds for the one batch that is wanted."""
 
-WRITTEN = {"language_model": "samples.txt", "unet": "masks/test_0003.png"}
+WRITTEN = {
+    "finetune": "samples.txt",
+    "gpt": "samples.txt",
+    "language_model": "samples.txt",
+    "unet": "masks/test_0003.png",
+}
 """By predict, where the recipe has a writer of its own."""
 
 # What a command needs: a method of the module, and one of the data module.
@@ -42,9 +50,8 @@ PRECISIONS = {"fit": "16-mixed", "validate": "32", "test": "bf16-mixed", "predic
 
 def defined(name: str) -> list[str]:
     """The commands for which the recipe's module and data module have what they need."""
-    config = validate(
-        read(["fit", f"+recipe={name}", "data.root=x"] if "resnet50_" in name else ["fit", f"+recipe={name}"])
-    )
+    needed = ["data.root=x"] if "resnet50_" in name else ["model.folder=x"] if name == "finetune" else []
+    config = validate(read(["fit", f"+recipe={name}", *needed]))
     module, data = made_by(config.model._target_), made_by(config.data._target_)
     return [
         command
@@ -81,6 +88,8 @@ def test_says_what_it_is_and_how_it_is_run(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", RECIPES)
 def test_runs_a_batch_of_everything(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if name == "finetune":
+        pytest.importorskip("peft", reason="needs amp-trainer[finetune]")
     sample = [*sample_for(name, tmp_path / "sample"), *SMALLER.get(name, [])]
     commands = defined(name)
     assert "fit" in commands

@@ -42,3 +42,16 @@ def test_what_is_drawn_inside_does_not_show_outside() -> None:
         draw()
         raise KeyError
     assert draw() == expected
+
+
+def test_states_for_one_more_process_are_others_and_the_same_each_time() -> None:
+    state = random_states.capture()
+    before, drawn = random_states.capture(), []
+    for number in (2, 3, 2):
+        derived = random_states.derived(state, number)
+        assert random_states.capture() == before  # nothing is drawn
+        random_states.restore(derived)
+        drawn.append(draw())
+        random_states.restore(before)
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert draw() not in drawn

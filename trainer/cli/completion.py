@@ -141,7 +141,7 @@ def candidates(words: list[str]) -> list[Candidate]:
         found = _paths("", word, (".ckpt", ".safetensors"))
     elif commands[0] == "tune" and before[-1] == "tune":
         found = [Candidate("batch_size "), Candidate("lr ")]
-    elif commands[0] in (*RUNS, "tune", "recipes"):
+    elif commands[0] in (*RUNS, "tune", "checks", "recipes"):
         found = _settings(before, word, config_dir)
     else:
         found = ()

@@ -19,7 +19,7 @@ SUMMARY = {
     "compare": "train in several precisions, and say what each of them gains and costs",
     "recipes": "list the recipes, show what one says, or copy one to edit",
     "tune": "find the largest batch that fits, or a learning rate",
-    "checks": "say what this machine can do, how fast, and which precision to use",
+    "checks": "say what this machine can do, how fast, and which precision to use; what memory a recipe needs",
     "report": "make one HTML page of a run or a sweep",
     "consolidate": "make one file of a checkpoint that is a folder",
     "shard": "make a folder of a checkpoint that is one file",
@@ -65,7 +65,15 @@ Settings are those of fit, and tune.*.""",
 Tells the versions of what is installed, the devices, what each precision does on them (native, emulated or
 unsupported), the measured speed of float32, float16 and bfloat16 (two seconds), how many dataloader workers to
 begin with, memory and disks, and which precision to use here. `checks json` writes all of it as JSON. The exit
-status is 1 when something is broken: torch cannot be imported, or nothing can be written.""",
+status is 1 when something is broken: torch cannot be imported, or nothing can be written.
+
+With a recipe it predicts the memory that the training takes on each device: on one, by DDP, and sharded by FSDP. A
+step is run on tensors without values, so neither a GPU nor the memory is needed.
+
+  python -m trainer checks +recipe=gpt model=gpt_1b precision=bf16-mixed
+  python -m trainer checks +recipe=gpt model=gpt_1b checks.devices=64 checks.gpu_memory=80GiB
+
+Settings are those of fit, and checks.*.""",
     "recipes": """\
 Lists the recipes that come with the package and those in ./conf/recipe, with a line on each. With a NAME: that
 recipe, composed, with the meaning of every key. `recipes copy` writes one to ./conf/recipe/NEWNAME.yaml, to be edited.
@@ -127,7 +135,7 @@ Examples:
 WORDS = {
     "recipes": "[NAME [SETTING=VALUE ...] | copy NAME [NEWNAME]]",
     "tune": "batch_size|lr [SETTING=VALUE ...]",
-    "checks": "[json]",
+    "checks": "[json] [+recipe=NAME SETTING=VALUE ...]",
     "trust": "[NAME ...]",
     "completion": "bash|zsh|fish",
     "report": "[RUN_DIR [OUT.html]]",
@@ -202,6 +210,7 @@ _GROUPS = {
     "logger": "",
     "compare": "what compare asks of the runs",
     "tune": "what tune tries",
+    "checks": "what checks assumes",
     "debug": "settings to look for mistakes with",
     "sweep": "ready-made sweeps",
 }
@@ -222,7 +231,8 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
     """
     if command in TOOLS:
         usage = f"usage: python -m trainer {command} {WORDS[command]}".rstrip()
-        return "\n\n".join([usage, _ABOUT[command], *([_settings("tune", config_dir)] if command == "tune" else [])])
+        settings = [_settings(command, config_dir)] if command in ("tune", "checks") else []
+        return "\n\n".join([usage, _ABOUT[command], *settings])
     if command is None:
         return _first_screen(config_dir)
     example = {"fit": _TRAIN, "compare": _COMPARE}.get(command) or _USE.format(command=command)

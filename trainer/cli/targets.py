@@ -66,6 +66,7 @@ _PARTS = (
     "torchvision.tv_tensors",
     "trainer.callbacks",
     "trainer.compat.default_logger",
+    "trainer.compat.fsdp",
     "trainer.precision",
     "trainer.trainer",
 )
@@ -75,6 +76,7 @@ _NAMES = frozenset(
     [
         "torch.Generator",
         "torch.profiler.schedule",
+        "trainer.FSDP2Strategy",
         "trainer.Trainer",
         *(
             f"{package}.{name}"

@@ -419,7 +419,7 @@ def _check_model(plain: dict[str, Any], config_dir: str | None, recipe: str | No
     run = "" if command in ("fit", "compare") else f" Or name a run: `python -m trainer {command} ckpt=RUN_FOLDER`."
     chosen = f" With +recipe={recipe} model is null." if recipe else ""
     raise UsageError(
-        f"There is no model to {command}.{chosen} Choose a recipe, such as"
+        f"There is no model to {'check' if command == 'checks' else command}.{chosen} Choose a recipe, such as"
         f" `python -m trainer {command} +recipe={example}`, or a model: model=NAME.{run}"
         f" Recipes: {', '.join(names) or 'none, put one into conf/recipe/'}"
         " (`python -m trainer recipes` describes them)."

@@ -79,6 +79,7 @@ def shard_averages(trainer: Any) -> None:
             vars(average)["update_parameters"] = partial(_update, average, part)
             vars(callback)["on_load_checkpoint"] = partial(_load, callback)
         elif isinstance(callback, StochasticWeightAveraging):
+            assert callback._average_model is not None
             _fill(callback._average_model, module)
             vars(callback)["update_parameters"] = partial(_update_swa, callback, part)
             vars(callback)["_load_average_model_state"] = partial(_load_swa, callback)

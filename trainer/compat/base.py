@@ -54,6 +54,7 @@ class TrainerBase(LightningTrainer):
     fast_dev_run: int | bool
     resume: str | None
     exact_resume: bool
+    pad_evaluation: bool
     log_metric: Callable[..., None]
     """Logs a value as the module's ``self.log`` does, with its arguments, whatever overrides that; for callbacks."""
 

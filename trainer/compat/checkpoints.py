@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from trainer.compat.checkpoint_io import local_path
 from trainer.compat.logging import ModuleScope
 from trainer.errors import ConfigurationError, ResumeError
 
+_FAILED: Any = object()
 VERSION_KEY = "pytorch-lightning_version"
 
 
@@ -41,6 +43,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
+        self._has_order = True  # unless it was given up
         self._is_chosen = False  # by the user
         self._foreign: dict[str, str] = {}  # by `best_model_path`, the checkpoint that says so
 
@@ -118,6 +121,20 @@ class CheckpointConnector(_CheckpointConnector):
             trainer.data.resume((state or {}).get("data") or position)
         return state
 
+    def prepare_order(self) -> None:
+        """Before the strategy's set-up: go on with the order of the samples of a run on other processes, if it is one.
+
+        Raises:
+            ResumeError: the updates cannot get the same samples, and the resume is to be exact.
+        """
+        self._has_order = True
+        if self._ckpt_path is None:
+            return
+        loops = self._loaded_checkpoint.get("loops") or resuming.loops_in(self._ckpt_path)
+        ours = loops.get(checkpoints.OUR_KEY, {})
+        if elastic.is_elastic(self.trainer, ours):
+            self._has_order = self._translated(elastic.prepare, ours) is not _FAILED
+
     def _process_state(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         """What a checkpoint has of this process: translated, where other processes have written it. None for nothing.
 
@@ -126,14 +143,21 @@ class CheckpointConnector(_CheckpointConnector):
         """
         trainer = self.trainer
         states = checkpoints.process_states_in(checkpoint, exact=trainer.exact_resume)
-        if not states or not elastic.is_elastic(trainer, checkpoint):
+        if not states or not elastic.is_elastic(trainer, self._ours):
             return states[trainer.global_rank] if states else None
+        if self._has_order and trainer.data.carried is None:  # it is a file that cannot be read in parts
+            self._has_order = self._translated(elastic.prepare, self._ours) is not _FAILED
+        found = self._translated(elastic.resume, self._ours, states) if self._has_order else _FAILED
+        return None if found is _FAILED else found
+
+    def _translated(self, translate: Callable[..., Any], ours: dict[str, Any], *states: Any) -> Any:
+        trainer = self.trainer
         try:
-            return elastic.resume(trainer, checkpoint, states)
+            return translate(trainer, ours, *states)
         except ResumeError as error:
             problem = (
-                f"The checkpoint was written by a run of {len(states)} processes, this one has {trainer.world_size}:"
-                f" each update would get other samples, for {error}."
+                f"The checkpoint was written by a run of {elastic.written_by(ours)} processes, this one has"
+                f" {trainer.world_size}: each update would get other samples, for {error}."
             )
             if trainer.exact_resume:
                 raise ResumeError(
@@ -141,7 +165,7 @@ class CheckpointConnector(_CheckpointConnector):
                 ) from None
         trainer.data.give_up_order()
         rank_zero_warn(f"{problem} The run goes on, but not exactly.")
-        return None
+        return _FAILED
 
     def forget(self) -> None:
         """After everything is restored: say so, and free the memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from copy import copy
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
+from trainer.data.unpadded import Span, UnpaddedSampler
 from trainer.data.worker_signals import outlive_signals
 from trainer.data.workers import bounded
 from trainer.errors import ConfigurationError, ResumeError
@@ -67,6 +69,15 @@ class _Connector(_DataConnector):
         given = train_dataloaders, val_dataloaders, test_dataloaders, predict_dataloaders
         model.trainer = self.trainer
         self._source.attach(model, dict(zip(_STAGES, given, strict=True)), datamodule)
+
+    def _resolve_sampler(self, dataloader: Any, shuffle: bool, mode: RunningStage | None = None) -> Any:
+        """Divide the data of an evaluation among the processes, each sample once."""
+        trainer: Any = self.trainer
+        padded = trainer.pad_evaluation and mode is not RunningStage.PREDICTING
+        if mode is RunningStage.TRAINING or padded or not self._requires_distributed_sampler(dataloader):
+            return super()._resolve_sampler(dataloader, shuffle, mode)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        return UnpaddedSampler(dataloader.sampler, **trainer.distributed_sampler_kwargs, seed=seed)
 
     def attach_dataloaders(self, model: LightningModule, *args: Any, **kwargs: Any) -> None:
         """The same, without a datamodule."""
@@ -268,24 +279,53 @@ class DataSource:
             _check_dataloader_iterable(loader, source, trainer.state.fn)
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
         samplers = self._put_in_order(combined, unprepared) if training and self.carried is not None else []
-        module = trainer.lightning_module
-        may_be_empty = module.allow_zero_length_dataloader_with_multiple_devices or (
-            self.datamodule is not None and self.datamodule.allow_zero_length_dataloader_with_multiple_devices
+        lengths = self._lengths(combined, training)
+        spans = [Span(length, length) for length in lengths] if training else self._over_processes(lengths)
+        if self.carried is not None and samplers and self.carried.keeps_limit:
+            limit = 1.0
+        most = [_parse_num_batches(stage, span.most, limit) for span in spans]
+        limits = [min(pair) for pair in zip(lengths, most, strict=True)]
+        fetcher = _select_data_fetcher(trainer, stage)
+        made = (
+            DrawnLoaderSet(combined, limits, fetcher, trainer.profiler, stage)
+            if isinstance(fetcher, _DataLoaderIterDataFetcher)
+            else LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
         )
-        lengths = [
+        if not training:
+            made.most = most
+            made.spans = self._over_processes(limits if made.is_sequential else [made.num_batches()])
+        if samplers and type(made) is LoaderSet:
+            made.announce = partial(_weigh, trainer.loop.window, samplers[0])
+        return made
+
+    def _lengths(self, combined: CombinedLoader, training: bool) -> list[float]:
+        """The batches of each dataloader in this process; inf for one without a length.
+
+        Raises:
+            RuntimeError: one has no batches here, and is of training, or padded: other processes have some.
+        """
+        trainer, datamodule = self._trainer, self.datamodule
+        may_be_empty = (
+            not (training or trainer.pad_evaluation)
+            or trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices
+            or (datamodule is not None and datamodule.allow_zero_length_dataloader_with_multiple_devices)
+        )
+        return [
             len(loader) if has_len_all_ranks(loader, trainer.strategy, may_be_empty) else float("inf")
             for loader in combined.flattened
         ]
-        if self.carried is not None and samplers and self.carried.keeps_limit:
-            limit = 1.0
-        limits = [_parse_num_batches(stage, length, limit) for length in lengths]
-        fetcher = _select_data_fetcher(trainer, stage)
-        if isinstance(fetcher, _DataLoaderIterDataFetcher):
-            return DrawnLoaderSet(combined, limits, fetcher, trainer.profiler, stage)
-        made = LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
-        if samplers:
-            made.announce = partial(_weigh, trainer.loop.window, samplers[0])
-        return made
+
+    def _over_processes(self, batches: list[float]) -> list[Span]:
+        """The fewest and the most of these numbers of batches that a process has. One exchange."""
+        engine = self._trainer.engine
+        if engine.world_size == 1:
+            return [Span(number, number) for number in batches]
+        both = torch.tensor([*batches, *(-number for number in batches)], dtype=torch.float64)
+        found = engine.reduce(both, "max").tolist()
+        return [
+            Span(0, most) if most == float("inf") else Span(-fewest, most)
+            for most, fewest in zip(found[: len(batches)], found[len(batches) :], strict=True)
+        ]
 
     def _put_in_order(self, combined: CombinedLoader, unprepared: list[Any]) -> list[ElasticSampler]:
         """Have the training's dataloader read its share of the samples in the carried order. Returns its sampler.

@@ -35,7 +35,8 @@ def note(trainer: Any, checkpoint: dict[str, Any]) -> None:
         return
     given, processes, limits = _given(trainer), _replicas(trainer), trainer.loop.limits
     order = _order_of(trainer, loaders, given)
-    ours[_KEY] = noted = {"given": given, "carried": trainer.data.carried is not None}
+    is_carried, world_size = trainer.data.carried is not None, trainer.engine.world_size
+    ours[_KEY] = noted = {"given": given, "carried": is_carried, "world_size": world_size}
     if isinstance(order, str):
         noted["problem"] = order
         return
@@ -51,55 +52,83 @@ def note(trainer: Any, checkpoint: dict[str, Any]) -> None:
     }
 
 
-def is_elastic(trainer: Any, checkpoint: dict[str, Any]) -> bool:
-    """Whether a checkpoint is of another number of processes, or of a run that has itself resumed such a one."""
-    ours = checkpoint["loops"][OUR_KEY]
-    return len(ours["processes"]) != trainer.engine.world_size or bool(ours.get(_KEY, {}).get("carried"))
-
-
-def resume(trainer: Any, checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Have the run go on where a run on other processes was: its dataloaders, settings, counters.
+def is_elastic(trainer: Any, ours: dict[str, Any]) -> bool:
+    """Whether a checkpoint is of another number of processes, or of a run that has itself resumed such a one.
 
     Args:
-        trainer: whose counters are those of the checkpoint.
-        checkpoint: what was read.
-        states: of each of its processes.
+        trainer: that is to go on from it.
+        ours: what we have added to ``loops``.
+    """
+    carried = bool(ours.get(_KEY, {}).get("carried"))
+    return carried or written_by(ours) not in (0, trainer.engine.world_size)
 
-    Returns:
-        The state of this process, for ``ProcessState.load``.
+
+def written_by(ours: dict[str, Any]) -> int:
+    """How many processes have written a checkpoint; 0 where it does not say."""
+    return len(ours.get("processes", ())) or int(ours.get(_KEY, {}).get("world_size", 0))
+
+
+def prepare(trainer: Any, ours: dict[str, Any]) -> None:
+    """Make dataloaders that give each update the samples that it would have got, and set the accumulation for them.
+
+    It comes before ``configure_optimizers``, where a module may ask how many updates there will be.
+
+    Args:
+        trainer: that goes on where a run on other processes was.
+        ours: of the checkpoint.
 
     Raises:
-        ResumeError: its updates cannot get the same samples.
+        ResumeError: the updates cannot get the same samples.
     """
-    noted = checkpoint["loops"][OUR_KEY].get(_KEY, {"problem": "a version wrote it that did not note their order"})
+    noted = ours.get(_KEY, {"problem": "a version wrote it that did not note their order"})
     if "problem" in noted:
         raise ResumeError(noted["problem"])
     given, order = _given(trainer), SampleOrder.from_state(noted["samples"])
     keeps_limit = noted["given"]["limit_train_batches"] == given["limit_train_batches"]
     carried = trainer.data.carried = Carried(order, given, keeps_limit)
-    trainer.data.resume(states[0]["data"])  # so that no pass is opened
+    trainer.data.resume({})  # so that no pass is opened
     loaders = trainer.data.loaders(RunningStage.TRAINING, anew=True)
     if loaders is None:
         raise ResumeError("limit_train_batches is 0")
     if isinstance(loaders, DrawnLoaderSet):
         raise ResumeError("the training_step draws its own batches")
-    sampler: ElasticSampler = loaders.combined.flattened[0].sampler
-    change = _Change(noted, order, sampler, loaders)
+    change = _Change(noted, order, loaders)
     needed = _accumulation(trainer, change, noted["given"])
-    schedules = trainer.engine.schedules
+    if trainer.enable_validation and noted["given"]["val_check_interval"] == given["val_check_interval"]:
+        carried.validation = _validation(trainer, change)
+    _accumulate(trainer, needed)
+
+
+def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, Any]:
+    """Have the run go on where a run on other processes was, after :func:`prepare`: its counters and schedules.
+
+    Args:
+        trainer: whose counters are those of the checkpoint.
+        ours: of the checkpoint.
+        states: of each of its processes; None for others than this one, which as many processes need not have read.
+
+    Returns:
+        The state of this process, for ``ProcessState.load``.
+
+    Raises:
+        ResumeError: the checkpoint is from the middle of an update, or a schedule cannot be translated.
+    """
+    noted, order, schedules = ours[_KEY], trainer.data.carried.order, trainer.engine.schedules
+    loaders = trainer.data.loaders(RunningStage.TRAINING)
+    change = _Change(noted, order, loaders)
     frequencies = [
         _frequency(config, was, change) for config, was in zip(schedules, noted["frequencies"], strict=False)
     ]
-    if trainer.enable_validation and noted["given"]["val_check_interval"] == given["val_check_interval"]:
-        carried.validation = _validation(trainer, change)
-    is_same = len(states) == trainer.engine.world_size and noted["batch_size"] == sampler.batch_size
+    is_same = len(states) == trainer.engine.world_size
+    if is_same and change.was != change.now:
+        raise ResumeError(f"a batch of all processes had {change.was} samples and has {change.now}")
     done = trainer.progress.batches_this_epoch if is_same else _position(states[0], trainer.progress, change)
     # nothing is refused from here on
-    _accumulate(trainer, needed)
     for config, frequency in zip(schedules, frequencies, strict=False):
         config.frequency = frequency
     if is_same:
-        return states[int(trainer.global_rank)]
+        own: dict[str, Any] = states[trainer.global_rank]
+        return own
     change.translate(trainer.progress, done)
     state: dict[str, Any]
     state, lost = trainer.process.taken_over(states)
@@ -116,8 +145,7 @@ class _Change:
     Args:
         noted: what :func:`note` has written.
         order: of the samples.
-        sampler: that reads it now.
-        loaders: with this sampler.
+        loaders: that read them in this order now.
 
     Attributes:
         was, now: samples in a batch of all processes together.
@@ -125,7 +153,8 @@ class _Change:
         short: samples of an epoch's last batch of all processes together, where it is not full in both; else 0.
     """
 
-    def __init__(self, noted: dict[str, Any], order: SampleOrder, sampler: ElasticSampler, loaders: LoaderSet) -> None:
+    def __init__(self, noted: dict[str, Any], order: SampleOrder, loaders: LoaderSet) -> None:
+        sampler: ElasticSampler = loaders.combined.flattened[0].sampler
         self.noted, self.order, self.sampler = noted, order, sampler
         self.was = int(noted["processes"] * noted["batch_size"])
         self.now = sampler.num_replicas * sampler.batch_size
@@ -207,19 +236,18 @@ def _accumulation(trainer: Any, change: _Change, before: dict[str, Any]) -> dict
         size, accumulated = order.update_size(epoch), order.accumulated(epoch)
         if size % change.now:
             raise ResumeError(
-                f"an update had {size} samples ({order.processes} processes x batches of {order.batch_size} x"
-                f" accumulate_grad_batches={accumulated}), which is no multiple of {sampler.num_replicas} processes x"
-                f" batches of {sampler.batch_size} = {change.now}; {_fitting(size, sampler.num_replicas)}"
+                f"an update had {size} samples ({order.processes} x {order.batch_size} x {accumulated}: processes x"
+                f" batch size x accumulate_grad_batches), which is no multiple of {sampler.num_replicas} x"
+                f" {sampler.batch_size} = {change.now}; {_fitting(size, sampler.num_replicas)}"
             )
         needed[epoch] = size // change.now
     given = trainer.data.carried.given["accumulate_grad_batches"]
     known = needed.items(), before["accumulate_grad_batches"], order.accumulate
     if _schedule(given) not in map(_schedule, known):
-        wanted = needed[0] if len(needed) == 1 else needed
         raise ResumeError(
-            f"got accumulate_grad_batches={dict(given)}, expected {wanted}: {change.order.update_size(0)} samples in an"
-            f" update / ({sampler.num_replicas} processes x batches of {sampler.batch_size}); set that, or leave it as"
-            " it was"
+            f"got accumulate_grad_batches={_shown(_schedule(given))}, expected {_shown(needed)}, which is"
+            f" {order.update_size(0)} samples in an update / ({sampler.num_replicas} processes x batch size"
+            f" {sampler.batch_size}); set that, or leave it as it was"
         )
     by_hand = not trainer.lightning_module.automatic_optimization
     if by_hand and set(needed.values()) != {1}:
@@ -238,6 +266,10 @@ def _fitting(size: int, processes: int) -> str:
         return f"{size} samples cannot be divided evenly among {processes} processes"
     sizes = [own for own in range(1, size // processes + 1) if size // processes % own == 0]
     return f"set a batch size of {', '.join(map(str, sizes[-4:]))}"
+
+
+def _shown(schedule: dict[int, int]) -> str:
+    return str(schedule if len(schedule) > 1 else schedule[0])
 
 
 def _schedule(pairs: Iterable[Any]) -> dict[int, int]:
@@ -313,10 +345,10 @@ def _told(trainer: Any, change: _Change, lost: set[str]) -> str:
     order, sampler, noted, epoch = change.order, change.sampler, change.noted, trainer.progress.epochs_trained
     size = order.update_size(epoch)
     text = (
-        f"Going on with {sampler.num_replicas} processes x batches of {sampler.batch_size} x"
-        f" accumulate_grad_batches={change.accumulated(epoch)}, after {noted['processes']} x {noted['batch_size']} x"
-        f" {size // change.was}: each update gets the {size} samples that it would have got. Not the same are random"
-        " numbers (dropout, augmentation"
+        f"Going on with {sampler.num_replicas} x {sampler.batch_size} x {change.accumulated(epoch)} after"
+        f" {noted['processes']} x {noted['batch_size']} x {size // change.was} (processes x batch size x"
+        f" accumulate_grad_batches): each update gets the {size} samples that it would have got. Not the same are"
+        " random numbers (dropout, augmentation"
     )
     if order.sampler == "RandomSampler":
         text += "; the order of later epochs, too, if the training draws from torch's generator of the CPU"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,6 +103,8 @@ class LightningEngine:
             self.strategy._launcher = WatchedLauncher(
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
+        self._reductions = 0  # exchanges by `reduce`
+        self._trained: list[bool] = []  # of the parameters that DDP has found
         self._agreement_group: Callable[[], Any] = _none  # weak: torch.distributed has it until the process leaves
         self._save_group: Callable[[], Any] = _none
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
@@ -215,6 +217,21 @@ class LightningEngine:
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
         self.strategy.setup(self._trainer)
+        self._trained = self._trained_now()
+
+    def follow_trained_parameters(self) -> None:
+        """Wrap the module in DDP anew where other parameters are trained: it knows those of its construction only.
+
+        Gradients of the others would stay those of each process.
+        """
+        if isinstance(self.model, DistributedDataParallel) and self._trained != (now := self._trained_now()):
+            assert self._ddp is not None
+            self._ddp.model = self._ddp.lightning_module
+            self._ddp.configure_ddp()
+            self._trained = now
+
+    def _trained_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.model.parameters()]
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """The module's step, through the wrapper where there is one; one that takes no ``batch_idx`` gets none."""
@@ -239,6 +256,39 @@ class LightningEngine:
         assert strategy.model is not None
         assert strategy.lightning_module is not None
         return strategy._forward_redirection(strategy.model, strategy.lightning_module, name, *args)
+
+    @property
+    def forward_exchanges(self) -> bool:
+        """False: a forward of DDP's sends buffers around the first time, and nothing afterwards."""
+        return False
+
+    def idle_forward(self) -> None:
+        """What DDP's next forward would exchange: the first process's buffers. There is no wrapper outside of a fit."""
+        wrapper: Any = self.strategy.model
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            wrapper._sync_buffers()  # type: ignore[no-untyped-call]
+            wrapper.require_forward_param_sync = False  # as after a forward without gradients
+
+    def exchanges(self) -> int:
+        """By the sequence number of the group of all processes."""
+        distributed = torch.distributed
+        if self.world_size == 1 or not distributed.is_initialized():
+            return 0
+        group: Any = distributed.group.WORLD
+        begun: int = group._get_sequence_number_for_group()
+        return begun - self._reductions
+
+    @contextmanager
+    def alone(self, error: Exception) -> Iterator[None]:
+        """``self.all_gather``, and what else the module may ask the strategy for."""
+        own = vars(self.strategy)
+        for name in (names := ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")):
+            own[name] = partial(_raise, error)
+        try:
+            yield
+        finally:
+            for name in names:
+                own.pop(name)
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """The bare module's."""
@@ -265,7 +315,9 @@ class LightningEngine:
 
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes, on this one's device: where a logged number is not by itself."""
+        before = self.exchanges()
         reduced: Tensor = self.strategy.reduce(tensor.to(self.device), group=group, reduce_op=op)
+        self._reductions += self.exchanges() - before
         return reduced
 
     @property
@@ -471,6 +523,10 @@ class _StrategyGradients(Gradients):
         loss = self.scale(zero_loss(model.parameters()))
         prepare_for_backward(model, loss)
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _raise(error: Exception, *_: Any, **__: Any) -> None:
+    raise error
 
 
 def _none() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies.model_parallel import _setup_device_mesh
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -32,6 +33,7 @@ from trainer.engine.sharding.gradients import ShardedGradients
 from trainer.engine.sharding.settings import check_sharding
 from trainer.engine.sharding.wrap import Blocks, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler
 
 
@@ -169,7 +171,9 @@ class FSDP2Strategy(DDPStrategy):
         self._failed = False
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self.sharded = ShardedModule(self.model, self.data_mesh, self.root_device, self._settings_for(self.model))
+        in_float32 = find_modules(self.model, getattr(trainer.engine.precision, "fp32_modules", ()))
+        settings = self._settings_for(self.model)
+        self.sharded = ShardedModule(self.model, self.data_mesh, self.root_device, settings, in_float32)
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
@@ -406,6 +410,7 @@ _NEED_WHOLE = {
     GradientCheck: "Check them on one device: strategy='auto', devices=1.",
     HalveOnOutOfMemory: "A process that runs out of memory cannot repeat a batch without the others. Use smaller"
     " batches and more of them: accumulate_grad_batches.",
+    ModelPruning: "torch.nn.utils.prune has no rules for sharded weights: prune under strategy='ddp'.",
 }
 _STEPS = {
     RunningStage.SANITY_CHECKING: "validation_step",

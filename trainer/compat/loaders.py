@@ -20,6 +20,7 @@ from torch.utils.data import SequentialSampler
 
 from trainer.data.batches import Batch, LookAhead, as_it_is
 from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, resumable
+from trainer.data.unpadded import Span
 from trainer.state import random_states
 
 Watch = Callable[[Iterable[Any]], Iterable[Any]]
@@ -45,6 +46,8 @@ class LoaderSet:
 
     Attributes:
         made_in: the epoch they were made in; -inf for none that counts. DataSource sets it.
+        spans: of evaluation; see ``Loaders``. DataSource sets it.
+        most: the limits of the process that has the most batches: the same on all processes. DataSource sets it.
         announce: called with the index of each batch of training that is about to be handed out. None for nothing.
     """
 
@@ -55,6 +58,8 @@ class LoaderSet:
         self.limits = limits
         self.has_length = has_length
         self.made_in = float("-inf")
+        self.spans: list[Span] = []
+        self.most = limits
         self.announce: Callable[[int], None] | None = None
         self._watch = watch or as_it_is
         self._loaders: list[ResumableLoader] = []

@@ -203,7 +203,7 @@ class ModuleLog:
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
                 " by doing `Trainer(logger=ALogger(...))`"
             )
-        is_shared = asked.sync_dist or asked.rank_zero_only
+        is_shared = asked.sync_dist or asked.rank_zero_only or hook in store.shared_hooks
         if trainer.world_size > 1 and on_epoch and not isinstance(value, Metric) and not is_shared:
             rank_zero_warn(
                 f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)`"
@@ -227,6 +227,7 @@ class ModuleLog:
         dataloader_idx = store.dataloader_idx if asked.add_dataloader_idx else None
         entry = LoggedValue(hook, name, options, store.dataloader_idx, trainer.engine.reduce)
         entry.asked = asked
+        entry.shares_steps &= store.shares_steps
         store.entries[hook, name, dataloader_idx] = entry
         return entry
 

@@ -15,6 +15,7 @@ from trainer.checkpoint import files
 from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.folders import held
 from trainer.checkpoint.inert import inert
+from trainer.checkpoint.shards import STATE
 from trainer.checkpoint.state import OUR_KEY
 from trainer.compat import log_files
 from trainer.compat.checkpoint_io import files_of, local_path
@@ -88,11 +89,21 @@ def note_rows(trainer: Any, checkpoint: dict[str, Any]) -> None:
 def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | None]]:
     """The step of the next row after the checkpoint ``path``, and the rows that each logger had written."""
     with suppress(Exception):  # a file of another format raises anything; the error is reported when it is loaded
-        with open(path, "rb") as file, inert(file):
-            loops = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["loops"]
+        loops = loops_in(path)
         if OUR_KEY not in loops:
             return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]), []
         ours, progress = loops[OUR_KEY], loops[OUR_KEY]["progress"]
         step = progress["windows"] + progress.get("closing", False)  # a window that closes has sent its own
         return int(step), list(ours.get(_ROWS, []))
     return None, []
+
+
+def loops_in(path: str | Path) -> dict[str, Any]:
+    """The ``loops`` part of the checkpoint ``path``, without its tensors; {} where it cannot be read in parts."""
+    place = Path(path)
+    with suppress(Exception):  # the error is reported when it is loaded
+        place = place / STATE if place.is_dir() else place
+        with open(place, "rb") as file, inert(file):
+            loops: dict[str, Any] = torch.load(place, map_location="cpu", weights_only=True, mmap=True)["loops"]
+        return loops
+    return {}

@@ -12,6 +12,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -21,7 +22,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from trainer.compat.launchers import ENDING_SIGNALS, PassOn, default_handler, exception_of
-from trainer.data.batches import Loaders
 from trainer.engine.agreement import Agreement
 from trainer.engine.processes import children, deadline_after
 from trainer.errors import NonFiniteError, RequeueError
@@ -60,7 +60,6 @@ class Signals:
         self._interrupts = 0  # how often Ctrl-C was pressed
         self._ends = self._holds = self._is_inner = False
         self._first_batch = 0
-        self._questions = 0  # batches of the current validation before which the processes ask each other
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_handlers": {}, "_agreement": None, "interruption": None}
@@ -78,7 +77,6 @@ class Signals:
         self.received_sigterm, self.interruption = False, None
         self._noted, self._interrupts, self._to_requeue = 0, 0, False
         self._ends = self._is_inner = False
-        self._questions = 0
         self._process, self._first_batch = os.getpid(), trainer.progress.batches_started
         self._agreement = trainer.engine.agreement(2) if trainer.state.fn is TrainerFn.FITTING else None
         environment = trainer._accelerator_connector.cluster_environment
@@ -110,16 +108,6 @@ class Signals:
             raise
         if self._agreement is not None:
             self._agreement.close()
-
-    def start_validation(self, loaders: Loaders | None) -> None:
-        """A validation inside a fit starts. A signal ends it at the same batch on all processes.
-
-        Processes may have different numbers of batches: they exchange what they know only before the batches that all
-        of them have. If one of them does not know its number, a signal takes effect after the validation.
-        """
-        if self._agreement is not None:
-            batches = 0.0 if loaders is None or not loaders.has_length else sum(loaders.limits)
-            self._questions = self._agreement.smallest(0 if batches == float("inf") else int(batches))
 
     @contextmanager
     def inner_run(self) -> Iterator[None]:
@@ -209,7 +197,8 @@ class Signals:
         something = bool(self._noted or self._to_requeue)
         self._limits.attend = self._attend if something or self._agreement is not None else None
         for loop in self._eval_loops:
-            loop.attend = self._attend_evaluation if something or self._agreement is not None else None
+            attends = something or self._agreement is not None
+            loop.attend = partial(self._attend_evaluation, loop) if attends else None
 
     # --- between two batches ----------------------------------------------------------------------------------
 
@@ -220,13 +209,17 @@ class Signals:
             known = self._agreement.ask_now(known) if before_epoch else self._agreement.ask(known)
         self._heed(*known)
 
-    def _attend_evaluation(self) -> None:
-        """Before a batch of an evaluation."""
+    def _attend_evaluation(self, loop: EvalLoop) -> None:
+        """Before a batch of an evaluation.
+
+        Inside a fit a signal ends it at the same batch on all processes. They may have different numbers of batches:
+        they exchange what they know only before those that all of them have. If nobody knows these, a signal takes
+        effect after the validation.
+        """
         known = [self._noted, int(self._to_requeue)]
         if self._agreement is None:
             self._heed(*known)
-        elif self._questions and not self._is_inner:
-            self._questions -= 1
+        elif loop.all_have_batch and not (self._is_inner or self._trainer.sanity_checking):
             self._heed(*self._agreement.ask(known))
 
     def _heed(self, noted: int, to_requeue: int) -> None:

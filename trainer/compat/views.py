@@ -171,10 +171,13 @@ class _EvaluationView(_Loop):
         del self._loop.run
 
     def _limits(self) -> list[float]:
-        """Batches to run of each dataloader; [] before there are dataloaders."""
+        """Batches to run of each dataloader, where it has the most; [] before there are dataloaders.
+
+        The same on all processes: callbacks decide by it whether a validation will come.
+        """
         data = self.trainer.data
         loaders = data.loaders(self._stage) if data.is_ready(self._stage) else self._loop.loaders
-        return [] if loaders is None else loaders.limits
+        return [] if loaders is None else list(getattr(loaders, "most", loaders.limits))
 
 
 class EvalLoopView(_EvaluationView, _EvaluationLoop):
@@ -332,6 +335,9 @@ class MonitoredMetrics(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if (value := self._trainer.fit_loop.epoch_loop._get_monitor_value(name)) is None:
             raise KeyError(name)
+        engine = self._trainer.engine
+        if engine.world_size > 1 and isinstance(value, Tensor):  # or the processes would train at different rates
+            value = torch.full_like(value, engine.broadcast(value.item()))
         return value
 
     def __iter__(self) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainer.data.unpadded import Span
 from trainer.errors import ConfigurationError, ResumeError
 from trainer.state import random_states
 from trainer.state.random_states import State
@@ -31,6 +32,11 @@ class Loaders(Protocol):
     """Whether their lengths are known; if not, a limit may be more than there is."""
     made_in: float
     """The epoch they were made in."""
+    spans: list[Span]
+    """Of evaluation: the batches of each dataloader, over the processes; one number where they run side by side.
+
+    Empty where a step draws its own.
+    """
 
     @property
     def is_sequential(self) -> bool:

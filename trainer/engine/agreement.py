@@ -53,12 +53,6 @@ class Agreement:
         self._send(numbers)
         return [max(pair) for pair in zip(before, self._read(), strict=True)]
 
-    def smallest(self, number: int) -> int:
-        """The smallest number that any process gives now. Waits for all of them."""
-        negative = torch.tensor([-number])
-        self._group.allreduce([negative], self._options).wait()
-        return -int(negative)
-
     def close(self) -> None:
         """Wait for what is under way. Where a process has raised there may be no answer, and nobody waits for one."""
         if self._work is not None:

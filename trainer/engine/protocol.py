@@ -136,6 +136,26 @@ class Engine(Protocol):
     def step_function(self, name: str) -> Callable[..., Any]:
         """The module's ``training_step`` (``validation_step``, ...), going through the wrapper where there is one."""
 
+    @property
+    def forward_exchanges(self) -> bool:
+        """Whether every forward of an evaluation exchanges something: all processes run equally many of them."""
+
+    def idle_forward(self) -> None:
+        """Take part in the other processes' forward of an evaluation, in the place of a batch.
+
+        All processes call it as a pass begins, too: a forward that exchanges something only the first time (DDP's sends
+        the first process's buffers) has done so then.
+        """
+
+    def exchanges(self) -> int:
+        """The number of exchanges among all processes that this one has begun so far, other than by :meth:`reduce`.
+
+        0 where nobody knows.
+        """
+
+    def alone(self, error: Exception) -> AbstractContextManager[object]:
+        """The context of a batch that another process lacks: ``error`` where the module would wait for the others."""
+
     def replay_step(self, name: str) -> Callable[..., Any]:
         """The module's step once more, by itself: nothing is exchanged by it but what it cannot be computed without."""
 
@@ -147,6 +167,9 @@ class Engine(Protocol):
         Args:
             loop: the fit loop.
         """
+
+    def follow_trained_parameters(self) -> None:
+        """Callbacks may have frozen parameters as an epoch began, or thawed some: average the gradients of these."""
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """The context of a forward and backward whose gradients are, or are not, averaged over the processes."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.data.batches import EndOfPass, Loaders, as_it_is
+from trainer.data.unpadded import Span
 from trainer.engine.protocol import Engine
 from trainer.loops.hooks import NO_HOOKS, Hooks
+from trainer.loops.pace import Pace
 from trainer.precision.base import Precision
+from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import EvalProgress, FitProgress
 
@@ -36,6 +40,9 @@ class EvalLoop:
         keep_predictions: whether to collect what ``predict_step`` returns.
         predictions: what it returned, a list for each dataloader.
         attend: called before each batch: a signal has come. It may raise. None for nothing.
+        counts_once: whether what several processes log is reduced over all of their samples, of which none is counted
+            twice; otherwise as in Lightning, where they have equally many. The Trainer sets it.
+        draws: whether the step draws its own batches, so that nobody knows the number of steps.
     """
 
     def __init__(
@@ -62,12 +69,15 @@ class EvalLoop:
         self.has_warned = False
         self.predictions: list[list[Any]] = []
         self.attend: Callable[[], None] | None = None
+        self.counts_once = True
+        self.draws = False
         # what belongs to one run; see prepare
         self.hooks: Hooks = NO_HOOKS
         self.module: nn.Module = nn.Module()
         self.transfer: Callable[[Any, int], Any] = as_it_is
         self.loaders: Loaders | None = None
         self.inference_mode = False
+        self.pace: Pace | None = None
         self.step: Callable[..., Any] = as_it_is
         self.on_batch_start = NO_HOOKS.of(f"on_{stage}_batch_start")
         self.on_batch_end = NO_HOOKS.of(f"on_{stage}_batch_end")
@@ -96,6 +106,7 @@ class EvalLoop:
         self.transfer = transfer
         self.loaders = loaders
         self.inference_mode = inference_mode
+        self.draws = False
         self.progress.seen_batches.clear()
         self.step = self.engine.step_function(f"{self.stage}_step") if loaders is not None else as_it_is
         self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
@@ -108,7 +119,7 @@ class EvalLoop:
             limit: batches at most of each dataloader (a sanity check's).
         """
         loaders = self.loaders
-        if loaders is None or sum(loaders.limits) == 0 or limit == 0:
+        if loaders is None or not any(span.most for span in self.spans(loaders, limit)):
             return []
         self.progress.begin_pass()
         self.predictions = [[] for _ in loaders.limits]
@@ -120,8 +131,10 @@ class EvalLoop:
                 if self.loaders is not None and self.loaders is not loaders:  # BatchSizeFinder puts others there
                     loaders = self.loaders
                     batches = self.begin(loaders, limit)
-                logged = self.evaluate(batches, loaders.is_sequential and len(loaders.limits) > 1)
+                logged = self.evaluate(batches, loaders, limit)
                 self.hooks.of(f"on_{self.stage}_epoch_end")()
+                if self.is_shared:
+                    self.metrics.take_first(self.engine.broadcast)
                 at_the_end = self.publish()
                 for metrics in logged:
                     metrics.update(at_the_end)
@@ -141,20 +154,66 @@ class EvalLoop:
         loaders.start_epoch(self.fit_progress.epochs_trained)
         return loaders.batches(limit)
 
-    def evaluate(self, batches: Iterator[tuple[Any, int, int]], several: bool) -> list[Metrics]:
-        """Evaluate all batches. Returns, for each dataloader, what was logged; ``several``: whether there are more."""
-        logged: list[Metrics] = []
-        current = 0
+    def spans(self, loaders: Loaders, limit: float) -> list[Span]:
+        """How many batches of each dataloader the processes have in a pass; of all, where they run side by side."""
+        own = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
+        spans = loaders.spans or [Span(number, number) for number in own]
+        if self.draws:
+            spans = [Span(0, float("inf") if span.most else 0) for span in spans]
+        return [Span(min(span.fewest, limit), min(span.most, limit)) for span in spans]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes have parts of the samples, and log what belongs together."""
+        return self.counts_once and self.stage != "predict" and self.engine.world_size > 1
+
+    @property
+    def all_have_batch(self) -> bool:
+        """Whether all processes are known to have the batch that runs."""
+        return self.pace is None or self.pace.all_have_batch
+
+    def evaluate(self, batches: Iterator[tuple[Any, int, int]], loaders: Loaders, limit: float) -> list[Metrics]:
+        """Evaluate all batches. Returns, for each dataloader, what was logged."""
+        several = loaders.is_sequential and len(loaders.limits) > 1
+        spans, logged, current = self.spans(loaders, limit), [], 0
+        self.pace = self.pace_of(spans, self.spans(loaders, float("inf"))) if self.engine.world_size > 1 else None
+
+        def close_until(dataloader_idx: int) -> None:
+            """Others may have batches of those in between."""
+            nonlocal current
+            for idx in range(current, dataloader_idx):
+                if idx == current or (self.pace is not None and spans[idx].most):
+                    logged.append(self.close_dataloader(idx, several))
+            current = dataloader_idx
+
         with suppress(EndOfPass):
             for batch, batch_idx, dataloader_idx in batches:
                 if dataloader_idx != current:
-                    logged.append(self.close_dataloader())
-                    current = dataloader_idx
-                self.evaluate_batch(batch, batch_idx, dataloader_idx if several else None)
+                    close_until(dataloader_idx)
+                where = dataloader_idx if several else None
+                if self.pace is None:
+                    self.evaluate_batch(batch, batch_idx, where)
+                else:
+                    self.pace.run(dataloader_idx, partial(self.evaluate_batch, batch, batch_idx, where))
         self.progress.is_last_batch = True
-        logged.append(self.close_dataloader())
-        self.metrics.dataloader_idx = None
+        close_until(current + 1 if self.pace is None else len(spans))
+        self.metrics.dataloader_idx, self.pace = None, None
         return logged
+
+    def pace_of(self, spans: list[Span], whole: list[Span]) -> Pace:
+        """What keeps several processes in step in one pass."""
+        hooks = {f"{self.stage}_step", f"on_{self.stage}_batch_start", f"on_{self.stage}_batch_end"}
+        self.metrics.shared_hooks = hooks if self.is_shared else ()
+        self.metrics.share_steps(True)
+        return Pace(
+            self.engine,
+            self.metrics,
+            MetricObjects(self.module),
+            self.stage,
+            spans=spans,
+            whole=whole,
+            watches=self.is_shared,
+        )
 
     def evaluate_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
         """One forward pass and its hooks. ``dataloader_idx`` is None where there is only one."""
@@ -191,10 +250,15 @@ class EvalLoop:
             warnings.warn("predict returned None if it was on purpose, ignore this warning...", stacklevel=2)
         self.has_warned = True
 
-    def close_dataloader(self) -> Metrics:
-        """A dataloader's last batch is over: its metrics are those of the epoch now."""
-        self.published.take(self.metrics.current())  # the last batch's, before the epoch's take their place
+    def close_dataloader(self, dataloader_idx: int, several: bool) -> Metrics:
+        """A dataloader's last batch is over, or it had none: its metrics are those of the epoch now."""
+        self.metrics.dataloader_idx = dataloader_idx if several else None
+        self.published.take(self.metrics.current(on_step=True))  # before the epoch's take their place
         self.metrics.end_epoch()
+        if self.pace is not None:
+            self.pace.finish(dataloader_idx)
+            if self.is_shared:
+                self.pace.agree(MetricObjects(self.module))
         return self.publish()
 
     def publish(self) -> Metrics:

@@ -149,6 +149,7 @@ class FitLoop:
         if progress.batches_this_epoch == 0:
             progress.begin_epoch()
             self.hooks.on_train_epoch_start()
+            self.engine.follow_trained_parameters()
             if self.optimizers is not self.engine.optimizers:
                 self.take_optimizers()
             return

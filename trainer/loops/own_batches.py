@@ -73,7 +73,7 @@ def draw_in_evaluation(loop: EvalLoop, loaders: DrawnLoaders) -> None:
         batch, *drawn_where = loaders.last
         announce_end(output, batch, *drawn_where[: len(where)])
 
-    loop.step, loop.transfer = draw, _untouched
+    loop.step, loop.transfer, loop.draws = draw, _untouched, True
     loop.on_batch_end = Hook(announce_end.name, loop.hooks.scope, module=on_batch_end)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from copy import copy
 from typing import Any, NamedTuple
 
 from trainer.loops.accumulation import AccumulationWindow
-from trainer.loops.step_output import loss_in
 from trainer.postmortem.state import ObjectState
 from trainer.state import random_states
 
@@ -92,7 +92,8 @@ class Recorder:
             recorded = RecordedBatch(batch, batch_idx, steps, copy(window), random_state, state)
             kept.append(recorded)
             output = self._training_step(batch, batch_idx)
-            if self._module.automatic_optimization and loss_in(output)[0] is None:
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is None and self._module.automatic_optimization:
                 kept[-1] = recorded._replace(has_loss=False)
             return output
         return self._training_step(batch, batch_idx)

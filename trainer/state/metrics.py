@@ -6,7 +6,8 @@ asks for it, so logging does not make the host wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,7 +61,8 @@ class LoggedValue:
     """
 
     __slots__ = ("_epoch_value", "_pending", "_reduce", "_total", "_weight", "_weights", "asked", "dataloader_idx",
-                 "has_value", "hook", "metric", "name", "options", "step_value")  # fmt: skip
+                 "has_value", "hook", "metric", "name", "options", "shares_epochs", "shares_steps",
+                 "step_value")  # fmt: skip
 
     def __init__(self, hook: str, name: str, options: LogOptions, dataloader_idx: int | None, reduce: Reduce) -> None:
         self.hook = hook
@@ -71,6 +73,8 @@ class LoggedValue:
         self.metric: MetricObject | None = None
         self.step_value: Tensor | None = None
         self.has_value = False
+        # whether step and epoch values are reduced over the processes; an evaluation may say otherwise
+        self.shares_steps = self.shares_epochs = options.sync_dist and not options.rank_zero_only
         self._reduce = reduce
         self._epoch_value: Tensor | None = None  # until the next update: a reduction over processes is asked for once
         self._pending: list[Tensor] = []
@@ -83,8 +87,7 @@ class LoggedValue:
         self.has_value = True
         options = self.options
         if options.on_step:
-            shared = options.sync_dist and not options.rank_zero_only
-            self.step_value = self._across(value.clone()) if shared else value
+            self.step_value = self._across(value.clone()) if self.shares_steps else value
         if options.on_epoch:
             self._epoch_value = None
             self._pending.append(value)
@@ -99,7 +102,10 @@ class LoggedValue:
         self.step_value = _without_graph(metric._forward_cache)
 
     def epoch_value(self) -> Tensor | None:
-        """The reduction over everything since the last reset; with ``sync_dist``, over the processes too."""
+        """The reduction over everything since the last reset; over the processes too, with ``sync_dist``.
+
+        And after :meth:`MetricStore.complete`.
+        """
         if self.metric is not None:
             computed: Tensor | None = _without_graph(self.metric.compute())
             return computed
@@ -149,11 +155,25 @@ class LoggedValue:
         self._weights, self._weight = list(state["weights"]), state["weight"]
         self._epoch_value = None
 
+    def join(self, dtype: torch.dtype) -> None:
+        """Reduce the epoch's value over all processes, which sum up in ``dtype``; this one may have logged nothing."""
+        self.has_value = self.shares_epochs = True
+        self._flush()
+        if self._total is None:
+            self._total = torch.full((), _STARTS.get(self.options.reduce_fx, 0.0))
+        self._total = self._total.to(dtype)
+        self._epoch_value = None
+
+    def replace(self, value: float) -> None:
+        """Let the epoch's value be this one, until the next update."""
+        if (own := self.epoch_value()) is not None:
+            self._epoch_value = torch.full_like(own, value)
+
     def _reduced(self) -> Tensor | None:
         self._flush()
         if self._total is None:
             return None
-        total, shared = self._total, self.options.sync_dist and not self.options.rank_zero_only
+        total, shared = self._total, self.shares_epochs
         if self.options.reduce_fx != "mean":
             return self._across(total.clone()) if shared else total
         weight = torch.full_like(total, self._weight)  # on a GPU, dividing by a number is multiplying by its inverse
@@ -229,11 +249,26 @@ class StageMetrics(NamedTuple):
     progress_bar: dict[str, Any]
 
 
+class Outline(NamedTuple):
+    """What processes tell each other of a name that one of them has logged."""
+
+    key: tuple[str | None, str, int | None]
+    options: tuple[Any, ...]
+    dataloader_idx: int | None
+    metric: str | None
+    dtype: torch.dtype | None = None
+
+
 class MetricStore:
     """Everything logged in one stage (training, or one kind of evaluation) since the epoch started.
 
     Args:
         training: whether the stage is training, whose step values callbacks may monitor.
+
+    Attributes:
+        shares_steps: whether values of single batches are reduced over the processes, where that is asked for.
+        shared_hooks: hooks that are called for each batch, of which what they log is reduced over the processes when
+            the epoch is over, without being asked. A process has seen but a part of the data there.
     """
 
     def __init__(self, training: bool) -> None:
@@ -242,6 +277,8 @@ class MetricStore:
         self.batch: Any = None
         self.batch_size: int | None = None
         self.dataloader_idx: int | None = None
+        self.shares_steps = True
+        self.shared_hooks: Collection[str] = ()
         self.in_batch = False
         """Whether a batch runs (values are the step's) or the epoch is over (values are the epoch's)."""
 
@@ -251,6 +288,84 @@ class MetricStore:
         self.batch_size = None
         self.dataloader_idx = dataloader_idx
         self.in_batch = True
+
+    def share_steps(self, shares: bool) -> None:
+        """Whether values of single batches are reduced over the processes, where ``sync_dist`` asks for it.
+
+        They cannot be where another process lacks the batch.
+        """
+        self.shares_steps = shares
+        for entry in self.entries.values():
+            entry.shares_steps = shares and entry.options.sync_dist and not entry.options.rank_zero_only
+
+    def outline(self, name_of: Callable[[Any], str | None]) -> list[Outline]:
+        """What has been logged of the current dataloader that is to be reduced over all processes, in its order.
+
+        Metric objects, what was logged with ``sync_dist``, and what was logged in the hooks ``shared_hooks``; not with
+        ``rank_zero_only`` or a group of processes.
+
+        Args:
+            name_of: the name of a metric object; one without a name (None) is left out.
+        """
+        found = []
+        for key, entry in self.entries.items():
+            options = entry.options
+            if not entry.has_value or not options.on_epoch or entry.dataloader_idx != self.dataloader_idx:
+                continue
+            if entry.metric is not None:
+                if (name := name_of(entry.metric)) is not None:
+                    found.append(
+                        Outline(key, tuple(options._replace(sync_dist_group=None)), entry.dataloader_idx, name)
+                    )
+            elif (options.sync_dist or entry.hook in self.shared_hooks) and not (
+                options.rank_zero_only or options.sync_dist_group
+            ):
+                total = entry.accumulated()[0]
+                dtype = None if total is None else total.dtype
+                found.append(Outline(key, tuple(options), entry.dataloader_idx, None, dtype))
+        return found
+
+    def complete(self, outlines: Sequence[Sequence[Outline]], metric_of: Callable[[str], Any], reduce: Reduce) -> None:
+        """Have all processes reduce the same values in the same order, also those that one of them has not logged.
+
+        Args:
+            outlines: what :meth:`outline` returned on each process.
+            metric_of: the metric object of a name.
+            reduce: over the processes.
+        """
+        union = {one.key: one for outline in outlines for one in outline}
+        for key, one in union.items():
+            if (entry := self.entries.get(key)) is None:
+                entry = LoggedValue(key[0] or "", key[1], LogOptions(*one.options), one.dataloader_idx, reduce)
+                self.entries[key] = entry
+            if one.metric is not None:
+                entry.metric, entry.has_value = metric_of(one.metric), True
+            else:
+                dtypes = [other.dtype for outline in outlines for other in outline if other.key == key and other.dtype]
+                entry.join(functools.reduce(torch.promote_types, dtypes))
+        if [key for key in self.entries if key in union] != list(union):
+            rest = {key: entry for key, entry in self.entries.items() if key not in union}
+            ordered = {key: self.entries[key] for key in union}
+            self.entries.clear()
+            self.entries.update(ordered | rest)
+
+    def take_first(self, broadcast: Callable[[Any], Any]) -> None:
+        """Give all processes the first one's value of what each has logged by itself when the epoch was over.
+
+        What callbacks decide by it is the same everywhere then, and what the loggers show. Not with ``rank_zero_only``.
+
+        Args:
+            broadcast: returns what the first process gives it.
+        """
+        own = {
+            key: entry
+            for key, entry in self.entries.items()
+            if entry.has_value and entry.metric is None and not (entry.shares_epochs or entry.options.rank_zero_only)
+        }
+        mine = {key: value.item() for key, entry in own.items() if (value := entry.epoch_value()) is not None}
+        for key, value in broadcast(mine).items():
+            if key in mine:
+                own[key].replace(value)
 
     def end_batch(self) -> None:
         """The batch is over: drop the reference to it."""

@@ -184,7 +184,7 @@ def test_torch_that_cannot_be_imported(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["jsn"], "Got 'jsn'. Did you mean 'json'?"), (["+recipe=resnet50"], "Got '+recipe=resnet50'")],
+    [(["jsn"], "Got 'jsn'. Did you mean 'json'?"), (["json", "-m"], "--multirun does not go with checks")],
 )
 def test_what_it_is_not_told(capsys, words, message):
     assert main(["checks", *words]) == 2

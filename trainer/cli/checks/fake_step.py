@@ -142,7 +142,7 @@ def _pretended(processes: int) -> Iterator[Any]:
         distributed.destroy_process_group()
 
 
-class Living(TorchDispatchMode):
+class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all tensors that are made within, as long as they live.
 
     Attributes:
@@ -151,7 +151,7 @@ class Living(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
 
@@ -165,12 +165,12 @@ class Living(TorchDispatchMode):
             living._note(storage, storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-        return super().__enter__()  # type: ignore[no-any-return]
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what is to be done, and count what came out."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
@@ -87,17 +89,18 @@ class ShardedGradients(Gradients):
         gradients = _gradients(optimizer)
         if not gradients:
             return None
+        processes = distributed.get_world_size()
         groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
             if (part := _part(gradient)).numel():
-                groups.setdefault((_copies(gradient), part.device, part.dtype), []).append(part)
+                groups.setdefault((_copies(gradient, processes), part.device, part.dtype), []).append(part)
         norms = [torch.zeros((), device=self._device)]
         for (copies, _, dtype), parts in groups.items():
             wide = torch.promote_types(dtype, torch.float32)
             each = torch.stack(torch._foreach_norm(parts, norm_type, dtype=wide)).to(self._device)
             norms.append(torch.linalg.vector_norm(each, norm_type) * copies ** (-1 / norm_type))
         mine = norms[-1] if len(norms) <= 2 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        every = mine.new_empty(distributed.get_world_size())
+        every = mine.new_empty(processes)
         distributed.all_gather_into_tensor(every, mine.reshape(1))
         total: Tensor = torch.linalg.vector_norm(every, norm_type)
         return total
@@ -127,7 +130,8 @@ class ShardedGradients(Gradients):
 
     def total(self, counts: Tensor, of: Sequence[Tensor]) -> Tensor:
         """One exchange. What several processes hold is counted by each of them, and divided by their number."""
-        copies = torch.tensor([_copies(parameter) for parameter in of], dtype=torch.float64)
+        processes = distributed.get_world_size()
+        copies = torch.tensor([_copies(parameter, processes) for parameter in of], dtype=torch.float64)
         sums = counts.to(self._device, torch.float64) / copies.to(self._device).unsqueeze(1)
         distributed.all_reduce(sums)
         return sums
@@ -191,13 +195,17 @@ def _part(gradient: Tensor) -> Tensor:
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
-def _copies(gradient: Tensor) -> int:
-    """How many processes hold the same part."""
-    if not isinstance(gradient, DTensor):
-        return distributed.get_world_size()
-    mesh = gradient.device_mesh
-    held = prod(mesh.size(i) for i, placement in enumerate(gradient.placements) if isinstance(placement, Replicate))
-    return held * (distributed.get_world_size() // mesh.size())
+def _copies(gradient: Tensor, processes: int) -> int:
+    """How many of the processes hold the same part."""
+    return (
+        _copies_on(gradient.device_mesh, gradient.placements, processes) if isinstance(gradient, DTensor) else processes
+    )
+
+
+@lru_cache(maxsize=32)  # asked for each gradient at each step
+def _copies_on(mesh: DeviceMesh, placements: tuple[Placement, ...], processes: int) -> int:
+    held = prod(mesh.size(i) for i, placement in enumerate(placements) if isinstance(placement, Replicate))
+    return held * (processes // mesh.size())
 
 
 def _as(part: Tensor, parameter: Any) -> Tensor:

@@ -57,6 +57,7 @@ class ShardedModule:
         mesh: of the processes, one dimension to shard over; or two, (replicas, shards).
         device: where to compute.
         settings: what is sharded, and how.
+        in_float32: modules that keep their weights in float32, and compute in it, whatever the policy says.
 
     Attributes:
         root: the module.
@@ -64,7 +65,14 @@ class ShardedModule:
         idle: takes part in the other processes' passes, where this one has no batch.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, device: torch.device, settings: Sharding) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        settings: Sharding,
+        in_float32: Iterable[nn.Module] = (),
+    ) -> None:
         self.root = module
         self.mesh = mesh
         self.settings = settings
@@ -72,6 +80,7 @@ class ShardedModule:
         self._owners: list[tuple[nn.Module, str, nn.Parameter]] = []  # of the parameters, as they were
         self._of_root: dict[nn.Module, list[Any]] = {}  # the parameters of the root's, by who owns them
         self._handles: list[Any] = []
+        self._in_float32: set[nn.Module] = set()
         self._refuse_scalars()
         blocks: set[nn.Module] = set()
         if callable(settings.blocks):
@@ -79,7 +88,10 @@ class ShardedModule:
             settings.blocks(module, mesh)
             self._empty()
         else:
-            blocks = set(find_blocks(module, settings.blocks, children=settings.policy.param_dtype is not None))
+            more = self._keep_float32(in_float32)
+            if settings.policy.param_dtype is not None:
+                more += [child for child in module.children() if not isinstance(child, _LISTS)]
+            blocks = set(find_blocks(module, settings.blocks, more))
         self._shard(module, blocks, set())
         module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # of batches without a loss
         enter_once(module)
@@ -102,16 +114,29 @@ class ShardedModule:
             return
         self._send(module)
         settings = self.settings
+        pins = self._device.type != "cpu"
         # the root's input is the batch, and its targets keep their dtype
         policy = replace(settings.policy, cast_forward_inputs=False) if is_root else settings.policy
+        if module in self._in_float32:
+            dtype = settings.policy.param_dtype
+            full = None if dtype is None else torch.float32
+            policy = MixedPrecisionPolicy(param_dtype=full, reduce_dtype=full, output_dtype=dtype)
         fully_shard(
             module,
             mesh=self.mesh,
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=policy,
-            offload_policy=CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=pins) if settings.cpu_offload else OffloadPolicy(),
         )
         self._empty()
+
+    def _keep_float32(self, chosen: Iterable[nn.Module]) -> list[nn.Module]:
+        """Which of these have to be blocks: what is gathered together has one dtype."""
+        if self.settings.policy.param_dtype is None and len({p.dtype for p in self.root.parameters()}) == 1:
+            return []
+        found = list(chosen)
+        self._in_float32 = {part for module in found for part in module.modules()}
+        return found
 
     def _send(self, module: nn.Module) -> None:
         """Move what is whole in ``module`` to the device, make it what rank 0 has, and note it for the end."""
@@ -281,7 +306,7 @@ def enter_once(root: Any) -> None:
 
 
 def find_blocks(
-    module: nn.Module, classes: Iterable[type[nn.Module]] | None, *, children: bool = False
+    module: nn.Module, classes: Iterable[type[nn.Module]] | None, more: Iterable[nn.Module] = ()
 ) -> list[nn.Module]:
     """The modules that are sharded one by one.
 
@@ -289,7 +314,7 @@ def find_blocks(
         module: the root; it is none of them.
         classes: modules of these classes. None for the outermost members of ``ModuleList`` and ``Sequential``. One that
             holds most of the parameters, and lists of its own, is no block: they are looked for in it.
-        children: whether the root's children are blocks, too.
+        more: modules that are to be blocks, too.
     """
     if classes is not None:
         kinds = tuple(classes)
@@ -297,8 +322,7 @@ def find_blocks(
     else:
         most = sum(parameter.numel() for parameter in module.parameters()) / 2
         found = list(_members(module, most))
-    if children:
-        found += [child for child in module.children() if child not in found and not isinstance(child, _LISTS)]
+    found += [block for block in more if block not in found]
     uses: dict[nn.Parameter, int] = {}
     for part in module.modules():
         for parameter in part._parameters.values():

@@ -1,0 +1,159 @@
+"""What ``checks`` predicts of a recipe's memory, against arithmetic and against what FSDP2 does."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.language_model import LanguageModel
+from trainer.cli import main
+from trainer.cli.checks.fake_step import Living, measure
+from trainer.cli.checks.memory import OVERHEAD, Need, Prediction
+from trainer.precision import MixedPrecision, Precision
+
+BF16 = MixedPrecision(dtype=torch.bfloat16, loss_scaling=False)
+SIZES: dict[str, Any] = {"context": 1024, "vocabulary": 32_000, "width": 2048, "heads": 16, "layers": 18}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def gpt(**sizes: Any) -> LanguageModel:
+    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    return LanguageModel(adamw, tokenizer="none is needed", **SIZES | sizes)
+
+
+def tokens(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(batch, length, dtype=torch.int64), torch.zeros(batch, length, dtype=torch.int64)
+
+
+def parameters(**sizes: Any) -> int:
+    with torch.device("meta"):
+        module = gpt(**sizes)
+        module.configure_model()
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def nothing(module: Any) -> None:
+    """To prepare."""
+
+
+def test_a_billion_parameters():
+    number = parameters()
+    assert number == pytest.approx(1.04e9, rel=0.01)
+    single = measure(gpt, tokens(1, 1024), BF16, nothing, None)
+    sharded = measure(gpt, tokens(1, 1024), BF16, nothing, 8)
+    # AdamW in float32: weights, gradients and two averages of four bytes each.
+    assert single.after == pytest.approx(16 * number, rel=1e-3)
+    assert sharded.after == pytest.approx(16 * number / 8, rel=1e-3)
+    # 20.3 and 7.0 GiB were seen where attention kept its products: 16 heads of 1024 x 1024, 18 layers (1.3 GiB).
+    assert single.peak / 2**30 == pytest.approx(20.3 - 1.3, rel=0.05)
+    assert sharded.peak / 2**30 == pytest.approx(7.0 - 1.3, rel=0.1)
+
+
+def test_activations_that_are_computed_again_take_no_memory():
+    sizes = {"width": 64, "heads": 4, "layers": 8, "vocabulary": 256}
+    from trainer.callbacks import ActivationCheckpointing
+
+    def prepare(module: Any) -> None:
+        callback = ActivationCheckpointing("Block")
+        callback.on_fit_start(None, module)
+        callback.on_train_start(None, module)
+
+    plain = measure(lambda: gpt(**sizes), tokens(16, 1024), Precision(), nothing, None)
+    again = measure(lambda: gpt(**sizes), tokens(16, 1024), Precision(), prepare, None)
+    assert again.after == plain.after
+    assert again.peak < 0.5 * plain.peak
+    hidden = 16 * 1024 * 64 * 4
+    assert plain.peak - plain.after > 8 * 10 * hidden  # each of 8 blocks keeps more than ten tensors of this size
+
+
+def test_what_is_counted():
+    with Living() as living:
+        first = torch.zeros(1000)
+        second = first + 1
+        view = second[:10]
+        assert living.now == 8000
+        del second
+        assert living.now == 8000  # the view keeps it
+        del view
+        assert (living.now, living.peak) == (4000, 8000)
+        first.untyped_storage().resize_(0)
+        assert living.now == 0
+
+
+def test_the_optimizer_of_a_gpu_has_a_copy_while_it_steps():
+    def net(**options: Any) -> LanguageModel:
+        return LanguageModel(partial(torch.optim.AdamW, lr=1e-3, **options), context=4, width=512, heads=4, layers=4)
+
+    foreach, fused = (
+        measure(lambda o=o: net(**o), tokens(1, 4), Precision(), nothing, None) for o in ({}, {"fused": True})
+    )
+    number = sum(p.numel() for p in _built(net()).parameters())
+    assert foreach.peak - fused.peak == pytest.approx(4 * number, rel=0.1)
+
+
+def _built(module: LanguageModel) -> nn.Module:
+    module.configure_model()
+    return module
+
+
+TINY = ["+recipe=gpt", "data.context=32", "precision=bf16-mixed"]
+
+
+def test_the_command(capsys):
+    assert main(["checks", "json", *TINY, "checks.gpu_memory=1040MiB", "checks.devices=4", "callbacks=none"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    told = facts["memory_of_recipe"]
+    assert told["gpu_memory"] == 1040 * 2**20
+    single, ddp, fsdp = told["needs"]
+    assert [(need["strategy"], need["devices"]) for need in told["needs"]] == [("single", 1), ("ddp", 4), ("fsdp", 4)]
+    assert all(need["fits"] for need in told["needs"])
+    assert ddp["peak"] == single["peak"] + 4 * told["parameters"]
+    assert fsdp["after"] == pytest.approx(4 * told["parameters"], rel=0.05)
+    assert "A device has 1.0 GiB (checks.gpu_memory)." in facts["remarks"]
+    assert facts["verdict"].startswith("one device, trainer=ddp, trainer=fsdp: fits into 1.0 GiB")
+    assert facts["speed"] is None  # of the machine no more is asked than what it is
+
+    assert main(["checks", *TINY, "checks.gpu_memory=1GiB"]) == 0
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert any(line.startswith("fsdp 8 ") and line.endswith(" no") for line in lines)
+    assert "Note: There are 8 devices, unless checks.devices says another number." in lines
+    assert lines[-1].startswith(
+        "Nothing fits into 1.0 GiB, of which 1.0 GiB are left to CUDA. Try a smaller data.batch_size"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["optimizer=sgd"], "There is no model to check. Choose a recipe"),
+        (["+recipe=gpt", "checks.gpu_memory=much"], "checks.gpu_memory is much, expected a size such as 3GiB"),
+        (["+recipe=gpt", "checks.devices=0"], "checks.devices is 0"),
+        (["+recipe=gpt", "checks.gpu_memroy=1GiB"], "gpu_memory"),
+        (["+recipe=gan"], "cannot be predicted: it optimizes by itself (automatic_optimization=False)"),
+        (["-m", "+recipe=gpt"], "--multirun does not go with checks"),
+        (["yaml", "+recipe=gpt"], "'yaml'"),
+    ],
+)
+def test_what_is_refused(settings, said, capsys):
+    assert main(["checks", *settings]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_verdict():
+    needs = [Need("single", 1, 50, 40), Need("fsdp", 8, 20, 10)]
+    assert Prediction(needs, 1, None, []).fitting == []
+    assert "checks.gpu_memory=80GiB" in Prediction(needs, 1, None, []).verdict
+    assert Prediction(needs, 1, OVERHEAD + 49, []).fitting == needs[1:]
+    assert Prediction(needs, 1, OVERHEAD + 50, []).fitting == needs
+    assert Prediction(needs, 1, OVERHEAD + 49, []).verdict.startswith("trainer=fsdp: fits into 1.0 GiB")

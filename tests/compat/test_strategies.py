@@ -1,0 +1,95 @@
+"""Which strategy a Trainer gets; and what those are told who get none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecision
+
+from tests.parity import ours
+from trainer import FSDP2Strategy
+from trainer.callbacks import GradientCheck, HalveOnOutOfMemory
+from trainer.compat.fsdp import ParallelStrategy, ShardedEngine, _refuse_fused_sgd
+from trainer.engine.sharding.gradients import ShardedGradients
+from trainer.errors import ConfigurationError, UnsupportedError
+
+pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13")
+
+
+def test_fsdp_by_name_and_by_object() -> None:
+    for given in ("fsdp", FSDP2Strategy()):
+        trainer = ours(strategy=given, devices=2)
+        assert isinstance(trainer.engine, ShardedEngine)
+        assert isinstance(trainer.engine.gradients, ShardedGradients)
+        assert type(trainer.strategy) is FSDP2Strategy
+        if given != "fsdp":
+            assert trainer.strategy is given
+    assert ours(strategy="fsdp_cpu_offload", devices=2).strategy.settings.cpu_offload
+
+
+def test_model_parallel_is_accepted_with_its_settings() -> None:
+    strategy = ours(strategy=ModelParallelStrategy(1, 2, process_group_backend="gloo"), devices=2).strategy
+    assert type(strategy) is ParallelStrategy
+    assert strategy._sizes == (1, 2)
+    assert strategy.process_group_backend == "gloo"
+    assert strategy.settings.blocks == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({}, r"FSDP2Strategy\(\)"),
+        ({"auto_wrap_policy": {nn.Linear, nn.Conv2d}}, r"FSDP2Strategy\(blocks=\[Conv2d, Linear\]\)"),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, r"FSDP2Strategy\(reshard_after_forward=False\)"),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4)}, r"FSDP2Strategy\(replicas=2\)"),
+        ({"sharding_strategy": "NO_SHARD"}, "strategy='ddp'"),
+        ({"cpu_offload": True}, r"FSDP2Strategy\(cpu_offload=True\)"),
+        (
+            {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+            r"FSDP2Strategy\(mixed_precision=\{'param_dtype': 'bfloat16'\}\)",
+        ),
+        ({"activation_checkpointing_policy": {nn.Linear}}, "ActivationCheckpointing"),
+    ],
+)
+def test_the_first_fsdp_is_refused_with_the_line_to_use(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(UnsupportedError, match=line):
+        ours(strategy=FSDPStrategy(**given), devices=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("deepspeed", "'fsdp'"),
+        ("deepspeed_stage_2", r"FSDP2Strategy\(reshard_after_forward=False\)"),
+        ("deepspeed_stage_3_offload", "'fsdp_cpu_offload'"),
+        ("deepspeed_stage_3_offload_nvme", "'fsdp_cpu_offload'"),
+        ("DeepSpeed", "'fsdp'"),
+    ],
+)
+def test_deepspeed_is_refused_by_name(name: str, instead: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"(?i)deepspeed.*not supported. Use strategy={instead}"):
+        ours(strategy=name, devices=2)
+
+
+def test_a_deepspeed_object_is_refused() -> None:
+    strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)  # needs its package to be made
+    with pytest.raises(UnsupportedError, match=r"DeepSpeedStrategy\(\.\.\.\).*'fsdp'"):
+        ours(strategy=strategy, devices=2)
+
+
+@pytest.mark.parametrize("callback", [GradientCheck, HalveOnOutOfMemory])
+def test_callbacks_that_need_whole_gradients_are_refused(callback: Any) -> None:
+    with pytest.raises(UnsupportedError, match=f"{callback.__name__} with strategy='fsdp'"):
+        ours(strategy="fsdp", devices=2, callbacks=[callback()])
+
+
+def test_fused_sgd_is_refused() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    _refuse_fused_sgd(torch.optim.SGD(parameters, lr=0.1, foreach=True))
+    _refuse_fused_sgd(torch.optim.AdamW(parameters, fused=True))
+    with pytest.raises(UnsupportedError, match="foreach=True"):
+        _refuse_fused_sgd(torch.optim.SGD(parameters, lr=0.1, fused=True))

@@ -1,0 +1,83 @@
+"""How the samples of an evaluation are divided among processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
+
+from trainer.data.unpadded import UnpaddedSampler
+from trainer.errors import ConfigurationError
+
+
+def shares(sampler: Sampler[int], processes: int, epoch: int = 0) -> list[list[int]]:
+    samplers = [UnpaddedSampler(sampler, processes, rank) for rank in range(processes)]
+    found = []
+    for one in samplers:
+        one.set_epoch(epoch)
+        found.append(list(one))
+        assert len(one) == len(found[-1])
+    return found
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 6])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_each_sample_is_one_process_s(count: int, processes: int) -> None:
+    found = shares(SequentialSampler(range(count)), processes)
+    assert found == [list(range(rank, count, processes)) for rank in range(processes)]
+
+
+@pytest.mark.parametrize("make", [RandomSampler, SubsetRandomSampler])
+def test_all_processes_divide_the_same_order_whatever_they_have_drawn_before(make: type[Sampler[int]]) -> None:
+    sampler = make(range(7))
+    first = list(UnpaddedSampler(sampler, 2, 0))
+    torch.rand(3)
+    assert sorted(first + list(UnpaddedSampler(sampler, 2, 1))) == list(range(7))
+    assert shares(sampler, 2) == shares(sampler, 2)
+    assert shares(sampler, 2, epoch=0) != shares(sampler, 2, epoch=1)
+
+
+class Everywhere(Sampler[int]):
+    """Draws from all of a process's generators, and asks for the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([random.randrange(10**6), int(np.random.randint(10**6)), int(torch.randint(10**6, ()))])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_a_process_s_generators_are_left_as_they_were() -> None:
+    sampler = Everywhere()
+    expected = shares(sampler, 3, epoch=2)
+    assert sampler.epoch == 2
+    states = random.getstate(), torch.get_rng_state()
+    assert shares(sampler, 3, epoch=2) == expected
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert [list(UnpaddedSampler(sampler, 3, 0, seed=9))] != [expected[0]]
+
+
+def test_a_sampler_without_a_length_is_refused() -> None:
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(9))
+
+    with pytest.raises(ConfigurationError, match=r"Endless without a length.*use_distributed_sampler=False"):
+        UnpaddedSampler(Endless(), 2, 0)
+
+
+def test_a_dataloader_makes_batches_of_it() -> None:
+    loader = DataLoader(range(7), batch_size=2, sampler=UnpaddedSampler(SequentialSampler(range(7)), 2, 1))
+    assert [batch.tolist() for batch in loader] == [[1, 3], [5]]
+    assert len(loader) == 2

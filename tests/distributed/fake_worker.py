@@ -1,0 +1,26 @@
+"""Rank 0 of any number of processes, of which the others are imagined: their part of each collective is not computed.
+
+``fake_worker.py SIZE FILE`` leaves in ``FILE`` what one step exchanges, and what this process holds of the state.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from scripts import _scale
+from trainer.compat.engine import LightningEngine
+
+
+def main(size: int, file: Path) -> None:
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    LightningEngine.agreement = lambda self, count: None  # type: ignore[method-assign]  # a group of gloo's
+    file.write_text(json.dumps(_scale.count("fsdp", "16-mixed", True)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

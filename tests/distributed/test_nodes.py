@@ -1,0 +1,38 @@
+"""Several nodes, by torchrun and by stand-ins for Slurm: cases of ``scripts/fault_suite``, made short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from _faults.bench import Bench
+from _faults.cases import CASES, TWO, node_killed, run_case
+
+from tests.warm_python import WarmPython
+
+pytestmark = pytest.mark.slow
+SHORT = replace(TWO, batches=8, epochs=1, workers=0, pace=0.0, validate_every=3)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Iterator[Bench]:
+    bench = Bench(tmp_path_factory.mktemp("nodes"), python=str(python.executable))
+    yield bench
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"trainer": {"strategy": "fsdp"}, "files": {"sharded": True}}],
+    ids=["ddp", "fsdp"],
+)
+def test_a_job_of_two_nodes_whose_process_is_killed_ends_to_the_bit(bench: Bench, options: dict[str, Any]) -> None:
+    outcome = node_killed(SHORT, **options)(bench, "ours")
+    assert outcome.word == "exact", str(outcome)
+
+
+def test_a_job_that_slurm_runs_again_goes_on_to_the_bit(bench: Bench) -> None:
+    outcome = run_case(CASES["slurm-requeue"], bench, "ours")
+    assert outcome.good, str(outcome)

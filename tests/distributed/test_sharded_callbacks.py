@@ -1,0 +1,228 @@
+"""Callbacks and diagnosis on a sharded engine (FSDP2): what they say and what they do is what it is under DDP.
+
+Both see the same numbers: with two processes a sum over them has one order, so that weights are equal to the bit, but
+for what a norm is made of.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+
+from tests.distributed import sharded_callbacks_worker as worker
+from tests.distributed.test_ddp import run
+from tests.distributed.worker import BATCH, Shard, samples
+from tests.warm_python import WarmPython
+from trainer import Trainer
+from trainer.callbacks import GradientCheck, HalveOnOutOfMemory
+from trainer.errors import UnsupportedError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13"),
+]
+
+DIAGNOSED = tuple(worker.diagnosis(Path()))
+OTHERS = tuple(worker.others(Path()))
+CHECKPOINTED = ("checkpointed blocks", "checkpointed by class", "checkpointed around blocks", "checkpointed inside")
+ROUNDED = ("measured", "stock")
+"""Those in which something is divided by a norm, or by the sizes of windows."""
+AVERAGED = ("EMA", "EMA, skipped", "averages", "averages by foreach", "averages, buffers as they are", "SWA")
+
+
+@pytest.fixture(scope="module")
+def folder(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(python, tmp_path_factory.mktemp("sharded"), "torchrun", script=Path(worker.__file__))[1]
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", [*DIAGNOSED, *OTHERS])
+def test_all_is_as_under_ddp(ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
+    for rank in ranks:
+        ddp, fsdp = rank[name]["ddp"], rank[name]["fsdp"]
+        assert fsdp.keys() == ddp.keys()
+        for key, expected in ddp.items():
+            found = fsdp[key]
+            if key in ("weights", "buffers", "saved"):
+                assert found.keys() == expected.keys()
+                for part, value in expected.items():
+                    torch.testing.assert_close(found[part], value, rtol=0, atol=1e-6 if name in ROUNDED else 0)
+            elif key == "metrics":
+                assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
+            elif key in ("random", "outputs"):
+                assert torch.equal(found, expected)
+            elif key != "held":
+                assert str(found).replace(str(folder / "fsdp"), str(folder / "ddp")) == str(expected)
+
+
+@pytest.mark.parametrize("name", ["guard skips a loss", "guard skips a gradient"])
+def test_the_guard_skips_on_all(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        assert rank[name]["fsdp"]["outcomes"] == [False, False, True, False, False] * 2
+        assert all(one.isfinite().all() for one in rank[name]["fsdp"]["weights"].values())
+
+
+def test_the_guard_names_rank_and_layer_on_all(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "batch_idx 2, on rank 1 of 2, loss nan" in rank["guard stops at a loss"]["fsdp"]["error"]
+        said = rank["guard stops at a gradient"]["fsdp"]["error"]
+        assert "in the backward pass, in 'net.2' (Overflow), in the gradient of net.2.weight" in said
+        said = rank["guard, no loss on the other rank"]["fsdp"]["error"]
+        assert "batch_idx 3, number 2 of the 2 in its window, on rank 1 of 2" in said
+        assert "in 'net.2' (Overflow)" in said
+
+
+def test_no_weights_are_saved_of_which_one_process_holds_a_nan(ranks: list[dict[str, Any]], folder: Path) -> None:
+    for rank in ranks:
+        assert "they were not saved" in rank["weights that are not finite"]["fsdp"]["error"]
+        assert "as they were: net.0.weight." in rank["weights that are not finite"]["fsdp"]["error"]
+    assert not (folder / "never.ckpt").exists()
+
+
+def test_underflow_is_that_of_whole_gradients(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        (name, zeros, subnormal), *layers = rank["monitor"]["fsdp"]["underflow"]
+        assert (name, len(layers)) == ("", 10)
+        assert 0.0 < subnormal < 1.0
+        assert 0.0 < zeros < 1.0
+        assert {"grad_norm", "amp/underflow", "amp/scale"} <= rank["monitor"]["fsdp"]["metrics"].keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("report, none on rank 0", "no report, none on rank 0"), ("report on demand", "no report")],
+)
+def test_replays_leave_no_trace(ranks: list[dict[str, Any]], name: str, without: str) -> None:
+    for rank in ranks:
+        one, other = rank[name]["fsdp"], rank[without]["fsdp"]
+        assert len(one["reports"]) == 1
+        for key in ("weights", "buffers"):
+            assert all(torch.equal(value, other[key][part]) for part, value in one[key].items())
+        assert torch.equal(one["random"], other["random"])
+
+
+def test_reports_name_the_layer(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name in ("report", "report, none on rank 0"):
+            (report,) = rank[name]["fsdp"]["reports"]
+            assert "The forward overflows in 'net.2' (Overflow)" in report
+            assert "on rank 1 of 2" in report
+        report, _ = rank["report of the backward"]["fsdp"]["reports"]  # one for each row of skips
+        assert "The backward makes inf or nan in 'net.2' (Overflow), in the gradient of net.2.weight" in report
+        assert "Nothing overflowed." in rank["report on demand"]["fsdp"]["reports"][0]
+
+
+def test_a_collapse_stops_all(ranks: list[dict[str, Any]], folder: Path) -> None:
+    for rank in ranks:
+        assert rank["collapse"]["fsdp"]["error"].startswith("4 optimizer steps in a row were skipped")
+    saved = torch.load(folder / "fsdp" / "checkpoints" / "before_collapse.ckpt", weights_only=True)
+    assert saved["state_dict"]["net.0.weight"].shape == (16, 6)
+
+
+def test_fp32_modules_compute_in_float32(ranks: list[dict[str, Any]]) -> None:
+    half, single = "torch.float16", "torch.float32"
+    for rank in ranks:
+        assert rank["fp32_modules"]["fsdp"]["dtypes"] == {"0": half, "1.linear": single, "3.linear": half, "4": single}
+
+
+def test_fp32_modules_keep_their_weights_in_float32(ranks: list[dict[str, Any]]) -> None:
+    half, single = "torch.bfloat16", "torch.float32"
+    for rank in ranks:
+        for name in ("fp32_modules of 16-bit weights", "fp32_modules below a policy"):
+            assert rank[name]["fsdp"]["computed"] == {"0": half, "1.linear": single, "3.linear": half, "4": single}
+
+
+def test_sizes_are_those_of_whole_layers(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "net.0 (Linear): in_features 6 -> 8\n" in rank["alignment"]["fsdp"]["said"]
+
+
+def test_anomalies_name_the_operation(ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["anomaly"]["fsdp"]["error"] == "Function 'SqrtBackward0'" for rank in ranks)
+
+
+@pytest.mark.parametrize("name", [*CHECKPOINTED, "compiled"])
+def test_recomputed_and_compiled_blocks_learn_the_same(ranks: list[dict[str, Any]], name: str) -> None:
+    plain = "nothing" if name != "compiled" else "alignment"  # of one epoch
+    for rank in ranks:
+        one, other = rank[name]["fsdp"], rank[plain]["fsdp"]
+        for key in ("weights", "buffers"):
+            for part, value in one[key].items():
+                torch.testing.assert_close(value, other[key][part], rtol=0, atol=1e-6 if name == "compiled" else 0)
+
+
+def test_rates_are_measured_over_all(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert (rank["measured"]["fsdp"]["measured"], rank["measured"]["fsdp"]["rates"]) == (4, 1)
+    told = ranks[0]["measured"]["fsdp"]["told"]
+    assert (told["status"], told["samples"], told["samples_per_step"]) == ("completed", 40, 8)
+
+
+def test_the_speed_of_inference_is_measured_together(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["inference"]["fsdp"]["result"] == {
+        "precision": "16-mixed", "samples": 8, "batches": 2, "rounds": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_averages_are_parts_and_validations_see_them(ranks: list[dict[str, Any]], name: str) -> None:
+    prefix = "" if name == "SWA" else "module."
+    for rank in ranks:
+        found = rank[name]["fsdp"]
+        assert found["held"] == {f"{prefix}net.1.linear.weight": 128, f"{prefix}net.1.linear.bias": 8}
+        # the parameter of the root in the sanity check and in both batches of each validation
+        assert found["gains"][0] == 1.0
+        assert found["gains"][1] == found["gains"][2] != found["gains"][3] == found["gains"][4]
+        assert len(found["gains"]) == (7 if name == "SWA" else 5)
+
+
+@pytest.mark.parametrize("name", ["EMA resumed", "SWA resumed"])
+def test_averages_go_on_after_a_resume(ranks: list[dict[str, Any]], name: str) -> None:
+    assert all(rank[name]["fsdp"]["resumed is the same"] for rank in ranks)
+    assert ranks[0][name]["fsdp"]["saved"]["net.0.weight"].shape == (16, 6)
+
+
+def test_stock_callbacks_see_whole_weights_and_end_a_fit(ranks: list[dict[str, Any]], folder: Path) -> None:
+    for rank in ranks:
+        found = rank["stock"]["fsdp"]
+        assert len(found["outcomes"]) == 5 + 3 + 3  # windows of 1 batch, then of 2; stopped after three epochs
+        assert found["saved"]["net.0.weight"].shape == (16, 6)
+        assert found["at end"] == [11]
+    log = (folder / "fsdp" / "stock" / "version_0" / "metrics.csv").read_text()
+    assert "lr-AdamW" in log
+    assert "train/samples" in log
+
+
+def test_the_same_learning_rate_is_found(ranks: list[dict[str, Any]]) -> None:
+    assert len({rank["learning rate found"][kind]["found"] for rank in ranks for kind in worker.KINDS} - {1e-3}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*have no `val_dataloader`")
+def test_what_is_unfrozen_later_learns_as_on_one_process(ranks: list[dict[str, Any]]) -> None:
+    seen = worker.Seen()
+    torch.manual_seed(1)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=3, limit_train_batches=5, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, limit_val_batches=0,
+        callbacks=[seen, worker.finetuning()],
+    )  # fmt: skip
+    trainer.fit(worker.Backbone(), DataLoader(samples(), batch_size=BATCH, sampler=Shard(1)))
+    for rank in ranks:
+        for name, value in seen.state["weights"].items():
+            torch.testing.assert_close(rank["finetuned"]["fsdp"]["weights"][name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("callback", [GradientCheck(), HalveOnOutOfMemory(), ModelPruning("l1_unstructured")])
+def test_what_needs_whole_weights_is_refused(callback: Any) -> None:
+    with pytest.raises(UnsupportedError, match=f"{type(callback).__name__} with strategy='fsdp'"):
+        Trainer(accelerator="cpu", devices=2, strategy="fsdp", callbacks=[callback], logger=False)

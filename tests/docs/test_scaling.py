@@ -1,0 +1,45 @@
+"""The table of features and engines: what a cell says is so, and the tests that it names are there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+PAGE = ROOT / "docs" / "scaling.md"
+ENGINES = ["one device", "DDP", "FSDP"]
+REFUSED = {"Fused SGD", "Parameters left out (`ignored_params`)", "`GradientCheck`", "`HalveOnOutOfMemory` (splitting)"}
+"""What a sharded engine may refuse, and nothing else."""
+
+UNTESTED = 7
+"""Cells that no test shows. To be lowered, never raised."""
+
+
+def table() -> dict[str, list[str]]:
+    """The cells of each feature."""
+    lines = PAGE.read_text(encoding="utf-8").split("## What works where")[1].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert rows[0][1:] == ENGINES
+    return {name: cells for name, *cells in rows[2:]}
+
+
+@pytest.mark.parametrize("name", table())
+def test_a_cell_names_a_test_that_is_there(name: str) -> None:
+    cells = table()[name]
+    assert len(cells) == len(ENGINES)
+    for engine, cell in zip(ENGINES, cells, strict=True):
+        if found := re.fullmatch(r"\[tested\]\(\.\./(tests/\S+\.py)#(test_\w+)\)", cell):
+            assert f"def {found[2]}(" in (ROOT / found[1]).read_text(encoding="utf-8"), cell
+        else:
+            assert cell in ("refused", "needs a GPU", "not tested", "-"), cell
+        assert cell != "refused" or (engine == "FSDP" and name in REFUSED)
+
+
+def test_few_cells_are_not_tested() -> None:
+    assert sum(cell == "not tested" for cells in table().values() for cell in cells) == UNTESTED
+
+
+def test_what_may_be_refused_is_in_the_table() -> None:
+    assert table().keys() >= REFUSED

@@ -1,0 +1,112 @@
+"""Which modules are sharded one by one, and that a module is what it was when it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as distributed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from trainer.engine.sharding.wrap import ShardedModule, Sharding, find_blocks, put_back
+from trainer.errors import UnsupportedError
+
+pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13")
+
+
+class Part(nn.Module):
+    """A block with a list in it."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Model(nn.Module):
+    """Blocks in a list; a head that shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, 4, bias=False)
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def names(module: nn.Module, blocks: list[nn.Module]) -> set[str]:
+    return {name for name, part in module.named_modules() if part in blocks}
+
+
+def test_the_outermost_members_of_lists() -> None:
+    model = Model()
+    assert names(model, find_blocks(model, None)) == {"parts.0", "parts.1", "parts.2"}
+
+
+def test_a_member_with_most_of_the_parameters_is_opened() -> None:
+    model = nn.Sequential(Model(), nn.Linear(4, 2))
+    assert names(model, find_blocks(model, None)) == {"0.parts.0", "0.parts.1", "0.parts.2", "1"}
+
+
+def test_classes() -> None:
+    model = Model()
+    assert names(model, find_blocks(model, [Part])) == {"parts.0", "parts.1", "parts.2"}
+
+
+def test_what_shares_a_parameter_with_others_is_no_block() -> None:
+    model = Model()
+    assert "head" not in names(model, find_blocks(model, [nn.Linear]))
+    assert "embedding" not in names(model, find_blocks(model, [nn.Linear]))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_put_back_makes_the_module_what_it_was() -> None:
+    model = Model()
+    model.parts[0].requires_grad_(False)
+    parameters = dict(model.named_parameters())
+    values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    expected = model(torch.ones(2, 4))
+    mesh = init_device_mesh("cpu", (1,))
+    for _ in range(2):
+        ShardedModule(model, mesh, torch.device("cpu"), Sharding())
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert not any(parameter.numel() for parameter in parameters.values())
+        model(torch.ones(2, 4)).sum().backward()
+        put_back(model)
+        assert dict(model.named_parameters()).keys() == parameters.keys()
+        assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+        assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
+        assert [type(part) for part in model.modules()] == [type(part) for part in Model().modules()]
+        assert [p.requires_grad for p in model.parts[0].parameters()] == [False] * 4
+        assert model.head.weight is model.embedding.weight
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    assert torch.equal(model(torch.ones(2, 4)), expected)
+    put_back(model)  # nothing to do
+
+
+@pytest.mark.usefixtures("one_process")
+def test_scalars_are_refused_by_name() -> None:
+    model = Model()
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UnsupportedError, match=r"temperature.*torch\.ones\(1\)"):
+        ShardedModule(model, init_device_mesh("cpu", (1,)), torch.device("cpu"), Sharding())

@@ -1,0 +1,142 @@
+"""Evaluation on several processes, one of which is here; whole runs are in tests/distributed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from torch import nn
+from torchmetrics import MeanMetric
+
+from trainer.data.unpadded import Span
+from trainer.errors import ConfigurationError
+from trainer.loops.pace import Pace
+from trainer.state.metric_objects import MetricObjects
+from trainer.state.metrics import MetricStore
+
+INF = float("inf")
+
+
+class Engine:
+    """One of two processes, whose exchanges are counted."""
+
+    def __init__(self, forward_exchanges: bool = False, others: list[bool] | None = None) -> None:
+        self.forward_exchanges = forward_exchanges
+        self.global_rank = 0
+        self.others = others or []
+        self.done: list[Any] = []
+        self.count = 0
+
+    def idle_forward(self) -> None:
+        self.done.append("idle")
+        self.count += 2 * self.forward_exchanges
+
+    def any_rank(self, decision: bool) -> bool:
+        self.done.append(decision)
+        return decision or self.others.pop(0)
+
+    def exchanges(self) -> int:
+        return self.count
+
+    def alone(self, error: Exception) -> Any:
+        self.done.append(f"alone: {error}")
+        return nullcontext()
+
+    def exchange(self) -> None:
+        self.count += 1
+
+    def forward(self) -> None:
+        self.done.append("batch")
+        self.count += 2 * self.forward_exchanges
+
+
+def pace_of(
+    engine: Engine,
+    *spans: Span,
+    whole: tuple[Span, ...] = (),
+    module: nn.Module | None = None,
+    watches: bool = True,
+) -> Pace:
+    store = MetricStore(training=False)
+    objects = MetricObjects(module or nn.Linear(1, 1))
+    return Pace(engine, store, objects, "validation", spans=spans, whole=whole or spans, watches=watches)  # type: ignore[arg-type]
+
+
+def run(engine: Engine, pace: Pace, *batches: int, step: Callable[[int], None] | None = None) -> None:
+    for dataloader_idx, count in enumerate(batches):
+        for index in range(count):
+
+            def evaluate(index: int = index) -> None:
+                engine.forward()
+                if step is not None:
+                    step(index)
+
+            pace.run(dataloader_idx, evaluate)
+        pace.finish(dataloader_idx)
+
+
+def test_ddp_exchanges_as_a_pass_begins_and_then_no_more() -> None:
+    engine = Engine()
+    run(engine, pace_of(engine, Span(2, 2)), 2)
+    assert engine.done == ["idle", "batch", "batch"]
+
+
+def test_a_process_without_a_batch_takes_part_in_forwards_that_exchange() -> None:
+    engine = Engine(forward_exchanges=True)
+    run(engine, pace_of(engine, Span(1, 3), Span(0, 1), watches=False), 1, 0)
+    assert engine.done == ["idle", "batch", "idle", "idle", "idle"]
+
+
+def test_processes_ask_each_other_where_nobody_knows_the_number_of_batches() -> None:
+    engine = Engine(forward_exchanges=True, others=[True, True, False])
+    run(engine, pace_of(engine, Span(0, INF), watches=False), 1)
+    assert engine.done == ["idle", True, "batch", False, "idle", False, "idle", False]
+    engine = Engine()  # whose forwards exchange nothing
+    run(engine, pace_of(engine, Span(0, INF)), 1)
+    assert engine.done == ["idle", "batch"]
+
+
+def test_values_of_a_batch_are_reduced_where_all_have_it() -> None:
+    engine = Engine()
+    pace = pace_of(engine, Span(1, 2), Span(1, 1))
+    shared: list[bool] = []
+    run(engine, pace, 2, 1, step=lambda index: shared.append(pace._metrics.shares_steps))
+    assert shared == [True, False, True]
+    assert [one for one in engine.done if one.startswith("alone")] == [engine.done[3]]
+
+
+@pytest.mark.parametrize("forward_exchanges", [False, True])
+def test_an_exchange_in_each_batch_is_an_error_in_the_last_that_all_have(forward_exchanges: bool) -> None:
+    engine = Engine(forward_exchanges)
+    pace = pace_of(engine, Span(2, 3))
+    with pytest.warns(UserWarning, match=r"\(2 to 3\)"):
+        pace.run(0, engine.exchange if not forward_exchanges else lambda: (engine.forward(), engine.exchange()))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"`validation_step`.*on_validation_epoch_end.*pad_evaluation=True"):
+        pace.run(0, lambda: [engine.exchange() for _ in range(3)])  # type: ignore[arg-type]
+
+
+def test_a_sanity_check_of_equal_length_warns() -> None:
+    engine = Engine()
+    pace = pace_of(engine, Span(1, 1), whole=(Span(2, 3),))
+    with pytest.warns(UserWarning, match=r"\(2 to 3\)"):
+        pace.run(0, engine.exchange)
+
+
+@pytest.mark.parametrize("spans", [(Span(2, 2),), (Span(0, INF),)])
+def test_an_exchange_is_nobody_s_business_where_all_have_partners_or_nobody_knows(spans: tuple[Span, ...]) -> None:
+    engine = Engine()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(engine, pace_of(engine, *spans), 2, step=lambda index: engine.exchange())
+
+
+def test_a_metric_that_exchanges_at_each_batch_is_refused_before_the_first() -> None:
+    module = nn.Module()
+    module.eager = MeanMetric(dist_sync_on_step=True)
+    with pytest.raises(ConfigurationError, match="'eager', with dist_sync_on_step=True"):
+        pace_of(Engine(), Span(2, 3), module=module)
+    pace_of(Engine(), Span(2, 2), module=module)
+    pace_of(Engine(), Span(2, 3), module=module, watches=False)

@@ -1,0 +1,175 @@
+import json
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from recipes.data.text import NO_TARGET
+from recipes.finetune import FineTuner, check_folder
+from recipes.language_model import TextWriter
+from tests.recipes.samples import tiny_llama
+from tests.support import make_trainer
+
+pytest.importorskip("transformers", reason="needs amp-trainer[finetune]")
+pytest.importorskip("peft", reason="needs amp-trainer[finetune]")
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+def tuner(folder, optimizer=ADAMW, **options) -> FineTuner:
+    torch.manual_seed(0)
+    module = FineTuner(optimizer, folder=str(folder), **options)
+    module.configure_model()
+    return module
+
+
+def sequences() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    tokens, targets = (torch.randint(0, 300, (8, 16), generator=draw) for _ in range(2))
+    lengths = torch.tensor([16, 1, 3, 16, 2, 2, 1, 9])
+    return TensorDataset(tokens, targets.masked_fill(torch.arange(16) >= lengths[:, None], NO_TARGET))
+
+
+def distance(module, other) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(module.parameters(), other.parameters(), strict=True))
+
+
+def test_it_is_the_model_of_the_folder(folder):
+    from transformers import AutoModelForCausalLM
+
+    theirs, tokens = AutoModelForCausalLM.from_pretrained(folder), torch.arange(10).unsqueeze(0)
+    module = tuner(folder)
+    assert torch.equal(module(tokens), theirs(tokens).logits)
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in module.parameters())
+    nats = torch.nn.functional.cross_entropy(theirs(tokens[:, :-1]).logits[0], tokens[0, 1:]).item()
+    module.log = lambda *_, **__: None
+    output = module.training_step((tokens[:, :-1], tokens[:, 1:]), 0)
+    assert output["loss"].item() == pytest.approx(nats, rel=1e-6)
+    assert output["weight"] == 9
+
+
+def test_an_accumulated_step_is_that_of_one_big_batch(folder, tmp_path):
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    big, accumulated = tuner(folder, sgd), tuner(folder, sgd)
+    data = sequences()
+    make_trainer(tmp_path).fit(big, DataLoader(data, batch_size=8))
+    make_trainer(tmp_path, accumulate_grad_batches=4).fit(accumulated, DataLoader(data, batch_size=2))
+    assert distance(big, accumulated) < 1e-6
+    assert distance(big, tuner(folder)) > 1e-3
+
+
+def test_adapters_leave_the_weights_alone(folder):
+    module = tuner(folder, lora_rank=2, lora_modules=["q_proj", "v_proj"])
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 2 * 2  # layers, modules, A and B
+    assert all("lora_" in name for name in trained)
+    (group,) = module.configure_optimizers().param_groups
+    assert len(group["params"]) == 8
+    module, whole = tuner(folder, lora_rank=2), tuner(folder)
+    tokens = torch.arange(10).unsqueeze(0)
+    assert torch.allclose(module(tokens), whole(tokens), atol=1e-6)  # B begins as zeros
+    assert len(whole.configure_optimizers().param_groups[1]["params"]) == 5  # norms, which do not decay
+
+
+def test_what_is_saved_is_trained_and_complete(folder, tmp_path):
+    module = tuner(folder, save_to=str(tmp_path / "out"))
+    config = json.loads((folder / "config.json").read_text())
+    make_trainer(tmp_path, precision="bf16-mixed").fit(module, DataLoader(sequences(), batch_size=4))
+    again = tuner(tmp_path / "out")
+    assert distance(module, again) == 0.0
+    assert distance(again, tuner(folder)) > 1e-3
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["use_cache"] is config["use_cache"] is True
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert not [file for file in (tmp_path / "out").iterdir() if file.suffix in (".bin", ".pt", ".py")]
+
+
+def test_tied_weights_are_saved(folder, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(folder, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "tied")
+    module = tuner(tmp_path / "tied", save_to=str(tmp_path / "out"))
+    make_trainer(tmp_path).fit(module, DataLoader(sequences(), batch_size=4))
+    assert distance(module, tuner(tmp_path / "out")) == 0.0
+
+
+def test_classes(folder, tmp_path):
+    texts = torch.randint(1, 300, (12, 6), generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(texts, torch.ones_like(texts), texts[:, 0] % 3)
+    module = tuner(folder, task="classification", num_classes=3, save_to=str(tmp_path / "out"))
+    assert module(texts, torch.ones_like(texts)).shape == (12, 3)
+    trainer = make_trainer(tmp_path, max_epochs=20)
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    (metrics,) = trainer.validate(module, DataLoader(data, batch_size=5), verbose=False)
+    logits = module.eval()(texts)
+    right = (logits.argmax(1) == texts[:, 0] % 3).float().mean().item()
+    nats = torch.nn.functional.cross_entropy(logits, texts[:, 0] % 3).item()
+    assert metrics == {"val_acc": pytest.approx(right), "val_loss": pytest.approx(nats, rel=1e-4)}
+    assert right > 0.9
+    predicted = torch.cat(make_trainer(tmp_path).predict(module, DataLoader(data, batch_size=5)))
+    assert torch.allclose(predicted, logits.softmax(1), atol=1e-5)
+    again = tuner(tmp_path / "out", task="classification", num_classes=3).eval()
+    assert torch.allclose(again(texts), logits, atol=1e-6)
+
+
+def test_what_it_writes(folder, tmp_path, capsys):
+    module = tuner(folder, sample_length=5).eval()
+    trainer = make_trainer(tmp_path, callbacks=[TextWriter(str(tmp_path))])
+    ((text,),) = trainer.predict(module, DataLoader(["The "], batch_size=1))
+    assert text == "The " + module.write("The ")
+    stream = module.tokenizer.encode(["The "])[0]
+    for _ in range(5):
+        stream.append(int(module(torch.tensor([stream]))[0, -1].argmax()))
+    assert module.tokenizer.decode(stream) == text
+
+
+def test_folders_that_are_refused(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"folder is nowhere: there is no such folder.*Set model\.folder"):
+        check_folder("nowhere")
+    with pytest.raises(FileNotFoundError, match=r"holds no model: it has no config\.json\. Expected"):
+        check_folder(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="It has LoRA adapters alone: name the model that they belong to"):
+        check_folder(str(tmp_path))
+    config = tmp_path / "config.json"
+    config.write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+        check_folder(str(tmp_path))
+    config.write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"holds no weights: it has no \.safetensors"):
+        check_folder(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_text("")
+    with pytest.raises(ValueError, match=r"are pickles \(pytorch_model\.bin\), which can run code and are not read"):
+        check_folder(str(tmp_path))
+    config.write_text(json.dumps({"auto_map": {"AutoModel": "modeling.Mine"}}))
+    with pytest.raises(ValueError, match=r"comes with code of its own .*modeling\.Mine.*is not run"):
+        check_folder(str(tmp_path))
+
+
+def test_code_in_the_folder_is_not_run(folder, tmp_path):
+    place = tiny_llama(tmp_path / "model")
+    (place / "modeling_llama.py").write_text("raise SystemExit('run')")
+    (place / "__init__.py").write_text("raise SystemExit('run')")
+    assert tuner(place)(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 300)
+
+
+def test_settings_that_are_refused(folder, monkeypatch):
+    with pytest.raises(ValueError, match="task is 'chat', expected 'causal' or 'classification'"):
+        FineTuner(ADAMW, folder=str(folder), task="chat")
+    with pytest.raises(ValueError, match="num_classes is None, expected at least 2"):
+        FineTuner(ADAMW, folder=str(folder), task="classification")
+    for package, options in (("peft", {"lora_rank": 2}), ("transformers", {})):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ModuleNotFoundError, match=rf"{package} is needed .* pip install 'amp-trainer\[finetune\]'"):
+            FineTuner(ADAMW, folder=str(folder), **options)
+        monkeypatch.undo()

@@ -1,0 +1,56 @@
+"""What a step costs on several processes, in numbers that do not depend on the machine: collectives and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import Ranks
+from tests.warm_python import WarmPython
+
+pytestmark = pytest.mark.slow
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(python: WarmPython) -> Iterator[Ranks]:
+    with Ranks(python, 2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def counted(ranks: Ranks) -> dict[Any, list[dict[str, Any]]]:
+    return {
+        key: ranks.call("scripts._scale:count", *key)
+        for key in (("ddp", "16-mixed", True), ("fsdp", "32-true", False), ("fsdp", "16-mixed", True))
+    }
+
+
+def test_a_sharded_step_exchanges_once_to_unscale_and_once_to_clip(counted: dict[Any, Any]) -> None:
+    for rank in counted["fsdp", "16-mixed", True]:
+        assert rank["during"] == {"unscale_": 1, "clip_": 1, "step": 0, "update": 0}
+    for rank in counted["fsdp", "32-true", False]:
+        assert rank["during"] == {"unscale_": 0, "step": 0, "update": 0}
+    for rank in counted["ddp", "16-mixed", True]:
+        assert rank["during"] == dict.fromkeys(("unscale_", "clip_", "step", "update"), 0)
+
+
+def test_a_sharded_step_gathers_and_reduces_as_often_as_one_by_hand(counted: dict[Any, Any]) -> None:
+    """In addition, processes tell each other how many batches a window had, and the norm is gathered, not reduced."""
+    for rank in counted["fsdp", "32-true", False]:
+        expected = {"all-gather": 2 * LAYERS + 1, "reduce-scatter": LAYERS + 1}  # the root is gathered once
+        assert rank["by hand"] == expected
+        assert rank["counts"] == expected | {"all-reduce": 1}
+    for rank in counted["fsdp", "16-mixed", True]:
+        assert sum(rank["counts"].values()) == sum(rank["by hand"].values()) + 1
+    for rank in counted["ddp", "16-mixed", True]:
+        assert (rank["by hand"], rank["counts"]) == ({"all-reduce": 1}, {"all-reduce": 2})
+
+
+def test_each_of_two_processes_has_half_of_the_parameters_the_gradients_and_the_state(counted: dict[Any, Any]) -> None:
+    whole = counted["ddp", "16-mixed", True][0]["state"]
+    assert whole["optimizer"] == 2 * whole["parameters"] == 2 * whole["gradients"] > 0
+    for rank in counted["fsdp", "16-mixed", True]:
+        assert {name: 2 * number for name, number in rank["state"].items()} == whole

@@ -1,0 +1,156 @@
+"""What some processes have logged and gathered, shared among another number of them: an epoch's values stay right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from trainer.state.metric_objects import MetricObjects
+from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, shared_among
+
+VALUES = [[(1.0, 2), (4.0, 3)], [(2.0, 1), (8.0, 1), (0.5, 5)], [(3.0, 4)]]
+"""Of each of three processes: what it logged, and how many samples that was."""
+CPU = torch.device("cpu")
+
+
+def logged(reduce_fx: str, values: list[tuple[float, int]], **options: Any) -> dict[str, Any]:
+    """The state of a process that has logged ``values``."""
+    store = MetricStore(training=True)
+    entry = LoggedValue("training_step", "x", LogOptions(reduce_fx=reduce_fx, **options), None, torch.as_tensor)
+    for value, weight in values:
+        entry.update(torch.tensor(value), weight)
+    store.entries["training_step", "x", None] = entry
+    return store.state_dict(lambda _: None)
+
+
+def loaded(state: dict[str, Any]) -> LoggedValue:
+    store = MetricStore(training=True)
+    store.load_state_dict(state, lambda _: None, torch.as_tensor, CPU)
+    (entry,) = store.entries.values()
+    return entry
+
+
+def flat() -> list[tuple[float, int]]:
+    return [pair for values in VALUES for pair in values]
+
+
+EXPECTED = {
+    "mean": sum(value * weight for value, weight in flat()) / sum(weight for _, weight in flat()),
+    "sum": sum(value for value, _ in flat()),
+    "max": 8.0,
+    "min": 0.5,
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5])
+@pytest.mark.parametrize("reduce_fx", EXPECTED)
+def test_what_was_logged_is_shared(reduce_fx: str, processes: int) -> None:
+    state = shared_among(processes, [logged(reduce_fx, values) for values in VALUES])
+    total, weight = loaded(state).accumulated()
+    assert total is not None
+    if reduce_fx == "mean":
+        assert (total / weight).item() == pytest.approx(EXPECTED["mean"])  # of each process by itself, too
+        assert weight * processes == pytest.approx(16)
+    else:
+        whole = total * processes if reduce_fx == "sum" else total  # over all of them
+        assert whole.item() == pytest.approx(EXPECTED[reduce_fx])
+
+
+def test_more_is_added_to_what_was_shared() -> None:
+    entry = loaded(shared_among(1, [logged("mean", values) for values in VALUES]))
+    entry.update(torch.tensor(10.0), 4)
+    value = entry.epoch_value()
+    assert value is not None
+    assert value.item() == pytest.approx((EXPECTED["mean"] * 16 + 40) / 20)
+
+
+def test_what_the_first_process_alone_has_logged_is_not_added_up() -> None:
+    states = [logged("mean", VALUES[0], rank_zero_only=True), {"in_batch": True, "entries": []}]
+    value = loaded(shared_among(3, states)).epoch_value()
+    assert value is not None
+    assert value.item() == pytest.approx((2 + 12) / 5)
+
+
+class OwnReduction(Metric):
+    """Whose state is reduced in a way of its own."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", torch.tensor(0.0), dist_reduce_fx=lambda values: values.prod())
+
+    def update(self, value: Tensor) -> None:
+        self.seen = self.seen + value
+
+    def compute(self) -> Tensor:
+        return self.seen
+
+
+class Averages(Metric):
+    """Whose state is averaged over processes."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, value: Tensor) -> None:
+        self.seen = value
+
+    def compute(self) -> Tensor:
+        return self.seen
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum, self.mean, self.max, self.min, self.cat = (
+            SumMetric(), MeanMetric(), MaxMetric(), MinMetric(), CatMetric()
+        )  # fmt: skip
+        self.accuracy, self.averages, self.own = MulticlassAccuracy(3, average="micro"), Averages(), OwnReduction()
+
+    def update(self, values: list[float]) -> None:
+        for value in values:
+            for metric in (self.sum, self.mean, self.max, self.min, self.cat, self.averages, self.own):
+                metric.update(torch.tensor(value))
+            self.accuracy.update(torch.tensor([int(value) % 3]), torch.tensor([1]))
+
+
+SEEN = [[1.0, 4.0], [2.0, 8.0, 7.0], []]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_metric_objects_are_shared(processes: int) -> None:
+    states = []
+    for values in SEEN:
+        module = Module()
+        module.update(values)
+        states.append(MetricObjects(module).state_dict())
+    found = []
+    for rank in range(processes):
+        module = Module()
+        metrics = MetricObjects(module)
+        state, lost = metrics.shared(states, rank, processes)
+        metrics.load_state_dict(state, CPU)
+        assert lost == ({"own"} if processes < len(SEEN) else set())
+        found.append(module)
+    assert [int(module.sum.sum_value) for module in found] == [22] + [0] * (processes - 1)
+    assert sum(float(module.mean.mean_value) for module in found) == 22
+    assert sum(float(module.mean.weight) for module in found) == 5
+    assert [module.max.compute().item() for module in found] == [8.0] * processes
+    assert [module.min.compute().item() for module in found] == [1.0] * processes
+    parts = [one for module in found for one in module.cat.value]
+    assert torch.cat(parts).tolist() == [1.0, 4.0, 2.0, 8.0, 7.0]
+    assert sum(int(module.accuracy.tp) for module in found) == 3  # 1, 4 and 7
+    assert found[0].accuracy.tp.dtype == torch.long
+    assert [module.averages.seen.item() for module in found] == [5.5] * processes  # of 4 and 7
+    own = [5.0, 17.0, 0.0, 0.0]
+    assert [module.own.seen.item() for module in found] == own[:processes]
+    assert all(module.sum._update_count == 3 for module in found)  # none of them warns that it has seen nothing

@@ -1,0 +1,188 @@
+"""Several processes reduce what any of them has logged: the stores and metric objects of each, without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import CatMetric, MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.utilities import dim_zero_cat
+
+from trainer.errors import ConfigurationError
+from trainer.state.metric_objects import MetricObjects
+from trainer.state.metrics import LoggedValue, LogOptions, MetricStore
+
+STEP = "validation_step"
+
+
+class Process:
+    """One process's store; ``asked`` is what it exchanged, in its order."""
+
+    def __init__(self) -> None:
+        self.store = MetricStore(training=False)
+        self.store.shared_hooks = {STEP}
+        self.asked: list[tuple[str, float, torch.dtype]] = []
+
+    def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
+        self.asked.append((op, float(tensor), tensor.dtype))
+        return tensor
+
+    def log(self, name: str, *values: float, hook: str = STEP, dtype: Any = torch.float32, **options: Any) -> None:
+        entry = LoggedValue(hook, name, LogOptions(**options), None, self.reduce)
+        for value in values:
+            entry.update(torch.tensor(value, dtype=dtype), 2)
+        self.store.entries[hook, name, None] = entry
+
+    def outline(self) -> Any:
+        return self.store.outline(lambda metric: None)
+
+
+def exchange(*processes: Process) -> None:
+    outlines = [process.outline() for process in processes]
+    for process in processes:
+        process.store.complete(outlines, lambda name: None, process.reduce)
+        process.store.current(on_step=False)
+
+
+def test_a_process_that_has_logged_nothing_adds_nothing() -> None:
+    first, second = Process(), Process()
+    first.log("mean", 1.0, 3.0)
+    first.log("sum", 1.0, 3.0, reduce_fx="sum")
+    first.log("max", 1.0, 3.0, reduce_fx="max")
+    first.log("min", 1.0, 3.0, reduce_fx="min")
+    exchange(first, second)
+    kinds = [(op, dtype) for op, _, dtype in first.asked]
+    assert kinds == [(op, dtype) for op, _, dtype in second.asked]
+    assert [value for _, value, _ in first.asked] == [8.0, 4.0, 4.0, 3.0, 1.0]
+    assert [value for _, value, _ in second.asked] == [0.0, 0.0, 0.0, -float("inf"), float("inf")]
+
+
+def test_all_reduce_the_same_names_in_the_same_order_and_dtype() -> None:
+    first, second = Process(), Process()
+    first.log("a", 1.0, reduce_fx="sum")
+    first.log("b", 2.0, reduce_fx="sum")
+    second.log("c", 3.0, reduce_fx="sum")
+    second.log("b", 4.0, reduce_fx="sum", dtype=torch.float64)
+    second.log("a", 5.0, reduce_fx="sum")
+    exchange(first, second)
+    float32, float64 = torch.float32, torch.float64
+    assert first.asked == [("sum", 1.0, float32), ("sum", 2.0, float64), ("sum", 0.0, float32)]
+    assert second.asked == [("sum", 5.0, float32), ("sum", 4.0, float64), ("sum", 3.0, float32)]
+
+
+def test_what_is_meant_to_stay_apart_does() -> None:
+    first, second = Process(), Process()
+    first.log("one", 1.0, rank_zero_only=True)
+    first.log("group", 1.0, sync_dist_group="some of them")
+    first.log("hook", 1.0, hook="on_validation_epoch_start")
+    first.log("step", 1.0, on_step=True, on_epoch=False)
+    exchange(first, second)
+    assert first.asked == second.asked == []
+    assert second.store.entries == {}
+    first.log("synced", 1.0, hook="on_validation_epoch_start", sync_dist=True)
+    exchange(first, second)
+    assert [op for op, *_ in first.asked] == [op for op, *_ in second.asked] == ["sum", "sum"]
+
+
+def test_values_of_a_batch_are_reduced_while_all_share_it() -> None:
+    process = Process()
+    process.log("x", sync_dist=True, on_step=True)
+    process.log("own", on_step=True)
+    for shares in (True, False, True):
+        process.asked.clear()
+        process.store.share_steps(shares)
+        for entry in process.store.entries.values():
+            entry.update(torch.tensor(1.0), 1)
+        assert len(process.asked) == shares
+
+
+def test_all_go_by_the_first_process_s_own_values() -> None:
+    first, second = Process(), Process()
+    for process, value in ((first, 1.0), (second, 2.0)):
+        process.log("epoch", value, hook="on_validation_epoch_end")
+        process.log("kept", value, hook="on_validation_epoch_end", rank_zero_only=True)
+    said: list[Any] = []
+    first.store.take_first(lambda value: said.append(value) or value)
+    second.store.take_first(lambda value: said[0])
+    assert second.store.current(on_step=False).callback == {"epoch": 1.0, "kept": 2.0}
+    assert not first.asked + second.asked
+
+
+# --- metric objects ---------------------------------------------------------------------------------------------------
+
+
+class Metrics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.lists = CatMetric()
+        self.scores = MetricCollection(
+            {"accuracy": MulticlassAccuracy(num_classes=2), "f1": MulticlassF1Score(num_classes=2)}
+        )
+        self.unused = CatMetric()
+
+
+def objects_of(*modules: nn.Module) -> list[MetricObjects]:
+    objects = [MetricObjects(module) for module in modules]
+    outlines = [one.outline({}) for one in objects]
+    for one in objects:
+        one.complete(outlines, torch.device("cpu"))
+    return objects
+
+
+def test_a_metric_without_updates_has_empty_states_of_the_others_kind() -> None:
+    first, second = Metrics(), Metrics()
+    first.mean.update(1.0)
+    first.lists.value.append(torch.zeros(3, 4, dtype=torch.int64))
+    first.lists._update_count = 1
+    first.scores.update(torch.tensor([0, 1]), torch.tensor([0, 1]))
+    objects_of(first, second)
+    (empty,) = second.lists.value
+    assert (empty.shape, empty.dtype) == ((0, 4), torch.int64)
+    assert torch.equal(dim_zero_cat([*first.lists.value, empty]), first.lists.value[0])
+    assert second.mean._update_count == second.scores["f1"]._update_count == 1  # or its compute would warn
+    assert second.unused._update_count == 0
+    assert second.unused.value == []
+
+
+def test_a_value_of_before_another_process_s_update_is_computed_again() -> None:
+    first, second = Metrics(), Metrics()
+    for module in (first, second):
+        module.mean.update(1.0)
+        module.mean.compute()
+    first.mean.update(3.0)
+    objects_of(first, second)
+    assert second.mean._computed is None
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (1, 0)])
+def test_lists_that_are_exchanged_one_by_one_must_be_of_one_length(counts: tuple[int, int]) -> None:
+    modules = Metrics(), Metrics()
+    for module, count in zip(modules, counts, strict=True):
+        module.lists._reductions["value"] = None
+        for _ in range(count):
+            module.lists.update(torch.ones(1))
+    with pytest.raises(
+        ConfigurationError, match=rf"'lists' \(CatMetric\) keeps 'value' .*, {counts[0]}, {counts[1]} of"
+    ):
+        objects_of(*modules)
+    modules[1].lists.reset()
+    modules[0].lists.reset()
+    objects_of(*modules)
+
+
+def test_metrics_that_were_updated_before_and_not_since_are_left_alone() -> None:
+    """Those of the training, in whose middle a validation runs."""
+    modules = Metrics(), Metrics()
+    for module, count in zip(modules, (2, 1), strict=True):
+        module.lists._reductions["value"] = None
+        for _ in range(count):
+            module.lists.update(torch.ones(1))
+    objects = [MetricObjects(module) for module in modules]
+    outlines = [one.outline(one.counts()) for one in objects]
+    for one in objects:
+        one.complete(outlines, torch.device("cpu"))
+    assert len(modules[1].lists.value) == 1

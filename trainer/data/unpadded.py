@@ -1,0 +1,68 @@
+"""Each sample on one process: how the data of an evaluation is divided where nothing is counted twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sized
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DistributedSampler, SequentialSampler
+
+from trainer.errors import ConfigurationError
+from trainer.state import random_states
+
+
+class Span(NamedTuple):
+    """How many batches of a dataloader a process has at least, and at most. (0, inf) where nobody knows."""
+
+    fewest: float
+    most: float
+
+
+class UnpaddedSampler(DistributedSampler[int]):
+    """Every ``num_replicas``-th of what a sampler draws, from the ``rank``-th on. Nothing is repeated or left out.
+
+    Processes may have different numbers of samples, or none. torch's ``DistributedSampler`` repeats the first samples
+    until all have equally many, or leaves out the last.
+
+    Args:
+        sampler: what one process would draw; it has a length. If it draws random numbers, these depend on ``seed`` and
+            on the epoch alone, so that all processes divide the same order.
+        num_replicas: the number of processes.
+        rank: of this process.
+        seed: the same on all processes.
+
+    Raises:
+        ConfigurationError: the sampler has no length.
+    """
+
+    def __init__(self, sampler: Any, num_replicas: int, rank: int, seed: int = 0) -> None:
+        if not isinstance(sampler, Sized):
+            raise ConfigurationError(
+                f"Got a {type(sampler).__name__} without a length as the sampler of a DataLoader: it cannot be divided"
+                " among processes. Give it a `__len__`; or divide the data yourself, with"
+                " Trainer(use_distributed_sampler=False)."
+            )
+        super().__init__(sampler, num_replicas, rank, shuffle=False, seed=seed)  # type: ignore[arg-type]
+        self.sampler: Any = sampler
+        self._share = range(rank, len(sampler), num_replicas)
+        self.num_samples, self.total_size = len(self._share), len(sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        if type(self.sampler) is SequentialSampler:
+            return iter(self._share)
+        with random_states.isolated():
+            seed = self.seed + self.epoch
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.default_generator.manual_seed(seed)  # not the devices', which are not put back
+            drawn = list(self.sampler)
+        return iter(drawn[self.rank :: self.num_replicas])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch it is, also to the sampler where it asks for it."""
+        super().set_epoch(epoch)
+        if callable(own := getattr(self.sampler, "set_epoch", None)):
+            own(epoch)

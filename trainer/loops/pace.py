@@ -1,0 +1,140 @@
+"""Evaluation on several processes, of which some have more batches than others, or none.
+
+What they log is reduced after the last batch: see ``MetricStore.complete``. Until then a batch may have no counterpart
+on another process, and an exchange in it no partner.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+from trainer.data.unpadded import Span
+from trainer.engine.protocol import Engine
+from trainer.errors import ConfigurationError
+from trainer.state.metric_objects import MetricObjects
+from trainer.state.metrics import MetricStore
+
+_REMEDY = (
+    " Exchange after the last batch instead: by self.log(..., sync_dist=True), a torchmetrics object, or in"
+    " on_{stage}_epoch_end. Or have all processes evaluate equally many batches, as Lightning does, which counts some"
+    " samples twice: Trainer(pad_evaluation=True)."
+)
+
+
+class Pace:
+    """One pass of evaluation on several processes.
+
+    Args:
+        engine: the processes.
+        metrics: what is logged in the pass.
+        objects: the module's metric objects.
+        stage: ``"validation"``, ``"test"`` or ``"predict"``.
+        spans: the batches of each dataloader, over the processes, in this pass.
+        whole: the same in a whole pass: a sanity check is shorter.
+        watches: whether to look for exchanges in batches that some processes lack.
+
+    Attributes:
+        all_have_batch: whether all processes are known to have the batch that runs.
+
+    Raises:
+        ConfigurationError: a metric object that exchanges at each batch, on all processes. If ``watches``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: MetricStore,
+        objects: MetricObjects,
+        stage: str,
+        *,
+        spans: Sequence[Span],
+        whole: Sequence[Span],
+        watches: bool,
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._stage = stage
+        self._spans = spans
+        self._whole = whole
+        self._watches = watches
+        self._done = 0  # batches of the current dataloader in this process
+        self._updates = objects.counts()
+        self._per_forward = 0
+        self.all_have_batch = True
+        uneven = [span for span in whole if span.fewest < span.most < float("inf")]
+        if watches and uneven:
+            for name, metric in objects.by_name.items():
+                if metric.dist_sync_on_step:
+                    raise self._error(f"The metric {name!r}, with dist_sync_on_step=True,", uneven[0])
+        engine.idle_forward()
+        if watches and uneven:
+            before = engine.exchanges()
+            engine.idle_forward()
+            self._per_forward = engine.exchanges() - before
+
+    def run(self, dataloader_idx: int, evaluate: Callable[[], None]) -> None:
+        """Evaluate one batch.
+
+        Raises:
+            ConfigurationError: it exchanges something with other processes, some of which have no such batch.
+        """
+        engine, span, index = self._engine, self._spans[dataloader_idx], self._done
+        self._done += 1
+        self.all_have_batch = index < span.fewest
+        if engine.forward_exchanges and span.most == float("inf"):
+            engine.any_rank(True)  # there is a batch
+        if not self._watches:
+            evaluate()
+            return
+        if self._metrics.shares_steps is not self.all_have_batch:
+            self._metrics.share_steps(self.all_have_batch)
+        whole = self._whole[dataloader_idx]
+        if whole.fewest == whole.most or whole.most == float("inf"):
+            evaluate()
+            return
+        before = engine.exchanges()
+        what = f"The `{self._stage}_step`, or a hook of the batch,"
+        with nullcontext() if self.all_have_batch else engine.alone(self._error(what, whole)):
+            evaluate()
+        is_last = index == span.fewest - 1 and span.fewest < span.most
+        if (index == 0 or is_last) and engine.exchanges() - before > self._per_forward:
+            error = self._error(what, whole)
+            if is_last:
+                raise error
+            if engine.global_rank == 0:
+                warnings.warn(str(error), stacklevel=2)
+
+    def finish(self, dataloader_idx: int) -> None:
+        """This process has had its batches of a dataloader: wait for those that have more."""
+        engine, most, done = self._engine, self._spans[dataloader_idx].most, self._done
+        self._done = 0
+        if not engine.forward_exchanges:
+            return
+        if most == float("inf"):
+            while engine.any_rank(False):
+                engine.idle_forward()
+        else:
+            for _ in range(done, int(most)):
+                engine.idle_forward()
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether processes have, or may have, different numbers of batches."""
+        return any(span.fewest < span.most for span in self._spans)
+
+    def agree(self, objects: MetricObjects) -> None:
+        """Have all processes reduce what any of them has logged of the current dataloader."""
+        engine, metrics = self._engine, self._metrics
+        mine = metrics.outline(objects.name_of), objects.outline(self._updates)
+        everyone = engine.broadcast(engine.gather(mine))
+        objects.complete([outline for _, outline in everyone], engine.device)
+        metrics.complete([outline for outline, _ in everyone], objects.by_name.__getitem__, engine.reduce)
+
+    def _error(self, what: str, span: Span) -> ConfigurationError:
+        return ConfigurationError(
+            f"{what} exchanges something with the other processes at each batch, but they have different numbers of"
+            f" batches ({int(span.fewest)} to {int(span.most)}): some would wait for ever."
+            + _REMEDY.format(stage=self._stage)
+        )
