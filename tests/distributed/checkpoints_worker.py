@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class Saves(Callback):
 
 def fit(
     folder: Path,
-    strategy: str,
+    strategy: Any,
     form: str,
     module: Net,
     *,
@@ -154,13 +155,13 @@ def main() -> None:
         results[optimizer] = fit(folder / "resumed", "fsdp", "file", Net(optimizer), ckpt=whole["best"], max_steps=3)
         results[optimizer]["saved"] = whole["end"]
     for form, none_at, each in WINDOWS:
-        fsdp: Any = FSDP2Strategy(sync_each_batch=each)
+        fsdp: Any = partial(FSDP2Strategy, sync_each_batch=each)  # one for each Trainer
         name = f"window {form} {each} {bool(none_at)}"
         path, window = folder / f"{name}.ckpt", {"accumulate_grad_batches": 3, "max_epochs": 2}
         precision = precision_of("16-mixed")
-        whole = fit(folder / "w", fsdp, form, Net(none_at=none_at), more=[Saves(path)], precision=precision, **window)
+        whole = fit(folder / "w", fsdp(), form, Net(none_at=none_at), more=[Saves(path)], precision=precision, **window)
         precision = precision_of("16-mixed")
-        resumed = fit(folder / "r", fsdp, form, Net(none_at=none_at), ckpt=path, precision=precision, **window)
+        resumed = fit(folder / "r", fsdp(), form, Net(none_at=none_at), ckpt=path, precision=precision, **window)
         results[name] = {"whole": whole, "resumed": resumed}
     torch.save(results, folder / f"rank_{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
