@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,17 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.worker import BATCH, Shard, precision_of, samples
 from tests.distributed.worker import Regression as Plain
-from trainer import CheckpointFiles, Trainer
+from trainer import CheckpointFiles, FSDP2Strategy, Trainer
 from trainer.engine.sharding import state
 
 FORMS = {"folder": {"sharded": True}, "folder later": {"sharded": True, "asynchronous": True}, "file": {}}
 """How a checkpoint is written."""
+
+LATE = {(1, 0), (1, 1)}
+WINDOWS: tuple[Any, ...] = (
+    ("folder later", (), True), ("folder", (), False), ("file", LATE, True), ("file", LATE, False),
+)  # fmt: skip
+"""Form, what has no loss on rank 1 (all of the window so far), and whether each batch exchanges gradients."""
 
 SAVED = ("fsdp folder", "fsdp folder later", "fsdp file", "ddp folder", "ddp file", "single folder", "single file")
 """By which strategy a checkpoint was saved, and in which form."""
@@ -107,7 +114,7 @@ class Saves(Callback):
 
 def fit(
     folder: Path,
-    strategy: str,
+    strategy: Any,
     form: str,
     module: Net,
     *,
@@ -147,13 +154,15 @@ def main() -> None:
         whole = fit(folder / optimizer, "fsdp", "folder", Net(optimizer), max_steps=2)
         results[optimizer] = fit(folder / "resumed", "fsdp", "file", Net(optimizer), ckpt=whole["best"], max_steps=3)
         results[optimizer]["saved"] = whole["end"]
-    for form, none_at in (("folder later", ()), ("file", {(1, 0), (1, 1)})):  # rank 1 has no loss, and no gradients
-        path, window = folder / f"window {form}.ckpt", {"accumulate_grad_batches": 3, "max_epochs": 2}
+    for form, none_at, each in WINDOWS:
+        fsdp: Any = partial(FSDP2Strategy, sync_each_batch=each)  # one for each Trainer
+        name = f"window {form} {each} {bool(none_at)}"
+        path, window = folder / f"{name}.ckpt", {"accumulate_grad_batches": 3, "max_epochs": 2}
         precision = precision_of("16-mixed")
-        whole = fit(folder / "w", "fsdp", form, Net(none_at=none_at), more=[Saves(path)], precision=precision, **window)
+        whole = fit(folder / "w", fsdp(), form, Net(none_at=none_at), more=[Saves(path)], precision=precision, **window)
         precision = precision_of("16-mixed")
-        resumed = fit(folder / "r", "fsdp", form, Net(none_at=none_at), ckpt=path, precision=precision, **window)
-        results[f"window {form}"] = {"whole": whole, "resumed": resumed}
+        resumed = fit(folder / "r", fsdp(), form, Net(none_at=none_at), ckpt=path, precision=precision, **window)
+        results[name] = {"whole": whole, "resumed": resumed}
     torch.save(results, folder / f"rank_{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -107,10 +107,10 @@ def test_the_best_one_is_tested(ranks: list[dict[str, Any]], single: dict[str, A
     assert found[name]["tested"]["loss"] == pytest.approx(found["single file"]["tested"]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("form", ["folder later", "file"])
-def test_a_window_that_was_open_is_gone_on_with(ranks: list[dict[str, Any]], form: str) -> None:
+@pytest.mark.parametrize("name", [f"window {form} {each} {bool(none_at)}" for form, none_at, each in worker.WINDOWS])
+def test_a_window_that_was_open_is_gone_on_with(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
-        found = rank[f"window {form}"]
+        found = rank[name]
         assert_equal(found["resumed"]["end"], found["whole"]["end"])
         assert not torch.equal(found["resumed"]["end"]["weights"]["gain"], found["resumed"]["start"]["weights"]["gain"])
 

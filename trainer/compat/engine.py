@@ -453,16 +453,24 @@ class LightningEngine:
         from trainer.checkpoint import shards
 
         self._files.wait()
-        error: CheckpointError | None = None
+        read = partial(
+            shards.read_whole, folder, weights_only=weights_only, template=self.template,
+            process=(self.global_rank, self.world_size),
+        )  # fmt: skip
+        self._on_all(partial(sharded_files.verify, folder, self.global_rank, self.world_size), f"{folder} is damaged")
+        checkpoint: dict[str, Any] = self._on_all(read, f"{folder} cannot be read")
+        return checkpoint
+
+    def _on_all(self, work: Callable[[], Any], problem: str) -> Any:
+        """Call ``work`` in all processes. If it raises in one, all raise: the others, that there is a ``problem``."""
+        result, error = None, None
         try:
-            sharded_files.verify(folder, self.global_rank, self.world_size)
-        except CheckpointError as problem:
-            error = problem
+            result = work()
+        except Exception as raised:
+            error = raised
         if self.any_rank(error is not None):
-            raise error or CheckpointError(f"{folder} is damaged: another process says why.")
-        return shards.read_whole(
-            folder, weights_only=weights_only, template=self.template, process=(self.global_rank, self.world_size)
-        )
+            raise error or CheckpointError(f"{problem}: another process says why.")
+        return result
 
     def on_exception(self, error: BaseException) -> None:
         """Let the strategy add what it knows to the message; end the processes that it started."""
