@@ -279,7 +279,8 @@ def test_runs_drawn_at_random_on_pytorch_lightning() -> None:
     code = "import pytorch_lightning, trainer.pytorch_lightning, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     seeds = random.Random(1).sample(range(SETUPS), 8)
     tests = [f"{__file__}::{test_a_run_drawn_at_random.__name__}[{seed}]" for seed in seeds]
-    command = [sys.executable, "-c", code, "-p", "no:cacheprovider", "-q", *tests]
+    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-q"]
+    command = [sys.executable, "-c", code, *options, *tests]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=250)
     assert "8 passed" in done.stdout, done.stdout + done.stderr
 

@@ -93,8 +93,8 @@ def test_underflow_is_that_of_whole_gradients(ranks: list[dict[str, Any]]) -> No
     for rank in ranks:
         (name, zeros, subnormal), *layers = rank["monitor"]["fsdp"]["underflow"]
         assert (name, len(layers)) == ("", 10)
-        assert 0.0 < subnormal < 1.0
-        assert 0.0 < zeros < 1.0
+        assert 0.01 < subnormal < 0.99  # that it is DDP's is seen above
+        assert 0.0 <= zeros < 0.99
         assert {"grad_norm", "amp/underflow", "amp/scale"} <= rank["monitor"]["fsdp"]["metrics"].keys()
 
 
