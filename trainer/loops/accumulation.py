@@ -29,9 +29,9 @@ class AccumulationWindow:
     ``sum(w)`` is not known before the window's last forward pass. So each loss is multiplied by its expected share
     (:meth:`share`): its weight relative to a usual one, the unit, over the window's size. Thus the loss keeps its
     ordinary size while it is scaled for float16, whatever the unit of the weights. After the last backward pass the
-    gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1. A
-    window of a single batch knows this number before its backward pass: there the loss is multiplied, one number in
-    the place of all gradients (:meth:`corrected_share`).
+    gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1. On
+    several processes a window of a single batch knows this number before its backward pass: there the loss is
+    multiplied, one number in the place of all gradients (:meth:`corrected_share`).
 
     The unit is the window's first weight. Several processes need one unit for all, or no factor would be right for
     gradients that have been averaged over them: it is the mean weight of the last window, and 1 in a run's first one.
@@ -118,7 +118,7 @@ class AccumulationWindow:
         self._before = self.backwards, self._total
         self.factor = self.correction = 1.0
         self.is_last = is_last_batch or self._position + 1 >= self.size
-        self.corrects_loss = self.is_first and self.is_last
+        self.corrects_loss = self._replicas > 1 and self.is_first and self.is_last
         self._has_loss = None
 
     def mark(self) -> dict[str, Any]:
@@ -211,6 +211,8 @@ class AccumulationWindow:
         Returns:
             Whether any process had a loss in the window. If not, there is nothing to update the weights with.
         """
+        if self.size == 1 and self._replicas == 1 and self.backwards <= 1:
+            return bool(self.backwards)  # one loss, of which the factor is exact
         if self._has_loss is None:
             self._has_loss = self._sum_up(engine)
             if isinstance(self.correction, Tensor) or self.correction != 1.0:
