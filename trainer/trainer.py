@@ -375,7 +375,6 @@ class Trainer(TrainerBase):
             checkpoint = self._checkpoint_connector.dump_checkpoint(weights_only)
             if not weights_only:
                 model_checkpoints.save_states(self, checkpoint, filepath)
-            if self.resume:
                 resuming.note_rows(self, checkpoint)
             checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
             self.engine.save(checkpoint, filepath, storage_options)

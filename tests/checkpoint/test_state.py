@@ -111,7 +111,7 @@ def test_the_keys_are_lightnings_and_one_of_ours(tmp_path: Path) -> None:
         theirs = read(saved(tmp_path, make=lightning)[0])
     mine = read(saved(tmp_path)[0])
     assert mine["loops"].pop(state.OUR_KEY).keys() == {
-        "format", "progress", "awaited", "callbacks", "processes", "order", "parameters",
+        "format", "progress", "awaited", "callbacks", "processes", "order", "parameters", "rows",
     }  # fmt: skip
     loops = theirs["loops"]
     # Lightning's dataloader states; we write none, and reading ours Lightning does without

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -118,6 +119,23 @@ def test_no_row_is_lost_or_doubled_where_checkpoints_are_written_inside_an_epoch
         script(tmp_path / "killed", saver=saver, kill=kill, **arguments)
     script(tmp_path / "killed", saver=saver, **arguments)
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+
+
+class Terminate(Callback):
+    """Has the run ended by a SIGTERM after the validation inside of the second epoch."""
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if trainer.progress.batches == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_no_row_is_lost_where_only_the_second_run_has_it(tmp_path: Path) -> None:
+    arguments = {"accumulate_grad_batches": 4, "val_check_interval": 2}  # it validates inside of each window
+    script(tmp_path / "whole", **arguments)
+    with pytest.raises(SystemExit):
+        script(tmp_path / "ended", resume=None, more=[Terminate()], **arguments)
+    script(tmp_path / "ended", **arguments)
+    assert rows(tmp_path / "ended") == rows(tmp_path / "whole")
 
 
 def test_a_run_that_has_come_to_its_end_has_nothing_left_to_do(tmp_path: Path) -> None:
