@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -452,3 +454,11 @@ def test_parameters_in_another_order_get_their_own_states(tmp_path: Path) -> Non
     assert len(seen) == 6
     for name, parameter in module.named_parameters():
         assert torch.equal(seen[name], optimizer.state[parameter]["exp_avg"])
+
+
+def test_dcp_is_imported_for_shards_alone() -> None:
+    program = (
+        "import sys; from trainer import Trainer; Trainer(accelerator='cpu', logger=False);"
+        "sys.exit('torch.distributed.checkpoint' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=False).returncode == 0

@@ -26,6 +26,10 @@ from trainer.errors import CheckpointError
 from trainer.files import sync_folder
 
 MANIFEST = "manifest.json"
+"""The name of the file that has the sums of the others."""
+
+STATE = "state.ckpt"
+"""The name of the file that has all but the tensors."""
 
 _CHUNK = 1 << 22
 _THREADS = 4  # hashing leaves the interpreter to the others

@@ -42,11 +42,8 @@ from trainer.checkpoint import sharded_files
 from trainer.checkpoint.files import make_folder
 from trainer.checkpoint.inert import inert
 from trainer.checkpoint.manifest import OUR_KEY, Manifest
-from trainer.checkpoint.sharded_files import MANIFEST
+from trainer.checkpoint.sharded_files import MANIFEST, STATE
 from trainer.errors import CheckpointError
-
-STATE = "state.ckpt"
-"""The name of the file that has all but the tensors."""
 
 _METADATA = ".metadata"
 _BUFFER = 1 << 20

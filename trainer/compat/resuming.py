@@ -15,7 +15,7 @@ from trainer.checkpoint import files
 from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.folders import held
 from trainer.checkpoint.inert import inert
-from trainer.checkpoint.shards import STATE
+from trainer.checkpoint.sharded_files import STATE
 from trainer.checkpoint.state import OUR_KEY
 from trainer.compat import log_files
 from trainer.compat.checkpoint_io import files_of, local_path
