@@ -23,17 +23,19 @@ class Processes:
 
     def __init__(self, *others):
         self.replicas = 1 + len(others)
+        self.device = torch.device("cpu")
         self.gradients = Gradients(LossScaler("cpu", enabled=False))
         self.others = others
         self.unit = 1.0
         self.sums = 0
+        self.correcting = 0.0  # how many of the others correct their losses
 
-    def sum(self, total, count):
+    def begin_sum(self, total, count, corrects):
         there = [weight for weights in self.others for weight in weights if weight is not None]
         total, count = total + sum(there) / self.unit, count + len(there)
         self.unit *= total / count if count else 1.0
         self.sums += 1
-        return [total, count]
+        return lambda: [total, count, corrects + self.correcting]
 
 
 def windows(batches, *, size, known=True, window=None):
@@ -115,10 +117,7 @@ def accumulate(batches, *, size, known=True, weigh=float, engine=None, stop=None
         window.advance(len(batches) - i if known else math.inf, i + 1 == len(batches) and stop is None)
         weight = None if x is None else weigh(len(x))
         loss = None if x is None else (p * x).sum(1).mean()
-        if window.corrects_loss:
-            loss = window.corrected_share(loss, weight, engine)
-        elif loss is not None:
-            loss = window.share(loss, weight)
+        loss = window.joint_share(loss, weight, engine)
         if loss is not None:
             loss.backward()
         shares.append(None if x is None else loss.item())
@@ -299,8 +298,11 @@ def test_a_window_of_one_batch_is_corrected_by_its_loss(monkeypatch, on_a_device
     engine = Processes([9.0])
     monkeypatch.setattr(engine.gradients, "multiply_", lambda optimizers, factor: multiplied.append(factor))
     if on_a_device:
-        there = engine.sum
-        monkeypatch.setattr(engine, "sum", lambda *values: [torch.as_tensor(value) for value in there(*values)])
+        begin = engine.begin_sum
+        engine.device = torch.device("cuda")
+        monkeypatch.setattr(
+            engine, "begin_sum", lambda *values: lambda: [torch.as_tensor(value) for value in begin(*values)()]
+        )
     gradient, (share,), window = accumulate([torch.ones(3, 3)], size=1, engine=engine)
     assert engine.sums == 1
     assert not multiplied
@@ -317,18 +319,37 @@ def test_a_half_precision_loss_is_multiplied_once():
     window.start_run(2)
     window.advance(1, True)
     loss = torch.tensor(2.0, dtype=torch.float16)
-    assert window.corrected_share(loss, 1e5, engine).item() == 2.0
+    assert window.joint_share(loss, 1e5, engine).item() == 2.0
 
 
-@pytest.mark.parametrize("on_a_device", [False, True])
-def test_a_process_without_a_loss_sums_up_with_the_others(on_a_device):
-    engine = Processes([4.0])
+@pytest.mark.parametrize(("weight", "correction"), [(1.0, 2.0), (4.0, 1.0)])
+def test_a_process_without_a_loss_does_to_the_gradients_what_the_others_do(weight, correction):
+    """Those of the others that have weights have multiplied their losses, and multiply no gradients."""
+    engine = Processes([weight])
+    engine.correcting = float(weight != 1.0)
     window = AccumulationWindow(1)
     window.start_run(2)
     window.advance(1, True)
-    assert window.corrected_share(None, None, engine) is None
+    assert window.joint_share(None, None, engine) is None
     assert window.close([], engine)
     assert engine.sums == 1
+    assert window.correction == correction
+
+
+def test_sums_over_the_processes_are_waited_for_after_the_backward_pass(monkeypatch):
+    engine, order = Processes([1.0]), []
+    begin = engine.begin_sum
+    monkeypatch.setattr(
+        engine, "begin_sum", lambda *values: order.append("begun") or (lambda: order.append("read") or begin(*values)())
+    )
+    window, loss = AccumulationWindow(1), torch.tensor(0.7)
+    window.start_run(2)
+    window.advance(2, False)
+    assert window.joint_share(loss, None, engine) is loss
+    assert order == ["begun"]
+    assert window.close([], engine)
+    assert order == ["begun", "read"]
+    assert window.correction == 1.0
 
 
 @pytest.mark.parametrize("last", [None, torch.ones(4, 3)])

@@ -330,12 +330,17 @@ class LightningEngine:
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_forward_param_sync = False
 
-    def sum(self, *values: Weight) -> list[Weight]:
-        """The sums over the processes; without the barrier of the strategy's ``reduce``, at which the host waits."""
+    def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
+        """Begin an all-reduce; without the barrier of the strategy's ``reduce``, at which the host waits."""
         here = [value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values]
         totals = torch.stack([value.to(self.device, torch.float32) for value in here])
-        torch.distributed.all_reduce(totals)
-        return totals.tolist() if totals.is_cpu else list(totals)
+        work = torch.distributed.all_reduce(totals, async_op=True)
+
+        def sums() -> list[Weight]:
+            work.wait()
+            return totals.tolist() if totals.is_cpu else list(totals)
+
+        return sums
 
     def any_rank(self, decision: bool) -> bool:
         """Whether ``decision`` is true on any process."""

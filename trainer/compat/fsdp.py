@@ -353,11 +353,10 @@ class ShardedEngine(LightningEngine):
         """How many processes have batches of their own."""
         return self.strategy.data_mesh.size()
 
-    def sum(self, *values: Weight) -> list[Weight]:
-        """The sums over the processes that have batches of their own."""
-        if self.replicas == self.world_size:
-            return super().sum(*values)
-        return [value / (self.world_size // self.replicas) for value in super().sum(*values)]
+    def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
+        """Add up over the processes that have batches of their own."""
+        sums, copies = super().begin_sum(*values), self.world_size // self.replicas
+        return sums if copies == 1 else lambda: [value / copies for value in sums()]
 
     def refuse(self, callbacks: Iterable[Any]) -> None:
         """Refuse callbacks that need whole gradients."""

@@ -187,8 +187,11 @@ class Engine(Protocol):
     def abandon_forward(self) -> None:
         """Have the next forward not begin by that: it is one that has raised, run again; or that of a resumed run."""
 
-    def sum(self, *values: Weight) -> list[Weight]:
-        """The sums of these over the processes. On a GPU they stay there, and nothing waits for them."""
+    def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
+        """Begin to add these up over the processes. What is returned waits, and returns the sums.
+
+        On a GPU they stay there, and the host waits for nothing.
+        """
 
     def any_rank(self, decision: bool) -> bool:
         """Whether ``decision`` is true on any process. The same answer on all of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,9 +29,11 @@ class AccumulationWindow:
     ``sum(w)`` is not known before the window's last forward pass. So each loss is multiplied by its expected share
     (:meth:`share`): its weight relative to a usual one, the unit, over the window's size. Thus the loss keeps its
     ordinary size while it is scaled for float16, whatever the unit of the weights. After the last backward pass the
-    gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1. On
-    several processes a window of a single batch knows this number before its backward pass: there the loss is
-    multiplied, one number in the place of all gradients (:meth:`corrected_share`).
+    gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1.
+
+    Several processes exchange their sums during the last backward pass. Where the number is likely not 1, or is not
+    known to the host, a window of a single batch waits for them before it: there the loss is multiplied, one number in
+    the place of all gradients (:meth:`joint_share`).
 
     The unit is the window's first weight. Several processes need one unit for all, or no factor would be right for
     gradients that have been averaged over them: it is the mean weight of the last window, and 1 in a run's first one.
@@ -48,7 +50,6 @@ class AccumulationWindow:
         batch_weight: what the current batch counts where ``training_step`` returns no weight; 0 for a batch that does
             not count in any case. None, which is usual, for 1. See ``trainer.data.elastic``.
         factor: what the current batch's loss was multiplied by, to be its share.
-        corrects_loss: whether the current batch gets its :meth:`corrected_share`.
         correction: what :meth:`close` has multiplied the gradients by.
 
     Raises:
@@ -66,13 +67,13 @@ class AccumulationWindow:
         self.backwards = 0
         self.is_first = True
         self.is_last = True
-        self.corrects_loss = False
         self.batch_weight: float | None = None
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
         self._position = -1
         self._replicas = 1
-        self._has_loss: bool | None = None  # None before the sums over the processes are known
+        self._sums: Callable[[], list[Weight]] | None = None  # over the processes: being computed
+        self._has_loss: bool | None = None  # None before they are known
         self._shared_unit: Weight | None = None  # of all processes; None on one
         self._unit: Weight = 1.0  # of the current window; 1 where its batches have no weights
         self._total: Weight = 0.0  # sum of the weights
@@ -118,8 +119,7 @@ class AccumulationWindow:
         self._before = self.backwards, self._total
         self.factor = self.correction = 1.0
         self.is_last = is_last_batch or self._position + 1 >= self.size
-        self.corrects_loss = self._replicas > 1 and self.is_first and self.is_last
-        self._has_loss = None
+        self._sums = self._has_loss = None
 
     def mark(self) -> dict[str, Any]:
         """The state of the window before its current batch, for :meth:`go_back`."""
@@ -158,12 +158,11 @@ class AccumulationWindow:
         Raises:
             ConfigurationError: some batches of a window come with a weight and others without.
         """
-        if self._count(weight) is not None:
-            return loss * self.factor
-        return loss if self.size == 1 else loss / self.size
+        self._count(weight)
+        return self._times_factor(loss)
 
-    def corrected_share(self, loss: Tensor | None, weight: Weight | None, engine: Engine) -> Tensor | None:
-        """The real share of a window's only batch: in the place of :meth:`share`, on all processes.
+    def joint_share(self, loss: Tensor | None, weight: Weight | None, engine: Engine) -> Tensor | None:
+        """:meth:`share`, where all processes come here at the same batch.
 
         Args:
             loss, weight: as in :meth:`share`; the loss is None where this process has none.
@@ -171,13 +170,22 @@ class AccumulationWindow:
         """
         if loss is not None:
             self._count(weight)
-        self._has_loss = self._sum_up(engine)
-        self.factor, self.correction = self.factor * self.correction, 1.0
-        exact = isinstance(self.factor, float) and self.factor == 1.0
-        return loss if loss is None or exact else loss * self.factor
+        if self._replicas > 1 and self.is_last:
+            corrects = self.is_first and (bool(self._is_weighted) or engine.device.type != "cpu")
+            self._begin_sums(engine, corrects)
+            if corrects:
+                self._has_loss = self._sum_up()
+                self.factor, self.correction = self.factor * self.correction, 1.0
+        return None if loss is None else self._times_factor(loss)
 
-    def _count(self, weight: Weight | None) -> Weight | None:
-        """Count the current batch, and set the factor of its loss. Returns its weight."""
+    def _times_factor(self, loss: Tensor) -> Tensor:
+        """Where the batches have no weights, as one writes it by hand."""
+        if self._is_weighted or isinstance(self.factor, Tensor) or self.factor != 1.0 / self.size:
+            return loss * self.factor
+        return loss if self.size == 1 else loss / self.size
+
+    def _count(self, weight: Weight | None) -> None:
+        """Count the current batch, and set the factor of its loss."""
         if weight is None:
             weight = self.batch_weight
         elif self.batch_weight == 0:
@@ -193,11 +201,10 @@ class AccumulationWindow:
         self._total = total + (1.0 if weight is None else weight)
         if weight is None:
             self._unit, self.factor = 1.0, 1.0 / self.size
-            return None
+            return
         if not backwards:
             self._unit = _positive(weight) if self._shared_unit is None else self._shared_unit
         self.factor = weight / (self._unit * self.size)
-        return weight
 
     def close(self, optimizers: Iterable[Optimizer], engine: Engine) -> bool:
         """Make the window's gradients the mean over what it really holds. Called after its last backward pass.
@@ -214,17 +221,23 @@ class AccumulationWindow:
         if self.size == 1 and self._replicas == 1 and self.backwards <= 1:
             return bool(self.backwards)  # one loss, of which the factor is exact
         if self._has_loss is None:
-            self._has_loss = self._sum_up(engine)
+            if self._replicas > 1 and self._sums is None:
+                self._begin_sums(engine, corrects=False)
+            self._has_loss = self._sum_up()
             if isinstance(self.correction, Tensor) or self.correction != 1.0:
                 engine.gradients.multiply_(optimizers, self.correction)
         return self._has_loss
 
-    def _sum_up(self, engine: Engine) -> bool:
+    def _begin_sums(self, engine: Engine, corrects: bool) -> None:
+        """Begin the exchange. ``corrects`` says whether this process is going to correct its loss by it."""
+        self._sums = engine.begin_sum(self._total / self._unit, float(self.backwards), float(corrects))
+
+    def _sum_up(self) -> bool:
         """Set the correction, and the next window's unit. Returns whether any process had a loss."""
-        total: Weight = self._total / self._unit
-        count: Weight = float(self.backwards)
-        if self._replicas > 1:
-            total, count = engine.sum(total, count)
+        sums: list[Weight] = [self._total / self._unit, float(self.backwards), 0.0]
+        if self._sums is not None:
+            sums, self._sums = self._sums(), None
+        total, count, corrects = sums
         # A process that had no loss in the whole window looks whether the others had one; the others need not look.
         # A host-device synchronisation, but for empty windows alone.
         if not self.backwards and not (self._replicas > 1 and float(count)):
@@ -232,7 +245,8 @@ class AccumulationWindow:
         if self._shared_unit is not None:
             self._shared_unit = _positive(self._shared_unit * total / count)
         total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
-        self.correction = self.size * self._replicas / total
+        is_corrected = not self.backwards and float(corrects)  # by those that had a loss, before their backward
+        self.correction = 1.0 if is_corrected else self.size * self._replicas / total
         return True
 
     def corrected(self, share: Tensor) -> Tensor:

@@ -260,9 +260,7 @@ class FitLoop:
         loss, weight = loss_in(output)
         if loss is None:
             self.gradients.forward_without_loss()
-        if self.window.corrects_loss:
-            return self.window.corrected_share(loss, weight, self.engine)
-        return None if loss is None else self.window.share(loss, weight)
+        return self.window.joint_share(loss, weight, self.engine)
 
     def run_backward(self, loss: Tensor) -> None:
         """Add the gradients of the scaled loss to those of the window's earlier batches."""
