@@ -143,7 +143,7 @@ class PackedText(TextData):
         """Tokenize what ``read`` gives into a file for each split; complete as soon as the folder has its name."""
         if folder.is_dir():
             return
-        sizes = [len(document) for document in read()]
+        sizes = [_size(document) for document in read()]
         kept = [place for place, size in enumerate(sizes) if size]
         split_of = {
             kept[place]: name
@@ -207,6 +207,13 @@ class PackedSequences(Dataset[Batch]):
 
 def _padded(values: Tensor, missing: int, value: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, missing), value=value) if missing else values
+
+
+def _size(document: Any) -> int:
+    """Characters of a document; 0 for what is null."""
+    if not isinstance(document, str | None):
+        raise ValueError(f"A document is {document!r}, expected text. Set data.field to the field that has it.")
+    return len(document or "")
 
 
 def _of_files(files: Sequence[Path], separator: str, field: str) -> Iterator[str]:
