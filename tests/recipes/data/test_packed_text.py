@@ -114,10 +114,10 @@ def test_a_data_set_of_the_library_datasets(monkeypatch):
     Path("set").mkdir()
     Path("set/state.json").write_text("{}")
     Path("set/data-0.arrow").write_text("")
-    monkeypatch.setitem(sys.modules, "datasets", None)  # not installed
-    with pytest.raises(ModuleNotFoundError, match=r"which is not installed: pip install datasets"):
-        ready("set")
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "datasets", None)  # not installed
+        with pytest.raises(ModuleNotFoundError, match=r"which is not installed: pip install datasets"):
+            ready("set")
     datasets = pytest.importorskip("datasets")
     texts = ["one", None, "two", "three", "", "four"]
     rows = datasets.Dataset.from_dict({"body": texts, "number": range(6)})
