@@ -5,21 +5,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 
-from recipes.data.loading import make_loader
 from recipes.data.packed_text import json_lines
-from recipes.data.text import NO_TARGET, check_cuts, split_documents
+from recipes.data.text import NO_TARGET, TextData, split_documents
 from recipes.data.tokenizers import load_tokenizer
 
 Example = tuple[list[int], list[int] | int]
 
 
-class Examples(L.LightningDataModule):
+class Examples(TextData):
     """Lines of a ``.jsonl``, each of them an example, in batches that are padded to their longest.
 
     What a line is can be seen from its fields:
@@ -59,17 +56,12 @@ class Examples(L.LightningDataModule):
         held_out: float = 0.1,
         prompts: str | Sequence[str] | None = None,
     ) -> None:
-        super().__init__()
-        check_cuts(context, held_out)
-        self.path = path
         self.tokenizer = load_tokenizer(tokenizer)
-        self.context = context
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        self.split_seed = split_seed
-        self.held_out = held_out
-        self.prompts = [prompts] if isinstance(prompts, str) else prompts
-        self.splits: dict[str, list[Example]] = {}
+        collate = partial(_collate, self.tokenizer.end)
+        super().__init__(
+            context, split_seed, held_out, prompts, batch_size=batch_size, num_workers=num_workers, collate_fn=collate
+        )
+        self.path = path
 
     def setup(self, stage: str) -> None:
         """Read and tokenize the examples; a second stage finds it done."""
@@ -116,31 +108,6 @@ class Examples(L.LightningDataModule):
             cut = slice(-self.context, None) if prompt else slice(self.context)
             examples.append((ids[:-1][cut], targets[cut]))
         return examples
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled examples; the few left over after the last full batch are dropped."""
-        return self._loader("train")
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Every validation example, in order."""
-        return self._loader("val")
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Every test example, in order."""
-        return self._loader("test")
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """The prompts, one at a time; without any the test examples."""
-        return self._loader("test") if self.prompts is None else DataLoader(list(self.prompts), batch_size=1)
-
-    def _loader(self, split: str) -> DataLoader[Any]:
-        return make_loader(
-            self.splits[split],  # type: ignore[arg-type]  # a list is a map-style data set
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            training=split == "train",
-            collate_fn=partial(_collate, self.tokenizer.end),
-        )
 
 
 def _collate(end: int, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,7 +50,7 @@ class SplitDataModule(L.LightningDataModule):
     """The loaders of three splits. A subclass fills ``splits`` in its ``setup``.
 
     Args:
-        batch_size: images in a batch, on one rank.
+        batch_size: samples in a batch, on one rank.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
         **loader: further options of every DataLoader.
 
@@ -65,23 +65,23 @@ class SplitDataModule(L.LightningDataModule):
         self.splits: dict[str, Dataset[Any]] = {}
         self._options = loader
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Shuffled batches of ``batch_size``; the few images left over after the last are dropped."""
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled batches of ``batch_size``; the few samples left over after the last are dropped."""
         return self._loader("train")
 
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Every validation image once, in order."""
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Every validation sample once, in order."""
         return self._loader("val")
 
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Every test image once, in order."""
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Every test sample once, in order."""
         return self._loader("test")
 
-    def predict_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The test images."""
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """The test samples."""
         return self._loader("test")
 
-    def _loader(self, split: str) -> DataLoader[tuple[Tensor, Tensor]]:
+    def _loader(self, split: str) -> DataLoader[Any]:
         return make_loader(
             self.splits[split],
             batch_size=self.batch_size,

@@ -10,22 +10,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from recipes.data.loading import make_loader
-from recipes.data.text import NO_TARGET, Batch, check_cuts, python_topics, read_text, split_documents
+from recipes.data.text import NO_TARGET, Batch, TextData, python_topics, read_text, split_documents
 from recipes.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 
 _AT_ONCE = 1000  # documents that are tokenized together
 _FORMAT = 1  # of the token files
 
 
-class PackedText(L.LightningDataModule):
+class PackedText(TextData):
     """Documents as one long stream of tokens, cut into sequences of equal length.
 
     Every sequence is full but the last of each split, so nothing is computed for padding; a sequence may hold the end
@@ -79,21 +77,13 @@ class PackedText(L.LightningDataModule):
         prompts: str | Sequence[str] = ("The ",),
         cache: str = ".tokens",
     ) -> None:
-        super().__init__()
-        check_cuts(context, held_out)
+        super().__init__(context, split_seed, held_out, prompts, batch_size=batch_size, num_workers=num_workers)
         self.path = path
         self.separator = separator
         self.field = field
         self.tokenizer_path = tokenizer
         self.vocabulary = vocabulary
-        self.context = context
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        self.split_seed = split_seed
-        self.held_out = held_out
-        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         self.cache = cache
-        self.splits: dict[str, PackedSequences] = {}
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -114,27 +104,6 @@ class PackedText(L.LightningDataModule):
         folder = self._documents[1]
         for name in ("train", "val", "test"):
             self.splits[name] = PackedSequences(folder / f"{name}.bin", self._dtype, self.context, self.tokenizer.end)
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        """Shuffled sequences; the few left over after the last full batch are dropped."""
-        return self._loader("train")
-
-    def val_dataloader(self) -> DataLoader[Batch]:
-        """Every sequence of the validation documents, in order."""
-        return self._loader("val")
-
-    def test_dataloader(self) -> DataLoader[Batch]:
-        """Every sequence of the test documents, in order."""
-        return self._loader("test")
-
-    def predict_dataloader(self) -> DataLoader[list[str]]:
-        """The prompts, one at a time."""
-        return DataLoader(self.prompts, batch_size=1)  # type: ignore[arg-type]
-
-    def _loader(self, split: str) -> DataLoader[Batch]:
-        return make_loader(
-            self.splits[split], batch_size=self.batch_size, num_workers=self.num_workers, training=split == "train"
-        )
 
     @property
     def _dtype(self) -> npt.DTypeLike:
@@ -174,7 +143,7 @@ class PackedText(L.LightningDataModule):
         """Tokenize what ``read`` gives into a file for each split; complete as soon as the folder has its name."""
         if folder.is_dir():
             return
-        sizes = [len(document) for document in read()]
+        sizes = [_size(document) for document in read()]
         kept = [place for place, size in enumerate(sizes) if size]
         split_of = {
             kept[place]: name
@@ -238,6 +207,13 @@ class PackedSequences(Dataset[Batch]):
 
 def _padded(values: Tensor, missing: int, value: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, missing), value=value) if missing else values
+
+
+def _size(document: Any) -> int:
+    """Characters of a document; 0 for what is null."""
+    if not isinstance(document, str | None):
+        raise ValueError(f"A document is {document!r}, expected text. Set data.field to the field that has it.")
+    return len(document or "")
 
 
 def _of_files(files: Sequence[Path], separator: str, field: str) -> Iterator[str]:

@@ -4,13 +4,13 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes.data.loading import make_loader
+from recipes.data.loading import SplitDataModule
 
 END = 0  # the byte before and after a document; there is none in a text
 NO_TARGET = -100  # what torch's cross-entropy leaves out
@@ -19,7 +19,43 @@ VOCABULARY = 256  # bytes
 Batch = tuple[Tensor, Tensor]
 
 
-class ByteText(L.LightningDataModule):
+class TextData(SplitDataModule):
+    """Splits of text, and prompts.
+
+    Args:
+        context: tokens in a sequence.
+        split_seed: of which documents are for the training, the validation and the test.
+        held_out: share of the text for the validation, and again for the test.
+        prompts: what ``predict`` continues: one batch for each, a tuple of one string. Or a single one. None: it gets
+            the test's sequences.
+        **loader: of `SplitDataModule`.
+
+    Raises:
+        ValueError: no token in a sequence, or a share that leaves nothing to train on.
+    """
+
+    def __init__(
+        self, context: int, split_seed: int, held_out: float, prompts: str | Sequence[str] | None, **loader: Any
+    ) -> None:
+        super().__init__(**loader)
+        if context < 1:
+            raise ValueError(f"context is {context}, expected at least 1 token in a sequence.")
+        if not 0.0 < held_out < 0.5:
+            raise ValueError(
+                f"held_out is {held_out}, expected a share of the text above 0 and below 0.5: it is taken twice, for"
+                " the validation and for the test."
+            )
+        self.context = context
+        self.split_seed = split_seed
+        self.held_out = held_out
+        self.prompts = [prompts] if isinstance(prompts, str) else prompts
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """The prompts, one at a time; without any the test's sequences."""
+        return self._loader("test") if self.prompts is None else DataLoader(list(self.prompts), batch_size=1)
+
+
+class ByteText(TextData):
     """Documents as sequences of bytes (UTF-8): the language reference of Python, or a file of your own.
 
     Without a ``path`` the text is what ``help()`` says about Python's topics (`pydoc_data.topics`): about 370,000
@@ -58,17 +94,9 @@ class ByteText(L.LightningDataModule):
         held_out: float = 0.1,
         prompts: str | Sequence[str] = ("The ",),
     ) -> None:
-        super().__init__()
-        check_cuts(context, held_out)
+        super().__init__(context, split_seed, held_out, prompts, batch_size=batch_size, num_workers=num_workers)
         self.path = path
         self.separator = separator
-        self.context = context
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        self.split_seed = split_seed
-        self.held_out = held_out
-        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        self.splits: dict[str, TensorDataset] = {}
 
     def setup(self, stage: str) -> None:
         """Read, split and cut the text; a second stage finds it done."""
@@ -83,38 +111,6 @@ class ByteText(L.LightningDataModule):
         sizes = [len(document) for document in encoded]
         for name, part in split_documents(sizes, self.held_out, self.split_seed).items():
             self.splits[name] = TensorDataset(*cut([encoded[place] for place in part], self.context))
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        """Shuffled sequences; the few left over after the last full batch are dropped."""
-        return self._loader("train")
-
-    def val_dataloader(self) -> DataLoader[Batch]:
-        """Every sequence of the validation documents, in order."""
-        return self._loader("val")
-
-    def test_dataloader(self) -> DataLoader[Batch]:
-        """Every sequence of the test documents, in order."""
-        return self._loader("test")
-
-    def predict_dataloader(self) -> DataLoader[list[str]]:
-        """The prompts, one at a time."""
-        return DataLoader(self.prompts, batch_size=1)  # type: ignore[arg-type]
-
-    def _loader(self, split: str) -> DataLoader[Batch]:
-        return make_loader(
-            self.splits[split], batch_size=self.batch_size, num_workers=self.num_workers, training=split == "train"
-        )
-
-
-def check_cuts(context: int, held_out: float) -> None:
-    """Raise a ValueError where sequences would have no token, or training no text."""
-    if context < 1:
-        raise ValueError(f"context is {context}, expected at least 1 token in a sequence.")
-    if not 0.0 < held_out < 0.5:
-        raise ValueError(
-            f"held_out is {held_out}, expected a share of the text above 0 and below 0.5: it is taken twice, for"
-            " the validation and for the test."
-        )
 
 
 def read_text(file: Path) -> str:

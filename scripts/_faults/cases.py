@@ -18,6 +18,9 @@ Body = Callable[[Bench, str], Outcome]
 END = 90.0
 """Seconds that a run may take to end."""
 
+MOST = 20
+"""Kills of a job that torchrun starts again, each of which takes seconds."""
+
 SMALL = replace(EVERYTHING, batches=20, epochs=2, overflows=(1, 7, 25), validate_every=8, pace=0.01)
 
 
@@ -123,7 +126,7 @@ def sigkill(bench: Bench, who: str) -> Outcome:
                 break
             run.kill()
             before = len(read_diary(folder / "batches_0.jsonl"))
-            inside += any(folder.glob("*/.*part"))  # files that were being written
+            inside += bool(unfinished(folder))
             life, kills = life + 1, kills + 1
         outcome = bench.verdict(folder, reference)
         if run.status != 0:
@@ -405,58 +408,62 @@ def kill_ranks(bench: Bench, who: str) -> Outcome:
 def torchrun_kills(**options: Any) -> Body:
     """torchrun starts a training on two processes; one of them is killed, and torchrun starts both again, and so on.
 
-    There is one job whose first process is killed inside of saves, and jobs with kills at random instants, from the
-    start of Python on. Before one of its restarts a job's newest checkpoint is damaged.
+    A job's kills come at random instants, from the start of Python on, and inside of saves. Before one of its restarts
+    its newest checkpoint is damaged.
     """
 
     def body(bench: Bench, who: str) -> Outcome:
-        setup, total = replace(TWO, pace=0.04), bench.kills // 2
+        setup, total = replace(TWO, pace=0.04, ballast=2), min(bench.kills, MOST)
         reference = bench.reference(who, setup=setup, ranks=2, **options)
-        fault = {"kind": "signal in save", "at": 3, "lives": 3, "delay": 0.004, "signals": ["SIGKILL"], "rank": 0}
-        kills = inside = int(fault["lives"])
-        jobs, damaged = bench.torchrun(who, bench.new_folder("torchrun"), setup=setup, fault=fault, **options), 0
-        while True:
-            run, folder = jobs[-1], jobs[-1].results
-            if run.wait(4 * END) != 0:
-                return Outcome("lost", f"torchrun ends with {run.status}: {tools.last_line(run.log)[:90]}")
-            if (outcome := bench.verdict(folder, reference)).word != "exact":
-                return replace_detail(outcome, f"job {len(jobs)} of {kills} kills: {outcome.detail}")
-            if kills >= total:
-                break
-            jobs += bench.torchrun(who, bench.new_folder("torchrun"), setup=setup, **options)
-            run = jobs[-1]
+        kills = inside = damaged = jobs = 0
+        while kills < total:
+            (run,) = bench.torchrun(who, bench.new_folder("torchrun"), setup=setup, **options)
             folder, spoilt = run.results, None
+            jobs += 1
             for _ in range(min(6, total - kills)):
+                before = unfinished(folder)
                 if not killed_at_a_random_instant(bench, run, folder, setup):
                     break
                 kills += 1
+                inside += bool(unfinished(folder) - before)
                 spoilt = spoilt or damage_newest(folder)
+            if run.wait(4 * END) != 0:
+                return Outcome("lost", f"torchrun ends with {run.status}: {tools.last_line(run.log)[:90]}")
+            if (outcome := bench.verdict(folder, reference)).word != "exact":
+                return replace_detail(outcome, f"job {jobs}, after {kills} kills: {outcome.detail}")
             if spoilt:
                 damaged += 1
-                tools.wait_until(lambda run=run: run.status is not None, 4 * END)
                 if spoilt.name not in run.log:
                     return Outcome("exact", "but the damaged checkpoint is not named", good=False)
-        said = f"{kills} kills in {len(jobs)} jobs, {inside} of them inside a save"
+        said = f"{kills} kills in {jobs} jobs, {inside} of them inside a save"
         return Outcome("exact", f"{said}; {damaged} damaged checkpoints were passed over")
 
     return body
 
 
+def unfinished(folder: Path) -> set[Path]:
+    """What was being written as checkpoints, and was not finished."""
+    return set(folder.glob("*/.*part"))
+
+
 def killed_at_a_random_instant(bench: Bench, run: Run, folder: Path, setup: Setup) -> bool:
-    """Kill one of torchrun's processes: after one of the batches that are left or, as often, at any time before.
+    """Kill one of torchrun's processes: at any time, after one of the batches that are left, or inside of a save.
 
     Returns whether there was one to kill.
     """
     diary = folder / "batches_0.jsonl"
     if not tools.wait_until(lambda: run.status is not None or len(run.children) == 2, END, fails=False):
         raise HungError("torchrun did not start its processes again")
-    before = len(read_diary(diary))
-    if bench.random.random() < 0.5:
+    before, parts = len(read_diary(diary)), unfinished(folder)
+    when = bench.random.choice(("at any time", "after a batch", "in a save"))
+    if when == "at any time":
         run.ends_within(bench.random.uniform(0.0, 4.0))
-    else:
+    elif when == "after a batch":
         left = setup.batches * setup.epochs - len({line[:2] for line in read_diary(diary)})
         after_batches(run, folder, before + bench.random.randint(1, max(left // 2, 1)))
         run.ends_within(bench.random.uniform(0.0, 0.15))
+    else:
+        tools.wait_until(lambda: run.status is not None or bool(unfinished(folder) - parts), END)
     children = run.children
     if run.status is not None or len(children) < 2:
         return False

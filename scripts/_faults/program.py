@@ -134,7 +134,7 @@ class Fault(Callback):
     ``signal``: this process gets ``signals`` (on rank ``rank`` only) at the start of batch ``at``.
     ``signal in save``: the same while checkpoint number ``at`` is written, after ``delay`` seconds.
     ``file limit``: from checkpoint number ``at`` on no file may have more than ``bytes``.
-    With ``lives``, only in the first so many starts by torchrun; the delay grows from each of them to the next.
+    With ``lives``, only in the first so many starts by torchrun.
     ``nan``, ``raise``, ``memory``: batch ``at`` is NaN; an exception is raised in it (on rank ``rank``); a module runs
     out of memory in it.
     ``worker``: the worker that makes its sample number ``at`` gets ``signals``; without any, it hangs.
@@ -143,8 +143,8 @@ class Fault(Callback):
     def __init__(self, what: dict[str, Any], setup: Setup, rank: int) -> None:
         self.what, self.setup_ = what, setup
         self.kind, self.at = what.get("kind"), what.get("at", 0)
-        self.life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        self.is_here = rank == what.get("rank", rank) and self.life < what.get("lives", self.life + 1)
+        life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        self.is_here = rank == what.get("rank", rank) and life < what.get("lives", life + 1)
         self.saves = self.samples = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -164,7 +164,7 @@ class Fault(Callback):
         if self.saves != self.at or not self.is_here:
             return
         if self.kind == "signal in save":
-            later(self.what.get("delay", 0.0) * 2**self.life, self.what["signals"])
+            later(self.what.get("delay", 0.0), self.what["signals"])
         elif self.kind == "file limit":
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.what["bytes"], resource.RLIM_INFINITY))
 

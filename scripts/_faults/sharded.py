@@ -12,7 +12,7 @@ from typing import Any
 from _faults import bench as tools
 from _faults import cases, strangers
 from _faults.bench import Bench, Run
-from _faults.cases import END, TWO, after_batches, case, starts_over
+from _faults.cases import END, TWO, after_batches, case, starts_over, unfinished
 from _faults.scoreboard import Outcome
 from _faults.training import Setup, read_diary
 
@@ -58,7 +58,7 @@ def kill_in_save(bench: Bench, who: str) -> Outcome:
         folder = bench.new_folder("in save")
         signal = {"kind": "signal in save", "at": 3 + i % 3, "delay": delay, "signals": ["SIGKILL"], "rank": i % 2}
         ended(bench.ranks(who, folder, setup=setup, fault=signal, **OPTIONS))
-        parts += any(folder.glob("*/.*part"))
+        parts += bool(unfinished(folder))
         if (outcome := go_on(bench, who, folder, setup)).word != "exact":
             return Outcome(outcome.word, f"kill {i + 1}, {delay * 1000:.0f} ms into a save: {outcome.detail}")
     said = f"{len(delays)} kills, {delays[0] * 1000:.0f} to {delays[-1] * 1000:.0f} ms into a save"

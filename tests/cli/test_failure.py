@@ -200,6 +200,10 @@ def test_errors_that_say_it_all():
     assert failure.paragraph(FolderInUseError("Another run writes there.")) == "trainer: Another run writes there."
     told = failure.paragraph(ResumeError("Other data."))
     assert told.startswith("trainer: Other data.\n  On the command line exact_resume=false goes on all the same.")
+    assert "data.batch_size" not in told
+    error = ResumeError("An update had 32 samples; set a batch size of 8, 16")
+    error.folder = Path("outputs/mine")
+    assert "hydra.run.dir=outputs/mine resume=auto" in failure.paragraph(error)
 
 
 def test_the_setting_that_names_a_missing_folder(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.validate import validate
@@ -47,6 +48,21 @@ def test_the_same_command_has_the_same_folder(capsys):
         assert folder_of(*FIT, *other) != folder
     assert Path(folder_of(*FIT, "+name=mine")).parent == Path("outputs/mine")
     assert folder_of(*FIT, "hydra.run.dir=here") == "here"
+
+
+def test_other_devices_are_no_other_run():
+    folder = folder_of(*FIT)
+    for other in (
+        ["trainer=ddp"], ["++trainer.num_nodes=2"],
+        ["trainer=fsdp", "trainer.devices=4", "trainer.strategy.replicas=2"],
+        ["trainer.accelerator=cpu", "trainer.strategy=ddp", "trainer.devices=2"],
+    ):  # fmt: skip
+        assert folder_of(*FIT, *other) == folder, other
+    assert folder_of(*FIT, "data.batch_size=2") != folder
+    write(Path.cwd(), {"conf/trainer/mine.yaml": "defaults: [default]\nmax_epochs: 5\n"})
+    assert folder_of(*FIT, "trainer=mine") != folder
+    sweep = [*FIT, "-m", "seed=1,2"]
+    assert folder_of(*sweep, "trainer.devices=1,2") != folder_of(*sweep)
 
 
 def test_without_it_every_run_has_its_own():
@@ -114,6 +130,29 @@ def test_a_run_goes_on_and_then_has_nothing_left_to_do(capsys, monkeypatch):
     assert result(folder) == told
     assert "Nothing was left to do" in (folder / "fit.log").read_text()
     assert [path.name for path in Path("outputs/line").iterdir()] == [folder.name]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_two_processes(python, project, monkeypatch):
+    from trainer import Trainer
+
+    words = [*FIT, *SHORT, "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2"]
+    assert main(["fit", *words[1:], "resume=null", "hydra.run.dir=whole"]) == 0
+
+    def stop(self, *_, original=Trainer.save_checkpoint) -> None:
+        original(self, *_)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "save_checkpoint", stop)
+        assert main(words) == 130
+    again = python.trainer(*words, "trainer=ddp", "trainer.accelerator=cpu", cwd=project)
+    assert again.returncode == 0, again.stderr
+    (folder,) = Path("outputs/line").iterdir()
+    told, whole = result(folder), result(Path("whole"))
+    assert (told["status"], told["epochs"], told["steps"]) == ("completed", 3, 6)
+    assert told["metrics"] == pytest.approx(whole["metrics"], rel=1e-5)
+    assert "going on from" in (folder / "fit.log").read_text()
 
 
 def test_a_run_that_is_refused_leaves_the_others_result_alone(monkeypatch, capsys):

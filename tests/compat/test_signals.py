@@ -23,7 +23,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.parity import Classifier, Learner, assert_same_weights, data, ours, run_both
-from trainer import Trainer
+from trainer import CheckpointFiles, Trainer
 from trainer.data.worker_signals import Outliving
 from trainer.errors import RequeueError
 
@@ -398,11 +398,11 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return command
 
 
-def slurm(folder: Path, number: int = signal.SIGUSR1, **options: Any) -> Trainer:
+def slurm(folder: Path, number: int = signal.SIGUSR1, plugins: Any = (), **options: Any) -> Trainer:
     """A Trainer in a job that gets the signal in its third batch."""
     does = Does("train", lambda: send(number))
-    environment = SLURMEnvironment(**options)
-    return ours(max_epochs=1, callbacks=[does], plugins=environment, default_root_dir=folder / "run")
+    plugins = [SLURMEnvironment(**options), *plugins]
+    return ours(max_epochs=1, callbacks=[does], plugins=plugins, default_root_dir=folder / "run")
 
 
 def test_a_job_of_slurms_is_requeued(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,6 +419,25 @@ def test_a_job_of_slurms_is_requeued(tmp_path: Path, scontrol: Path, monkeypatch
         assert (again.ckpt_path, again.global_step) == (str(root / "hpc_ckpt_1.ckpt"), 4)
     with pytest.raises(ValueError, match="no HPC checkpoint was found"):
         ours(default_root_dir=tmp_path / "elsewhere").fit(Learner(), data(8), ckpt_path="hpc")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_written_in_the_background_is_there_when_the_job_is_requeued(
+    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    scontrol.write_text(f"#!/bin/sh\nls {tmp_path}/run > {scontrol.parent}/there\n")
+    name = "_save_shards" if sharded else "_save"
+    write = getattr(CheckpointFiles, name)
+    monkeypatch.setattr(CheckpointFiles, name, lambda *arguments: (time.sleep(0.3), write(*arguments))[1])
+    slurm(tmp_path, plugins=[CheckpointFiles(sharded=sharded, asynchronous=True)]).fit(Learner(), data(8))
+    assert (scontrol.parent / "there").read_text() == "hpc_ckpt_1.ckpt\n"
+    path = tmp_path / "run" / "hpc_ckpt_1.ckpt"
+    assert path.is_dir() == sharded
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    again = ours(max_epochs=1, default_root_dir=path.parent)
+    again.fit(Learner(), data(8), ckpt_path="hpc")
+    assert (again.ckpt_path, again.global_step) == (str(path), 4)
 
 
 def test_a_job_of_an_array_and_another_signal(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:

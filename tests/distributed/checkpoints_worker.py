@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from tests.distributed.worker import BATCH, Shard, precision_of, samples
 from tests.distributed.worker import Regression as Plain
 from trainer import CheckpointFiles, FSDP2Strategy, Trainer
+from trainer.checkpoint import conversion
 from trainer.engine.sharding import state
 
 FORMS = {"folder": {"sharded": True}, "folder later": {"sharded": True, "asynchronous": True}, "file": {}}
@@ -33,6 +34,9 @@ WINDOWS: tuple[Any, ...] = (
 
 SAVED = ("fsdp folder", "fsdp folder later", "fsdp file", "ddp folder", "ddp file", "single folder", "single file")
 """By which strategy a checkpoint was saved, and in which form."""
+
+CONVERTED = ("consolidated", "sharded again")
+"""What is made of FSDP's folder."""
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, nesterov=True),
@@ -150,6 +154,12 @@ def main() -> None:
             path = results[name]["best"] if name in results else str(folder / name / "step=10.ckpt")
             found = fit(folder / "resumed", strategy, "file", Net(), max_epochs=3, ckpt=path, exact_resume=False)
             results[f"{name} -> {strategy}"] = found
+    if torch.distributed.get_rank() == 0:
+        conversion.consolidate(Path(results["fsdp folder"]["best"]), folder / "consolidated.ckpt")
+        conversion.split(folder / "consolidated.ckpt", folder / "sharded again.ckpt")
+    torch.distributed.barrier()
+    for name in CONVERTED:
+        results[name] = fit(folder / "resumed", "fsdp", "file", Net(), max_epochs=3, ckpt=folder / f"{name}.ckpt")
     for optimizer in OPTIMIZERS:
         whole = fit(folder / optimizer, "fsdp", "folder", Net(optimizer), max_steps=2)
         results[optimizer] = fit(folder / "resumed", "fsdp", "file", Net(optimizer), ckpt=whole["best"], max_steps=3)

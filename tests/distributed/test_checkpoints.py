@@ -15,6 +15,8 @@ from tests.distributed import checkpoints_worker as worker
 from tests.distributed.test_ddp import load, run
 from tests.warm_python import WarmPython
 from trainer.checkpoint import files
+from trainer.checkpoint.manifest import OUR_KEY
+from trainer.cli import main
 
 pytestmark = [
     pytest.mark.slow,
@@ -119,3 +121,32 @@ def test_an_uninterrupted_run_is_gone_on_with(ranks: list[dict[str, Any]]) -> No
     for rank in ranks:
         assert_equal(rank["fsdp folder -> fsdp"]["end"], rank["fsdp file -> fsdp"]["end"])
         assert_equal(rank["fsdp folder later -> fsdp"]["end"], rank["fsdp file -> fsdp"]["end"])
+
+
+@pytest.mark.parametrize("name", worker.CONVERTED)
+def test_what_was_converted_is_gone_on_with(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        assert_equal(rank[name]["start"], rank["fsdp folder"]["end"])
+        assert_equal(rank[name]["end"], rank["fsdp folder -> fsdp"]["end"])
+
+
+@pytest.mark.parametrize("name", ["fsdp folder", "fsdp folder later", "ddp folder"])
+def test_a_folder_of_two_processes_in_other_forms(ranks: list[dict[str, Any]], name: str, tmp_path: Path) -> None:
+    saved = ranks[0][name]
+    first, folder, second, weights = (str(tmp_path / n) for n in ("a.ckpt", "b.ckpt", "c.ckpt", "w.safetensors"))
+    for words in (
+        ["consolidate", saved["best"], first], ["shard", first, folder], ["consolidate", folder, second],
+        ["export", saved["best"], weights],
+    ):  # fmt: skip
+        assert main(words) == 0
+    for file in (first, second):
+        checkpoint = torch.load(file, weights_only=True)
+        found = {"weights": checkpoint["state_dict"], "optimizers": checkpoint["optimizer_states"]}
+        assert_equal(found, saved["end"])
+        assert len(checkpoint["loops"][OUR_KEY]["processes"]) == 2
+    manifest = files.read_manifest(folder)
+    assert manifest is not None
+    assert {"process_0.ckpt", "process_1.ckpt", "__0_0.distcp"} < manifest.files.keys()  # the tensors of one process
+    exported = pytest.importorskip("safetensors.torch").load_file(weights)
+    assert exported.keys() == saved["end"]["weights"].keys()
+    assert all(torch.equal(value, saved["end"]["weights"][key]) for key, value in exported.items())

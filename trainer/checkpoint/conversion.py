@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import files, sharded_files, shards
+from trainer.checkpoint import files, sharded_files, shards, state
 from trainer.checkpoint.inert import PLACES, StandIn, inert
+from trainer.checkpoint.manifest import Manifest
 from trainer.errors import CheckpointError, CheckpointWriteError
 
 
@@ -22,14 +23,11 @@ def consolidate(folder: Path, file: Path) -> list[str]:
         The places of hyper-parameters that are objects, which are left out: they are not made when they are read.
 
     Raises:
-        CheckpointError: the folder is damaged, or the file cannot be written.
-        pickle.UnpicklingError: the folder holds more than what belongs there.
+        CheckpointError: the folder is damaged, or holds more than what belongs there, or the file cannot be written.
     """
-    manifest = sharded_files.verify(folder)
-    checkpoint = shards.read_whole(folder)
     left_out: list[str] = []
-    checkpoint = _without_objects(checkpoint, left_out)
-    files.write(partial(torch.save, checkpoint), file, _facts(manifest.facts))
+    checkpoint = _without_objects(_read(folder), left_out)
+    files.write(partial(torch.save, checkpoint), file, _facts(files.read_manifest(folder), checkpoint))
     return left_out
 
 
@@ -40,16 +38,13 @@ def split(file: Path, folder: Path) -> list[str]:
         As :func:`consolidate`.
 
     Raises:
-        CheckpointError: the file is damaged, or the folder cannot be written.
-        pickle.UnpicklingError: the file holds more than what belongs there.
+        CheckpointError: the file is damaged, or holds more than what belongs there, or the folder cannot be written.
     """
-    checkpoint = _read_file(file)
-    manifest = files.read_manifest(file)
-    facts = _facts(manifest.facts) if manifest is not None else {"weights_only": "optimizer_states" not in checkpoint}
     left_out: list[str] = []
-    tree, tensors, own = shards.taken_apart(_without_objects(checkpoint, left_out))
+    checkpoint = _without_objects(_read(file), left_out)
+    tree, tensors, own = shards.taken_apart(checkpoint)
     try:
-        shards.write(folder, tree, tensors, own, facts, None)
+        shards.write(folder, tree, tensors, own, _facts(files.read_manifest(file), checkpoint), None)
     except OSError as error:
         raise CheckpointWriteError(f"{folder} was not written: {error.strerror or error}.", error.errno) from error
     return left_out
@@ -59,15 +54,10 @@ def weights_of(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a checkpoint's module; of those whose names begin with ``prefix``, without it.
 
     Raises:
-        CheckpointError: it is damaged, or has no such weights.
-        pickle.UnpicklingError: it holds more than what belongs there.
+        CheckpointError: it is damaged, or holds more than what belongs there, or has no such weights.
     """
-    if checkpoint.is_dir():
-        sharded_files.verify(checkpoint)
-        state = shards.read(checkpoint, only="state_dict")[0].get("state_dict", {})
-    else:
-        state = _read_file(checkpoint)["state_dict"]
-    weights = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    saved = _read(checkpoint, only="state_dict")["state_dict"]
+    weights = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
     found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not found:
         some = ", ".join(list(weights)[:3])
@@ -80,6 +70,7 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
 
     Raises:
         ModuleNotFoundError: safetensors is not installed.
+        CheckpointError: it has no form for one of them.
         CheckpointWriteError: it cannot be written.
     """
     from safetensors.torch import save_file
@@ -87,9 +78,12 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
     taken: set[int] = set()
     plain: dict[str, Tensor] = {}
     for name, value in weights.items():  # no two may share memory, as tied weights do
+        if not _has_form(value):
+            kind = f"{value.dtype}, {value.layout}".replace("torch.", "")
+            raise CheckpointError(f"safetensors has no form for {name} ({kind}). Leave it out, by a PREFIX.")
         is_shared = value.untyped_storage().data_ptr() in taken
         taken.add(value.untyped_storage().data_ptr())
-        value = value.detach().contiguous()
+        value = value.detach().resolve_conj().resolve_neg().contiguous()
         plain[name] = value.clone() if is_shared else value
     part = sharded_files.part_of(file)
     try:
@@ -102,17 +96,30 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
         sharded_files.discard(part)
 
 
-def _read_file(file: Path) -> dict[str, Any]:
-    files.verify(file)
-    with file.open("rb") as stream, inert(stream):
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise CheckpointError(f"{file} is not a checkpoint: it has no 'state_dict'.")
-    return checkpoint
+def _has_form(value: Tensor) -> bool:
+    """Whether safetensors can hold it."""
+    is_too_wide = value.is_complex() and value.dtype is not torch.complex64
+    return value.layout is torch.strided and not value.is_quantized and not is_too_wide
 
 
-def _facts(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in said.items() if name in ("epoch", "step", "weights_only")}
+def _read(checkpoint: Path, **options: Any) -> dict[str, Any]:
+    """What a folder or file holds, verified; folders by :func:`shards.read`, whose options these are."""
+
+    def load(path: Path, weights_only: bool) -> dict[str, Any]:
+        is_archive = files.verify(path)
+        if path.is_dir():
+            return shards.read_whole(path, **options)
+        with path.open("rb") as stream, inert(stream):
+            loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=is_archive)
+        return loaded
+
+    return state.read(load, checkpoint, None)
+
+
+def _facts(manifest: Manifest | None, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    if manifest is None:
+        return {"weights_only": "optimizer_states" not in checkpoint}
+    return {name: value for name, value in manifest.facts.items() if name in ("epoch", "step", "weights_only")}
 
 
 def _without_objects(checkpoint: dict[str, Any], left_out: list[str]) -> dict[str, Any]:

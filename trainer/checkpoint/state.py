@@ -115,11 +115,11 @@ def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[
     return checkpoint
 
 
-def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint.
 
     Args:
-        engine: reads it.
+        load: reads it: an engine's, of which it gets the path, and whether to load tensors and plain containers only.
         path: the file or folder; a path or a URL.
         weights_only: None and True load tensors and plain containers only; objects among the hyper-parameters are
             :class:`~trainer.checkpoint.inert.StandIn`. False runs whatever code the file asks for: for files of
@@ -138,7 +138,7 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
             stacklevel=2,
         )
     try:
-        checkpoint = engine.load(path, weights_only is not False)
+        checkpoint = load(path, weights_only is not False)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(
             f"Checkpoint file not found: {shown}. Expected the path or URL of a file that exists."
@@ -146,19 +146,18 @@ def read(engine: Engine, path: str | Path, weights_only: bool | None) -> dict[st
     except IsADirectoryError as error:
         raise CheckpointError(f"{shown} is a folder. Expected the path or URL of a checkpoint file.") from error
     except UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
-        what = f"it asks for {found[1]}." if found else str(error).splitlines()[0]
+        found = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
+        what = f"it asks for {found[1]}" if found else str(error).splitlines()[0].rstrip(".")
         raise UnsafeCheckpointError(
-            f"{shown} holds more than tensors and plain containers, or is damaged: {what}"
+            f"{shown} holds more than tensors and plain containers, or is damaged: {what}."
             " If you made the file yourself and trust it, name its classes to torch.serialization.add_safe_globals, or"
             " pass weights_only=False, which lets it run any code."
         ) from error
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file breaks its readers in any way
-        raise CheckpointError(
-            f"{shown} cannot be read as a checkpoint; it may be cut short: {redaction.text(str(error))}"
-        ) from error
+        what = f"{type(error).__name__}: {redaction.text(str(error))}"
+        raise CheckpointError(f"{shown} cannot be read as a checkpoint; it may be cut short: {what}") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(f"{shown} is not a checkpoint: it has no 'state_dict'.")
     return checkpoint

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.cli.arguments import UsageError
-from trainer.errors import CheckpointError, did_you_mean
+from trainer.errors import CheckpointError, CheckpointWriteError, did_you_mean
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import Arguments
@@ -19,9 +19,10 @@ def command(arguments: Arguments) -> int:
     """``trainer consolidate FOLDER FILE``."""
     folder, file = two(arguments, "a folder that a run has written as a checkpoint, and the file to make of it")
     if not is_checkpoint_folder(existing(folder, "consolidate")):
+        found = f"there is no {MANIFEST} in it" if folder.is_dir() else "it is a file"
         raise UsageError(
             f"consolidate got {folder}, expected a folder that a run has written as a checkpoint, such as"
-            f" outputs/RECIPE/DATE_TIME/checkpoints/last.ckpt: there is no {MANIFEST} in it."
+            f" outputs/RECIPE/DATE_TIME/checkpoints/last.ckpt: {found}."
         )
     absent(file)
 
@@ -64,10 +65,12 @@ def absent(path: Path) -> None:
     """Refuse to write over what is there.
 
     Raises:
-        UsageError: there is something.
+        UsageError: there is something, or a file where its folder would be.
     """
     if path.exists() or path.is_symlink():
         raise UsageError(f"{path} is there already. Choose another name, or remove it first.")
+    if path.parent.is_file():
+        raise UsageError(f"{path} cannot be written: {path.parent} is a file, expected a folder.")
 
 
 def is_checkpoint_folder(path: Path) -> bool:
@@ -76,20 +79,21 @@ def is_checkpoint_folder(path: Path) -> bool:
 
 
 def carry_out(convert: Callable[[], str], made: Path) -> int:
-    """Convert, and tell what was made. Returns the exit status."""
-    from pickle import UnpicklingError
+    """Convert, and tell what was made. Returns the exit status.
 
+    Raises:
+        UsageError: what was given is damaged, or no checkpoint.
+    """
     from trainer.cli import failure
 
     started = time.monotonic()
     try:
         said = convert()
-    except CheckpointError as error:
+    except CheckpointWriteError as error:
         failure.tell(error)
         return 1
-    except UnpicklingError as error:
-        failure.tell(CheckpointError(f"The checkpoint holds more than a checkpoint does, and was not read: {error}"))
-        return 1
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
     files = [made] if made.is_file() else [one for one in made.iterdir() if one.is_file()]
     size = sum(one.stat().st_size for one in files) / 2**20
     print(f"{made}: {size:,.1f} MiB, in {time.monotonic() - started:.1f} s.{said}")

@@ -314,6 +314,14 @@ def _about_missing_file(error: OSError) -> str:
     return f"Relative paths start from the folder that the command is run in, {Path.cwd()}."
 
 
+def _about_resuming(error: ResumeError) -> str:
+    said = "On the command line exact_resume=false goes on all the same."
+    if "set a batch size" in str(error):
+        folder = shown(str(error.__dict__.get("folder", "FOLDER")))
+        said += f" With another data.batch_size, say which run is meant: hydra.run.dir={folder} resume=auto."
+    return said
+
+
 def _about_missing_module(error: ModuleNotFoundError) -> str:
     return (
         f"If {error.name} is a package, install it; if it is a file of yours, run the command from the folder that it"
@@ -334,7 +342,7 @@ def _about_system(error: OSError) -> str:
 
 
 _BY_KIND: tuple[tuple[Any, Any], ...] = (
-    (ResumeError, "On the command line exact_resume=false goes on all the same."),
+    (ResumeError, _about_resuming),
     (
         NonFiniteError,
         "On the command line callbacks=nonfinite_guard names the step and the layer, and"

@@ -17,9 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.arguments import OURS, Arguments, UsageError
 from trainer.cli.failure import forget_last
+from trainer.cli.folders import packaged_conf
 from trainer.cli.processes import agree, is_first, is_quiet, slurm_step, under_torchrun
 
 _OF_RESUMING = ("resume", "exact_resume", "trainer.resume", "trainer.exact_resume")
+_OF_DEVICES = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy")
 
 
 def sweeps(arguments: Arguments, config: DictConfig) -> bool:
@@ -88,10 +90,13 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
 def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) -> DictConfig:
     """``config`` with a folder that is named after ``kind`` and the command where it was named after the time.
 
-    Settings that say how to resume are left out, and so is the order of the others.
+    Settings that say how to resume are left out, and so is the order of the others; so are those of devices, for a run
+    may go on on others, except in a sweep, which may be one over them.
     """
     said = {*arguments.overrides, f"command={arguments.command}", *map("".join, _hydras(arguments.flags))}
     counted = sorted(word for word in said if word.lstrip("+").partition("=")[0] not in _OF_RESUMING)
+    if key == "hydra.run.dir":
+        counted = [word for word in counted if not _says_where(word)]
     name = f"{kind}-{hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:8]}"
     section = key.rpartition(".")[0]
     written: Any = OmegaConf.to_container(OmegaConf.select(config, section), resolve=False)
@@ -99,6 +104,14 @@ def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) 
     OmegaConf.set_readonly(config.hydra, False)
     OmegaConf.update(config, key, re.sub(r"\$\{now:[^}]*\}", name, str(written["dir"])))
     return config
+
+
+def _says_where(word: str) -> bool:
+    """Whether an override says on which devices a run is, and how they work together, and nothing else."""
+    name, _, value = word.lstrip("+").partition("=")
+    if name == "trainer":
+        return (packaged_conf() / "trainer" / f"{value}.yaml").is_file()
+    return any(name == one or name.startswith(f"{one}.") for one in _OF_DEVICES)
 
 
 def _hydras(flags: dict[str, str]) -> list[tuple[str, str]]:

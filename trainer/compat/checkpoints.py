@@ -234,14 +234,14 @@ class CheckpointConnector(_CheckpointConnector):
         """Read a checkpoint, for the methods that restore parts of it."""
         self._ckpt_path = checkpoint_path
         if checkpoint_path:
-            self._loaded_checkpoint = checkpoints.read(self.trainer.engine, checkpoint_path, weights_only)
+            self._loaded_checkpoint = checkpoints.read(self.trainer.engine.load, checkpoint_path, weights_only)
 
     def restore(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Restore everything that a checkpoint of this run holds."""
         if not checkpoint_path:
             return
         trainer = self.trainer
-        checkpoint = checkpoints.read(trainer.engine, checkpoint_path, weights_only)
+        checkpoint = checkpoints.read(trainer.engine.load, checkpoint_path, weights_only)
         checkpoints.restore_module_and_callbacks(trainer, checkpoint)
         if trainer.state.fn is not TrainerFn.FITTING:
             return

@@ -103,6 +103,9 @@ def test_lines_and_folders():
     Path("texts/a.jsonl").write_text("{nothing")
     with pytest.raises(ValueError, match=r"line 1 is no JSON"):
         ready("texts")
+    Path("texts/a.jsonl").write_text('{"text": 3}')
+    with pytest.raises(ValueError, match=r"A document is 3, expected text\. Set data\.field"):
+        ready("texts")
     with pytest.raises(FileNotFoundError, match=r"path is nowhere.*there is no text.*Expected"):
         ready("nowhere")
 
@@ -111,14 +114,23 @@ def test_a_data_set_of_the_library_datasets(monkeypatch):
     Path("set").mkdir()
     Path("set/state.json").write_text("{}")
     Path("set/data-0.arrow").write_text("")
-    monkeypatch.setitem(sys.modules, "datasets", None)  # not installed
-    with pytest.raises(ModuleNotFoundError, match=r"which is not installed: pip install datasets"):
-        ready("set")
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "datasets", None)  # not installed
+        with pytest.raises(ModuleNotFoundError, match=r"which is not installed: pip install datasets"):
+            ready("set")
     datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"text": ["one", "two", "three", "four"]}).save_to_disk("real")
-    data = ready(str(Path("real").absolute()))
-    assert sum(len(targets_of(data, split)) for split in data.splits) == len("onetwothreefour") + 4
+    texts = ["one", None, "two", "three", "", "four"]
+    rows = datasets.Dataset.from_dict({"body": texts, "number": range(6)})
+    rows.save_to_disk("real")
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk("splits")
+    for folder, times in (("real", 1), ("splits", 2)):
+        data = ready(folder, field="body")
+        documents = b"".join(bytes(targets_of(data, split)) for split in data.splits).split(b"\0")
+        assert sorted(filter(None, documents)) == sorted([b"one", b"two", b"three", b"four"] * times)
+    with pytest.raises(ValueError, match=r"field is 'text', but .*real has the columns 'body', 'number'"):
+        ready("real")
+    with pytest.raises(ValueError, match=r"A document is 0, expected text\. Set data\.field"):
+        ready("real", field="number")
 
 
 @needs_tokenizers

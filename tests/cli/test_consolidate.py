@@ -1,0 +1,275 @@
+"""``consolidate``, ``shard`` and ``export``: checkpoints from one form to another, to the bit or not at all."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _faults.training import differences
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from tests.checkpoint.test_shards import Evil, assert_same, sealed_again, write
+from tests.support import Regression, adamw, loader_of, make_batches, make_net, make_trainer
+from trainer import CheckpointFiles
+from trainer.checkpoint import files, shards
+from trainer.cli import main
+
+BATCHES = make_batches(4)
+
+
+class Activation:
+    """An object."""
+
+
+class Tied(Regression):
+    """Two layers have one weight; and there is an object among the hyper-parameters."""
+
+    def __init__(self, width: int = 6, activation: Any = None) -> None:
+        super().__init__(make_net(), optimizer=adamw)
+        self.save_hyperparameters()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([self.second(self.first(batch[0])), *batch[1:]], batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+def fit(folder: Path, *, sharded: bool, epochs: int = 2, ckpt: Path | None = None, module: Any = None) -> Any:
+    """Saves in the middle of each epoch; returns the newest checkpoint and the module. All runs have the same paths."""
+    run = folder.parent / "run"
+    saver = ModelCheckpoint(run, every_n_train_steps=3, filename="{epoch}-{step}", save_top_k=-1)
+    plugins = CheckpointFiles(sharded=sharded)
+    trainer = make_trainer(run, callbacks=[saver], enable_checkpointing=True, max_epochs=epochs, plugins=plugins)
+    if module is None:
+        torch.manual_seed(0)
+        module = Tied(activation=Activation())
+    trainer.fit(module, loader_of(BATCHES), ckpt_path=ckpt)
+    return run.rename(folder) / Path(saver.best_model_path).name, module
+
+
+def said(capsys: Any, words: list[Any]) -> tuple[int, str]:
+    """The exit status, and the error without where the traceback is."""
+    status = main([str(word) for word in words])
+    return status, " ".join(capsys.readouterr().err.replace("--debug shows the full traceback.", "").split())
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}
+
+
+def load(file: Path) -> Any:
+    return torch.load(file, weights_only=True)
+
+
+# --- round trips ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_a_run_is_the_file_of_that_run(tmp_path: Path, capsys: Any) -> None:
+    folder, _ = fit(tmp_path / "folder", sharded=True)
+    assert folder.name == "epoch=1-step=6.ckpt"  # an = in a name makes it no setting
+    assert main(["consolidate", str(folder), str(tmp_path / "new" / "whole.ckpt")]) == 0
+    whole = tmp_path / "new" / "whole.ckpt"
+    told = capsys.readouterr().out
+    assert told.startswith(f"{whole}: 0.1 MiB, in ")
+    assert "Left out, because they are objects" in told
+    assert told.endswith(": hyper_parameters.activation.\n")
+    file, _ = fit(tmp_path / "file", sharded=False)
+    made, direct = load(whole), with_object(file)
+    assert differences({name: made[name] for name in SAME}, {name: direct[name] for name in SAME}) == []
+    assert made["hyper_parameters"] == {"width": 6}
+    assert files.read_manifest(whole).facts == files.read_manifest(file).facts
+    assert Tied.load_from_checkpoint(whole).hparams == {"width": 6, "activation": None}
+    _, left_alone = fit(tmp_path / "alone", sharded=True, epochs=3)
+    for ckpt in (folder, whole):
+        _, again = fit(tmp_path / f"from {ckpt.name}", sharded=False, epochs=3, ckpt=ckpt, module=Tied())
+        assert_same(dict(again.state_dict()), dict(left_alone.state_dict()))
+
+
+SAME = ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers", "loops")
+
+
+def with_object(file: Path) -> Any:
+    """A file whose hyper-parameters have one."""
+    with torch.serialization.safe_globals([Activation]):
+        return load(file)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_to_a_folder_and_back(tmp_path: Path, weights_only: bool) -> None:
+    saved, _ = fit(tmp_path / "saved", sharded=True, epochs=1)
+    first, folder, second = tmp_path / "first.ckpt", tmp_path / "folder.ckpt", tmp_path / "second.ckpt"
+    if weights_only:
+        torch.save({"state_dict": shards.read_whole(saved)["state_dict"]}, first)  # without a manifest
+    else:
+        assert main(["consolidate", str(saved), str(first)]) == 0
+    assert main(["shard", str(first), str(folder)]) == 0
+    assert files.verify(folder)
+    assert main(["consolidate", str(folder), str(second)]) == 0
+    assert files.verify(second)
+    assert_same(load(second), load(first))
+    for one in (folder, second):
+        assert files.read_manifest(one).resumable is not weights_only
+    assert torch.equal(load(second)["state_dict"]["second.weight"], load(second)["state_dict"]["first.weight"])
+
+
+def test_a_file_of_an_old_torch_is_read(tmp_path: Path) -> None:
+    state = {"state_dict": {"a": torch.arange(3.0)}}
+    torch.save(state, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert main(["shard", str(tmp_path / "old.ckpt"), str(tmp_path / "folder.ckpt")]) == 0
+    assert_same(shards.read_whole(tmp_path / "folder.ckpt"), state)
+
+
+# --- safetensors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_safetensors_are_the_state_dict(tmp_path: Path, capsys: Any, sharded: bool) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    saved, module = fit(tmp_path / "saved", sharded=sharded, epochs=1)
+    fitted = shards.read_whole(saved)["state_dict"] if sharded else with_object(saved)["state_dict"]
+    out = tmp_path / "all.safetensors"
+    assert main(["export", str(saved), str(out)]) == 0
+    assert capsys.readouterr().out.endswith(f" {len(module.state_dict())} tensors.\n")
+    found = load_file(out)
+    assert_same(dict(sorted(found.items())), dict(sorted(fitted.items())))
+    fresh = Tied()
+    fresh.load_state_dict(found)  # strict, tied weights under both names
+    assert fresh.second.weight is fresh.first.weight
+    assert torch.equal(fresh.first.weight, fitted["second.weight"])
+    assert main(["export", str(saved), str(tmp_path / "net.safetensors"), "net."]) == 0
+    net = make_net(seed=1)
+    net.load_state_dict(load_file(tmp_path / "net.safetensors"))
+    assert_same(dict(net.state_dict()), {n.removeprefix("net."): v for n, v in fitted.items() if n.startswith("net.")})
+
+
+def test_views_are_exported_as_what_they_show(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    complex_ = torch.tensor([1 + 2j, 3 - 1j])
+    other = complex_.clone()
+    weights = {
+        "conj": complex_.conj(), "neg": other.conj().imag, "rows": torch.arange(8.0).view(4, 2)[1:3],
+        "columns": torch.arange(8.0).view(4, 2)[:, 1], "empty": torch.empty(0, 2), "number": torch.tensor(3),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+    }  # fmt: skip
+    torch.save({"state_dict": {**weights, "_extra_state": {"a": 1}}}, tmp_path / "w.ckpt")
+    assert main(["export", str(tmp_path / "w.ckpt"), str(tmp_path / "w.safetensors")]) == 0
+    found = load_file(tmp_path / "w.safetensors")
+    assert_same(dict(sorted(found.items())), dict(sorted(weights.items())))
+
+
+def test_without_safetensors(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.ckpt")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    status, told = said(capsys, ["export", tmp_path / "a.ckpt", tmp_path / "w.safetensors"])
+    assert (status, told) == (
+        2, "trainer: export needs safetensors, which is not installed: pip install 'amp-trainer[safetensors]'",
+    )  # fmt: skip
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with checkpoints, good ones and others."""
+    monkeypatch.chdir(tmp_path)
+    write(Path("good.ckpt"))
+    assert main(["consolidate", "good.ckpt", "file.ckpt"]) == 0
+    for name in ("torn", "missing", "flipped", "evil", "pickle"):
+        shutil.copytree("good.ckpt", f"{name}.ckpt")
+    Path("torn.ckpt/manifest.json").unlink()
+    Path("missing.ckpt/state.ckpt").unlink()
+    data = bytearray(Path("file.ckpt").read_bytes())
+    Path("cut.ckpt").write_bytes(data[: len(data) // 2])
+    data[len(data) // 2] ^= 1
+    Path("bit.ckpt").write_bytes(data)
+    data = bytearray(Path("good.ckpt/__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    Path("flipped.ckpt/__0_0.distcp").write_bytes(data)
+    torch.save({"state_dict": {}, "loops": {}, "evil": Evil(tmp_path / "ran")}, "evil.ckpt/state.ckpt")
+    Path("pickle.ckpt/.metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    sealed_again(Path("evil.ckpt"))
+    sealed_again(Path("pickle.ckpt"))
+    torch.save({"state_dict": {"a": torch.ones(1)}, "evil": Evil(tmp_path / "ran")}, "stranger.ckpt")
+    torch.save({"state_dict": {"wide": torch.ones(2, dtype=torch.complex128)}}, "wide.ckpt")
+    torch.save({"weights": {}}, "other.ckpt")
+    Path("text.ckpt").write_text("a text")
+    Path("dangling.ckpt").symlink_to("nowhere")
+    Path("run").mkdir()
+    return tmp_path
+
+
+REFUSED = [
+    ("consolidate", "consolidate needs a folder that a run has written as a checkpoint, and the file to make of it"),
+    ("consolidate good.ckpt", "python -m trainer consolidate FOLDER FILE"),
+    ("consolidate god.ckpt new", "god.ckpt: there is no such file or folder. Did you mean 'good.ckpt'?"),
+    ("consolidate file.ckpt new", "consolidate got file.ckpt, expected a folder .* it is a file."),
+    ("consolidate run new", "consolidate got run, expected a folder .* there is no manifest.json in it."),
+    ("consolidate torn.ckpt new", "consolidate got torn.ckpt, expected .* there is no manifest.json in it."),
+    ("consolidate missing.ckpt new", "missing.ckpt is damaged: state.ckpt is missing."),
+    ("consolidate flipped.ckpt new", r"flipped.ckpt is damaged: the bytes of __0_0.distcp are not .* \(SHA-256\)."),
+    ("consolidate evil.ckpt new", "evil.ckpt holds more than tensors and plain containers, or is damaged: it asks for"),
+    ("consolidate pickle.ckpt new", "pickle.ckpt holds more .*: its .metadata asks for posix.mkdir, which has"),
+    ("consolidate good.ckpt file.ckpt", "file.ckpt is there already. Choose another name, or remove it first."),
+    ("consolidate good.ckpt run", "run is there already."),
+    ("consolidate good.ckpt dangling.ckpt", "dangling.ckpt is there already."),
+    ("consolidate good.ckpt good.ckpt", "good.ckpt is there already."),
+    ("consolidate good.ckpt text.ckpt/new", "text.ckpt/new cannot be written: text.ckpt is a file, expected a folder."),
+    ("consolidate good.ckpt new more", "Got the word 'more'"),
+    ("shard", "shard needs a checkpoint that is one file, and the folder to make of it: .* shard FILE FOLDER"),
+    ("shard fill.ckpt new", "fill.ckpt: there is no such file or folder. Did you mean 'file.ckpt'?"),
+    ("shard good.ckpt new", "shard got good.ckpt, which is a folder, expected a checkpoint that is one file."),
+    ("shard bit.ckpt new", r"bit.ckpt is damaged: its bytes are not those that were written \(SHA-256\)."),
+    ("shard cut.ckpt new", "cut.ckpt is damaged: it has no end. It was cut short after"),
+    ("shard text.ckpt new", "text.ckpt cannot be read as a checkpoint"),
+    ("shard other.ckpt new", "other.ckpt is not a checkpoint: it has no 'state_dict'."),
+    ("shard stranger.ckpt new", "stranger.ckpt holds more than tensors and plain containers, .* it asks for"),
+    ("shard file.ckpt good.ckpt", "good.ckpt is there already."),
+    ("shard file.ckpt text.ckpt/new", "text.ckpt/new cannot be written: text.ckpt is a file, expected a folder."),
+    ("export good.ckpt", r"export needs a checkpoint, and the .safetensors file .* FILE.safetensors \[PREFIX\]"),
+    ("export god.ckpt new.safetensors", "god.ckpt: there is no such file or folder. Did you mean 'good.ckpt'?"),
+    ("export good.ckpt new.pt", "export got new.pt, expected the name of a .safetensors file, such as model.safetens"),
+    ("export run new.safetensors", "export got run, which is a folder and no checkpoint: name one of those in it."),
+    ("export torn.ckpt new.safetensors", "export got torn.ckpt, which is a folder and no checkpoint"),
+    ("export flipped.ckpt new.safetensors", "flipped.ckpt is damaged: the bytes of __0_0.distcp"),
+    ("export bit.ckpt new.safetensors", "bit.ckpt is damaged"),
+    ("export text.ckpt new.safetensors", "text.ckpt cannot be read as a checkpoint"),
+    ("export stranger.ckpt new.safetensors", "stranger.ckpt holds more than tensors and plain containers"),
+    ("export wide.ckpt new.safetensors", r"safetensors has no form for wide \(complex128, strided\). Leave it out"),
+    ("export good.ckpt new.safetensors net.", "good.ckpt has no weights whose names begin with 'net.'; it has weight"),
+    ("export good.ckpt text.ckpt/new.safetensors", "new.safetensors cannot be written: text.ckpt is a file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "complaint"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_mistakes_are_told_in_a_sentence_and_change_nothing(here: Path, capsys: Any, line: str, complaint: str) -> None:
+    before = tree(here)
+    status, told = said(capsys, line.split())
+    assert status == 2
+    assert re.search(complaint, told), told
+    assert "Traceback" not in told
+    assert tree(here) == before
+    assert not (here / "ran").exists()
+
+
+def test_one_that_cannot_be_written_leaves_nothing(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    before = tree(here)
+    for line in ("consolidate good.ckpt new", "shard file.ckpt new", "export good.ckpt new.safetensors"):
+        status, told = said(capsys, line.split())
+        assert (status, "new" in told, "was not written: No space left on device" in told) == (1, True, True), told
+        assert tree(here) == before
