@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -33,7 +36,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -405,10 +408,16 @@ class Tuned(Net):
 
 
 def tuned(kind: str) -> dict[str, Any]:
-    module = Tuned()
-    found = fit(
-        kind, module, LearningRateFinder(num_training_steps=20, early_stop_threshold=None), max_epochs=-1, max_steps=5
-    )
+    """The process that removes the finder's file is ahead of the other, which has it to read."""
+    load = TorchCheckpointIO.load_checkpoint
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.3 * distributed.get_rank())
+        return load(*args, **kwargs)
+
+    module, finder = Tuned(), LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+    with patch.object(TorchCheckpointIO, "load_checkpoint", late):
+        found = fit(kind, module, finder, max_epochs=-1, max_steps=5)
     return found | {"found": module.lr}
 
 

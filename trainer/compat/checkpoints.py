@@ -242,6 +242,7 @@ class CheckpointConnector(_CheckpointConnector):
             return
         trainer = self.trainer
         checkpoint = checkpoints.read(trainer.engine.load, checkpoint_path, weights_only)
+        trainer.engine.barrier("restore")  # rank 0 may remove the file now: a tuner does
         checkpoints.restore_module_and_callbacks(trainer, checkpoint)
         if trainer.state.fn is not TrainerFn.FITTING:
             return
