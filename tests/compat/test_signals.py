@@ -19,6 +19,7 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -421,18 +422,19 @@ def test_a_job_of_slurms_is_requeued(tmp_path: Path, scontrol: Path, monkeypatch
         ours(default_root_dir=tmp_path / "elsewhere").fit(Learner(), data(8), ckpt_path="hpc")
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("how", ["whole", "sharded", "by Lightning"])
 def test_what_is_written_in_the_background_is_there_when_the_job_is_requeued(
-    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool
+    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     scontrol.write_text(f"#!/bin/sh\nls {tmp_path}/run > {scontrol.parent}/there\n")
-    name = "_save_shards" if sharded else "_save"
+    name = "_save_shards" if how == "sharded" else "_save"
     write = getattr(CheckpointFiles, name)
     monkeypatch.setattr(CheckpointFiles, name, lambda *arguments: (time.sleep(0.3), write(*arguments))[1])
-    slurm(tmp_path, plugins=[CheckpointFiles(sharded=sharded, asynchronous=True)]).fit(Learner(), data(8))
+    own = CheckpointFiles(sharded=how == "sharded", asynchronous=True)
+    slurm(tmp_path, plugins=[AsyncCheckpointIO() if how == "by Lightning" else own]).fit(Learner(), data(8))
     assert (scontrol.parent / "there").read_text() == "hpc_ckpt_1.ckpt\n"
     path = tmp_path / "run" / "hpc_ckpt_1.ckpt"
-    assert path.is_dir() == sharded
+    assert path.is_dir() == (how == "sharded")
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     again = ours(max_epochs=1, default_root_dir=path.parent)

@@ -40,6 +40,13 @@ def test_what_is_promised(bench: Bench, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_torchruns_processes_are_killed_as_often_as_asked_for(bench: Bench) -> None:
+    outcome = run_case(CASES["torchrun-kills-sharded"], bench, "ours")
+    assert outcome.word == "exact", str(outcome)
+    assert outcome.detail.startswith("3 kills in ")
+
+
+@pytest.mark.slow
 def test_exact_from_the_middle(bench: Bench) -> None:
     setup = replace(EVERYTHING, batches=8, epochs=2, overflows=(1, 3, 11), validate_every=3)
     outcome = at_each("everything", setup, every=7)(bench, "ours")

@@ -18,6 +18,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_object_storage, get_filesystem
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
@@ -351,6 +352,18 @@ def files_of(strategy: Strategy) -> CheckpointFiles | None:
     while isinstance(found, _WrappingCheckpointIO):
         found = found.checkpoint_io
     return found if isinstance(found, CheckpointFiles) else None
+
+
+def wait_for_saves(strategy: Strategy) -> None:
+    """Wait for what is written in the background, by a `CheckpointFiles` or by Lightning's `AsyncCheckpointIO`.
+
+    Raises:
+        CheckpointWriteError: it was not written.
+    """
+    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        strategy.checkpoint_io.teardown()  # it begins another thread with the next save
+    if (own := files_of(strategy)) is not None:
+        own.wait()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from trainer.compat.checkpoint_io import files_of
+from trainer.compat.checkpoint_io import wait_for_saves
 from trainer.compat.launchers import ENDING_SIGNALS, PassOn, default_handler, exception_of
 from trainer.engine.agreement import Agreement
 from trainer.engine.processes import children, deadline_after
@@ -272,8 +272,7 @@ class Signals:
                 logger.finalize("finished")  # all that is logged so far is to be on the disk
             path = trainer.engine.broadcast(str(_CheckpointConnector.hpc_save_path(trainer.default_root_dir)))
             trainer.save_checkpoint(path)
-            if (own := files_of(trainer.strategy)) is not None:
-                own.wait()  # Slurm may end the job at once
+            wait_for_saves(trainer.strategy)  # Slurm may end the job at once
         failure = _requeue_job() if trainer.is_global_zero else None
         if trainer.state.fn is TrainerFn.FITTING:
             failure = trainer.engine.broadcast(failure)
