@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
@@ -138,7 +139,7 @@ class _Step:
 
     def __init__(self, config: ScheduleConfig) -> None:
         self.config = config
-        self._state = deepcopy(config.scheduler.state_dict())
+        self._state = _copied(config.scheduler.state_dict())
         self._groups: list[dict[str, Any]] = getattr(getattr(config.scheduler, "optimizer", None), "param_groups", [])
         self._before = [_values_of(group) for group in self._groups]
         self._changes: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -146,8 +147,11 @@ class _Step:
     def end(self) -> None:
         """See what the step has changed in the parameter groups: learning rate, momentum, ..."""
         for group, before in zip(self._groups, self._before, strict=True):
-            for key, after in _values_of(group).items():
-                if key not in before or not _same(before[key], after):
+            for key, after in group.items():
+                if after is before.get(key, before):
+                    continue
+                # tensors are not read, they may be on a GPU: they count as changed
+                if isinstance(after, Tensor) or key not in before or before[key] != after:
                     self._changes.append((group, key, before.get(key), after))
 
     def take_back(self) -> None:
@@ -161,12 +165,15 @@ class _Step:
 
 
 def _values_of(group: dict[str, Any]) -> dict[str, Any]:
-    items = ((key, value) for key, value in group.items() if key != "params")
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in items}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values of a group are the same. Tensors are not read, they may be on a GPU: they count as changed."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return False
-    return bool(one == other)
+def _copied(state: Any) -> Any:
+    """As ``deepcopy``, which takes 10 to 20 microseconds for the numbers of a schedule."""
+    if isinstance(state, (float, int, str, NoneType)):
+        return state
+    if type(state) is dict:
+        return {key: _copied(value) for key, value in state.items()}
+    if type(state) is list:
+        return [_copied(value) for value in state]
+    return deepcopy(state)
