@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -15,6 +16,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from tests.simulated_cuda import device
+from tests.simulated_cuda.child import Child
 from tests.warm_python import WarmPython, save_empty_pictures, warm_python
 from trainer.precision.readback import Readback
 
@@ -32,12 +35,32 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped where there is none."""
+    """Tests marked ``gpu(simulated=False)`` are skipped where there is none."""
     if torch.cuda.is_available():
         return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        marker = item.get_closest_marker("gpu")
+        if marker is not None and not marker.kwargs.get("simulated", True):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def is_simulated(item: pytest.Item) -> bool:
+    """Whether the test runs on a simulated GPU: it uses the fixture ``cuda``; or it wants a GPU, and there is none."""
+    wants_gpu = item.get_closest_marker("gpu") is not None
+    return "cuda" in getattr(item, "fixturenames", ()) or (wants_gpu and not torch.cuda.is_available())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Have tests on the simulated GPU run in the process that has it."""
+    if device.is_prepared() or not is_simulated(pyfuncitem):
+        return None
+    result, text = pyfuncitem._request.getfixturevalue("simulation").run(pyfuncitem.nodeid)
+    if result == "skipped":
+        pytest.skip(text)
+    if result == "failed":
+        pytest.fail(text, pytrace=False)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,6 +73,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not item.get_closest_marker("draws"):
             patch.setattr(Figure, "savefig", save_empty_pictures(Figure.savefig))
+        if device.is_prepared() and is_simulated(item):
+            with device.simulated_cuda():
+                return (yield)
         if item.get_closest_marker("gpu"):
             return (yield)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -87,6 +113,20 @@ def python() -> Iterator[WarmPython]:
     """Runs programs and commands as ``python`` would, without seconds of imports: ``python.trainer("fit", ...)``."""
     with warm_python() as python:
         yield python
+
+
+@pytest.fixture(scope="session")
+def simulation(python: WarmPython, request: pytest.FixtureRequest) -> Iterator[Child]:
+    """Runs tests on the simulated GPU, in another process."""
+    files = {item.path for item in request.session.items if is_simulated(item)}
+    with contextlib.closing(Child(python, files)) as child:
+        yield child
+
+
+@pytest.fixture
+def cuda() -> device.Device:
+    """The simulated GPU: ``cuda.watch()`` lists host waits and kernels. The test runs in another process."""
+    return device.DEVICE
 
 
 @pytest.fixture

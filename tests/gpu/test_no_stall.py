@@ -13,8 +13,8 @@ from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_
 from trainer.callbacks import ScaleMonitor
 from trainer.precision import MixedPrecision
 
-BATCHES, WINDOW = 600, 2
-FIRST, LAST = 20, 580
+BATCHES, WINDOW = 300, 2
+FIRST, LAST = 20, 290
 """The batches that are watched: past the set-up, and far enough for what happens every 256 logged values."""
 
 

@@ -77,10 +77,12 @@ class ModuleLog:
     Args:
         module: the LightningModule, or an object with its ``_current_fx_name``.
         trainer: asked for the metrics of the stage that runs (``active_metrics``) and for its loggers.
+        copies: whether a tensor is copied, because the caller may change it in place later.
     """
 
-    def __init__(self, module: Any, trainer: Any) -> None:
+    def __init__(self, module: Any, trainer: Any, *, copies: bool = True) -> None:
         self._module = module
+        self._copies = copies
         self._state = vars(module)
         self._trainer = trainer
         step = getattr(module, "training_step", None)
@@ -130,8 +132,11 @@ class ModuleLog:
             )
         assert store is not None
         if isinstance(value, Tensor):
-            # a copy: the caller may change it in place later
-            value = value.detach().clone() if value.dtype in _KEPT else value.detach().to(accumulation_dtype())
+            value = value.detach()
+            if value.dtype not in _KEPT:
+                value = value.to(accumulation_dtype())
+            elif self._copies:
+                value = value.clone()
             if value.dim():
                 if value.numel() != 1:
                     raise ValueError(
@@ -377,10 +382,11 @@ def attach_log(module: LightningModule, trainer: Any) -> None:
     """Replace ``module.log`` by a :class:`ModuleLog`, unless it is overridden: in a class or on an instance.
 
     Callbacks get the module's ``log`` and ``log_dict`` as their own; ours log by ``trainer.log_metric``, which bypasses
-    overrides. With ``barebones`` the module keeps Lightning's ``log``, which says that nothing is logged.
+    overrides, and give away what they log. With ``barebones`` the module keeps Lightning's ``log``, which says that
+    nothing is logged.
     """
     log = ModuleLog(module, trainer)
-    trainer.log_metric = no_log if trainer.barebones else log
+    trainer.log_metric = no_log if trainer.barebones else ModuleLog(module, trainer, copies=False)
     for part in () if trainer.barebones else module.modules():
         if not isinstance(part, LightningModule):
             continue

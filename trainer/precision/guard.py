@@ -93,9 +93,7 @@ _ZERO = torch.zeros(())
 
 def _any_not_finite(gradients: list[Tensor]) -> Tensor:
     """1 if one of the elements is not finite, else 0; a 0-dim float32 tensor on their device."""
-    largest = [one.abs().amax() for one in gradients]  # NaN and inf come through
-    return (
-        ~torch.stack([one.to(torch.float64 if one.dtype is torch.float64 else torch.float32) for one in largest])
-        .isfinite()
-        .all()
-    ).float()
+    largest = list(torch._foreach_norm(gradients, torch.inf))  # NaN and inf come through
+    if len({one.dtype for one in largest}) > 1:
+        largest = [one.double() for one in largest]
+    return (~torch.stack(largest).isfinite().all()).float()

@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.precision.readback import Readback
 
 SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
 """2**-14. Below it float16 is subnormal: it has fewer than its 11 significant bits, and none below 2**-24."""
+
+
+_LARGEST_SUBNORMAL = SMALLEST_NORMAL * (1 - 2**-24)
+"""As float32 has it: the number below that."""
 
 
 class Underflow(NamedTuple):
@@ -56,30 +61,37 @@ class UnderflowProbe:
             gradients: each with its name and the number of its elements; or as much of it as this process holds.
             total: adds up what the processes have counted in their parts, a tensor of shape (gradients, 2).
         """
-        counts: list[Tensor] = []
+        found: list[Tensor] = []
         for name, elements, gradient in gradients:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            size = values.abs()
-            zeros = (size == 0).sum()
             self._names.append(name)
             self._sizes.append(elements)
-            counts += [zeros + (gradient.numel() - values.numel()), (size < SMALLEST_NORMAL).sum() - zeros]
-        if counts and total is not None:
-            counts = list(total(torch.stack(counts).reshape(-1, 2)).flatten())
-        self._counts += counts
-        if self._counts:
-            self._readback.start(self._counts)
+            found += [_nonzero(values), _nonzero(F.hardshrink(values, _LARGEST_SUBNORMAL))]
+        if not found:
+            return
+        counts = torch.stack(found).reshape(-1, 2)
+        if total is not None:
+            counts = total(counts)
+        self._counts += list(counts.float().flatten())
+        self._readback.start(self._counts)
 
     def finish(self) -> list[Underflow]:
         """All together, then each parameter, the worst first. Empty if nothing was counted."""
         counts = self._readback.wait() if self._names else []
-        triples = list(zip(self._names, self._sizes, counts[::2], counts[1::2], strict=True))
+        numbers = zip(self._names, self._sizes, counts[::2], counts[1::2], strict=True)
+        triples = [(name, size, size - nonzero, nonzero - normal) for name, size, nonzero, normal in numbers]
         self._names, self._sizes, self._counts = [], [], []
         if not triples:
             return []
         each = [_shares(*triple) for triple in triples]
         totals = (sum(column) for column in list(zip(*triples, strict=True))[1:])
         return [_shares("", *totals), *sorted(each, key=lambda one: one.subnormal, reverse=True)]
+
+
+def _nonzero(values: Tensor) -> Tensor:
+    """How many elements are not 0, counted without a tensor of their size; exact, and 0-dim."""
+    number: Tensor = torch.linalg.vector_norm(values, 0, dtype=torch.float64)
+    return number
 
 
 def _shares(name: str, size: float, zeros: float, subnormal: float) -> Underflow:

@@ -95,7 +95,7 @@ def folders_of_loggers(trainer: Any) -> list[str]:
     return [str(folder) for folder in found if folder and "://" not in str(folder)]
 
 
-def training_loss(trainer: Any, outputs: Any) -> Tensor | None:
+def training_loss(trainer: Any, outputs: Any, *, keep: bool = False) -> Tensor | None:
     """The loss of a batch, as ``training_step`` returned it, from what ``on_train_batch_end`` is given.
 
     The latter is the batch's share of its accumulation window's mean, and that is undone here.
@@ -103,6 +103,7 @@ def training_loss(trainer: Any, outputs: Any) -> Tensor | None:
     Args:
         trainer: Says what the share is.
         outputs: A dict with a "loss", a tensor, or anything else.
+        keep: Whether the tensor is to outlive the batch: CUDA graphs reuse their outputs.
 
     Returns:
         A tensor with one element, unread, or None if there is no loss.
@@ -111,7 +112,10 @@ def training_loss(trainer: Any, outputs: Any) -> Tensor | None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
     share = getattr(trainer, "loss_share", 1.0 / trainer.accumulate_grad_batches)  # `lightning.Trainer` has but this
-    return loss if isinstance(share, float) and share == 1.0 else loss / share
+    if not isinstance(share, float) or share != 1.0:
+        own: Tensor = loss.detach() / share
+        return own
+    return loss.detach().clone() if keep else loss
 
 
 def memory_in_use(device: torch.device) -> int:

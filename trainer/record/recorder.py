@@ -198,10 +198,9 @@ class RunRecorder(Callback):
             return
         if not batches % self.seconds.stride:  # the same, or a multiple where some batches have no loss
             self._note_pace(trainer)
-        loss = training_loss(trainer, outputs)
+        loss = training_loss(trainer, outputs, keep=True)
         if loss is not None:
-            # On a GPU `item` would wait for the device. A copy, because CUDA graphs reuse their outputs.
-            self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss.detach().clone())
+            self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss)  # `item` waits for a GPU
 
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any, outcome: Any

@@ -356,7 +356,7 @@ def test_a_real_training_that_fails_stays_alone(project, python):
     assert len(read_run(Path("jobs/1")).losses) == 3  # as far as it came
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(simulated=False)  # processes of its own, and memory
 @pytest.mark.slow
 def test_real_trainings_on_a_gpu(project, python):
     done = python.trainer("compare", *LINE, "trainer=gpu", "precision=32,16", "hydra.sweep.dir=jobs")

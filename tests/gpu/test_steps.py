@@ -1,0 +1,225 @@
+"""What a step does on a GPU, beside its arithmetic: it makes no host wait, and no kernel that a loop by hand has not.
+
+On the simulated device, batch by batch, against the shortest correct loop that one could write.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+
+from tests.simulated_cuda.device import DEVICE, Seen
+from tests.support import AUTOCAST_DTYPES, loader_of, make_trainer
+from trainer.callbacks import NonFiniteGuard, ScaleMonitor, Throughput
+from trainer.precision import MixedPrecision
+
+WARM_UP = 6
+"""Batches until everything has been allocated, and the momentum of a fused SGD is known to be there."""
+PHASE = 4
+"""Batches each with no log, with one, and with one that is read by everybody."""
+BATCHES = WARM_UP + 3 * PHASE
+SCALE = 2.0**10
+LIMIT = 0.5
+
+OPTIMIZERS = {
+    "plain": partial(torch.optim.AdamW, lr=1e-3, foreach=False),
+    "foreach": partial(torch.optim.AdamW, lr=1e-3),
+    "fused": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "fused momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
+}
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+
+KEPT_OF_A_LOSS = {1: "clone", 2: "div"}
+"""The kernel by which a run's record keeps a batch's loss, for its curve; by the batches of a window."""
+
+
+def make_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def make_batches() -> list[list[Tensor]]:
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(1))
+    return [[draw(8, 6).cuda(), draw(8, 3).cuda()] for _ in range(BATCHES)]
+
+
+class Watch(Callback):
+    """What is seen from each batch's start to the next one's."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        DEVICE.seen = Seen()
+        self.seen.append(DEVICE.seen)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BATCHES - 1:
+            DEVICE.seen = None
+
+
+class Logging(LightningModule):
+    """Logs nothing, then its loss, then a loss that everybody reads."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.net, self.make_optimizer = make_net(), optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        if batch_idx >= WARM_UP + 2 * PHASE:
+            self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        elif batch_idx >= WARM_UP + PHASE:
+            self.log("quiet", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+def step_by_hand(optimizer: Any, found_inf: Tensor | None) -> None:
+    """A step that leaves the weights alone where something is not finite."""
+    if found_inf is None:
+        optimizer.step()
+    elif optimizer.defaults["fused"]:
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf
+        optimizer.step()
+    elif not found_inf.item():  # as torch's scaler does
+        optimizer.step()
+
+
+@cache
+def by_hand(precision: str, kind: str, clips: bool, window: int) -> list[Seen]:
+    """What is seen of each batch of the shortest correct loop, without any log."""
+    net = make_net().cuda()
+    parameters, seen = list(net.parameters()), []
+    optimizer, dtype = OPTIMIZERS[kind](parameters), AUTOCAST_DTYPES.get(precision)
+    scales = precision == "16-mixed"
+    scale, tracker = torch.tensor(SCALE).cuda(), torch.zeros((), dtype=torch.int32).cuda()
+    inverse = scale.reciprocal()  # as long as the scale is the same
+    for number, (x, y) in enumerate(make_batches()):
+        with DEVICE.watch() as of_batch:
+            if number % window == 0:
+                optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = F.mse_loss(net(x), y)
+            if window > 1:
+                loss = loss / window
+            (loss * scale if scales else loss).backward()
+            if number % window == window - 1:
+                gradients, found_inf = [p.grad for p in parameters], None
+                if scales:
+                    found_inf = torch.zeros((), device="cuda")
+                    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
+                if clips:
+                    nn.utils.clip_grad_norm_(parameters, LIMIT)
+                step_by_hand(optimizer, found_inf)
+                if scales:
+                    torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2000)
+        seen.append(of_batch)
+    return seen
+
+
+def show(title, c):
+    print(title, dict(c))
+
+
+def fit(folder: Any, precision: Any, optimizer: str, **options: Any) -> list[Seen]:
+    """What is seen of each batch of a fit. The last one's end is not: what ends an epoch may wait."""
+    watch = Watch()
+    if precision == "16-mixed":
+        precision = MixedPrecision("float16", init_scale=SCALE)  # at which nothing overflows
+    trainer = make_trainer(
+        folder, accelerator="gpu", devices=1, precision=precision, log_every_n_steps=10 * BATCHES,
+        **options | {"callbacks": [watch, *options.get("callbacks", ())]},
+    )  # fmt: skip
+    trainer.fit(Logging(OPTIMIZERS[optimizer]), loader_of(make_batches()))
+    assert trainer.skipped_steps == 0
+    return watch.seen
+
+
+def added(ours: Seen, theirs: Seen) -> Counter[str]:
+    """The kernels that are not in the other's. That one has none that are not in this."""
+    assert not Counter(theirs.kernels) - Counter(ours.kernels)
+    return Counter(ours.kernels) - Counter(theirs.kernels)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_waits_for_nothing_and_computes_nothing_more(cuda, tmp_path, precision, optimizer, clips, window):
+    hand = by_hand(precision, optimizer, clips, window)
+    clipping = {"gradient_clip_val": LIMIT} if clips else {}
+    for callbacks, loggers in product((False, True), (False, True)):
+        shown = {"enable_progress_bar": callbacks, "enable_model_summary": callbacks, "enable_checkpointing": callbacks}
+        more = {"callbacks": [Throughput(warmup_batches=WARM_UP - 1)] if callbacks else []}
+        seen = fit(
+            tmp_path, precision, optimizer,
+            accumulate_grad_batches=window, logger=loggers, **clipping, **shown, **more,
+        )  # fmt: skip
+        for number in range(WARM_UP, BATCHES - 1):
+            closes = precision == "16-mixed" and number % window == window - 1
+            known_late = closes and "fused" in optimizer
+            expected = Counter({"clone": int(number >= WARM_UP + PHASE)})  # of the value that is logged
+            if loggers:  # without one there is no folder for a record
+                expected[KEPT_OF_A_LOSS[window]] += 1
+            at = f"batch {number}, callbacks={callbacks}, loggers={loggers}"
+            assert added(seen[number], hand[number]) == expected, at
+            waits = ["an event" if known_late else "local_scalar_dense"] if closes else []
+            assert [wait.what for wait in seen[number].waits] == waits, (at, seen[number].waits)
+            assert seen[number].to_host == ([4] if known_late else []), at  # whether it has overflowed
+            assert seen[number].to_device == [], at
+
+
+def test_the_loop_by_hand_reads_what_torchs_scaler_reads_and_is_shorter(cuda):
+    for optimizer in OPTIMIZERS:
+        ours = by_hand("16-mixed", optimizer, False, 1)[-1]
+        assert [wait.what for wait in ours.waits] == ([] if "fused" in optimizer else ["local_scalar_dense"])
+        net = make_net().cuda()
+        torchs, scaler = OPTIMIZERS[optimizer](net.parameters()), torch.amp.GradScaler("cuda", SCALE)
+        for x, y in make_batches():
+            with cuda.watch() as theirs:
+                torchs.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = F.mse_loss(net(x), y)
+                scaler.scale(loss).backward()
+                scaler.unscale_(torchs)
+                scaler.step(torchs)
+                scaler.update()
+        assert [wait.what for wait in theirs.waits] == [wait.what for wait in ours.waits]
+        assert len(theirs.kernels) - len(ours.kernels) >= 5
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        ("32-true", ["zeros", "_amp_foreach_non_finite_check_and_unscale_"]),
+        ("bf16-mixed", ["zeros", "_amp_foreach_non_finite_check_and_unscale_"]),
+        ("bf16-true", ["_foreach_norm", "stack", "eq", "abs", "ne", "mul", "all", "bitwise_not", "_to_copy"]),
+    ],
+)
+def test_a_guard_looks_at_all_gradients_at_once(cuda, tmp_path, precision, expected):
+    without = fit(tmp_path, precision, "foreach")
+    seen = fit(tmp_path, precision, "foreach", callbacks=[NonFiniteGuard("skip")])
+    for number in range(WARM_UP, BATCHES - 1):
+        assert added(seen[number], without[number]) == Counter(expected)
+        assert [wait.what for wait in seen[number].waits] == ["local_scalar_dense"]
+
+
+def test_underflow_is_counted_by_three_kernels_for_each_parameter(cuda, tmp_path):
+    without = fit(tmp_path, "16-mixed", "fused", callbacks=[ScaleMonitor(every_n_steps=0)])
+    seen = fit(tmp_path, "16-mixed", "fused", callbacks=[ScaleMonitor(every_n_steps=1)])
+    number = len(list(make_net().parameters()))
+    norm = ["_foreach_norm", "stack", "linalg_vector_norm"]
+    counts = ["linalg_vector_norm", "hardshrink", "linalg_vector_norm"] * number + ["stack", "_to_copy", "stack"]
+    for batch in range(WARM_UP, BATCHES - 1):
+        assert added(seen[batch], without[batch]) == Counter(norm + counts)
+        assert {wait.what for wait in seen[batch].waits} == {"an event"}  # late, both of them
