@@ -127,10 +127,6 @@ def by_hand(precision: str, kind: str, clips: bool, window: int) -> list[Seen]:
     return seen
 
 
-def show(title, c):
-    print(title, dict(c))
-
-
 def fit(folder: Any, precision: Any, optimizer: str, **options: Any) -> list[Seen]:
     """What is seen of each batch of a fit. The last one's end is not: what ends an epoch may wait."""
     watch = Watch()

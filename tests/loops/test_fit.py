@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainer as package
+from tests.parity import lightning, lightnings_noise_ignored, ours
 from tests.support import (
     AUTOCAST_DTYPES,
     OPTIMIZERS,
@@ -530,6 +532,74 @@ def test_an_optimizers_own_zero_grad_is_called(tmp_path):
 
 
 # --- how long it runs -----------------------------------------------------------------------------------------------
+
+
+class FastGradientSign(Regression):
+    """Runs a backward pass of its own, which leaves gradients with the weights."""
+
+    def training_step(self, batch, batch_idx):
+        x, y, gain = batch
+        x = x.clone().requires_grad_()
+        super().training_step([x, y, gain], batch_idx).backward()
+        assert all(p.grad is not None for p in self.parameters())
+        return super().training_step([x.detach() + 0.1 * x.grad.sign(), y, gain], batch_idx)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_what_a_step_leaves_in_the_gradients_is_not_trained_on(window):
+    """The first of a window, that is; as under Lightning."""
+    weights = []
+    for make in (ours, lightning):
+        module = FastGradientSign(make_net())
+        with lightnings_noise_ignored():
+            make(max_epochs=1, accumulate_grad_batches=window).fit(module, loader_of(make_batches(6)))
+        weights.append(list(module.parameters()))
+    assert all(map(torch.equal, *weights))
+
+
+class SeesGradients(Regression):
+    """Notes in each step whether there are gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(any(p.grad is not None for p in self.parameters()))
+        return super().training_step(batch, batch_idx)
+
+
+class OwnZeroGrad(SeesGradients):
+    def on_before_zero_grad(self, optimizer):
+        self.seen.append("cleared")
+
+
+def test_a_forward_pass_that_begins_a_window_has_the_memory_of_the_gradients(tmp_path):
+    module = SeesGradients()
+    make_trainer(tmp_path, accumulate_grad_batches=2).fit(module, loader_of(make_batches(4)))
+    assert module.seen == [False, True, False, True]
+
+
+def test_a_hook_that_sees_gradients_cleared_sees_them_after_the_forward_pass(tmp_path):
+    module = OwnZeroGrad()
+    make_trainer(tmp_path).fit(module, loader_of(make_batches(2)))
+    assert module.seen == [False, "cleared", True, "cleared"]
+
+
+def test_a_validation_has_the_memory_of_the_last_batch(tmp_path):
+    alive = []
+
+    class Watches(Regression):
+        def training_step(self, batch, batch_idx):
+            self.batch = weakref.ref(batch[0])
+            return super().training_step([*batch[:2], batch[2].mean()], batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            alive.append(self.batch() is not None)
+
+    loader = DataLoader(TensorDataset(*map(torch.stack, zip(*make_batches(8), strict=True))), batch_size=2)
+    make_trainer(tmp_path, val_check_interval=2, num_sanity_val_steps=0).fit(Watches(), loader, loader)
+    assert alive == [False] * 8
 
 
 class Unsized(IterableDataset):

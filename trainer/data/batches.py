@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -234,14 +235,14 @@ class TrainingBatches:
         if self._watch is not None:
             source = self._watch(source)
         self._epoch, self._batches, self._is_over = self._next_epoch, self._first, False
-        return self._numbered(source, self.loaders)
+        count = self.loaders.num_batches() if self.loaders.has_length else None  # callbacks change our `num_batches`
+        return map(partial(self._number, self.loaders, count), source)
 
-    def _numbered(self, source: Iterable[Batch], loaders: Loaders) -> Iterator[tuple[Batch, int, bool]]:
-        count = loaders.num_batches() if loaders.has_length else None  # not what callbacks make of `num_batches`
-        for i, batch in enumerate(source, self._first):
-            self._batches = done = i + 1
-            self._is_over = is_last = loaders.is_exhausted if count is None else done == count
-            yield batch, i, is_last
+    def _number(self, loaders: Loaders, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:
+        """Count a batch that is handed out. No reference to it stays here: it may be on a GPU."""
+        self._batches += 1
+        self._is_over = loaders.is_exhausted if count is None else self._batches == count
+        return batch, self._batches - 1, self._is_over
 
 
 class LookAhead:

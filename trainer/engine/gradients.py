@@ -69,12 +69,17 @@ class Gradients:
         As ``optimizer.zero_grad()`` does it, which is called only where the optimizer has its own: torch's takes 4
         microseconds for a profiling scope.
         """
-        if type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in optimizer.__dict__:
+        if _has_own_zero_grad(optimizer):
             optimizer.zero_grad()
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        else:
+            self.clear_early(optimizer)
+
+    def clear_early(self, optimizer: Optimizer) -> None:
+        """Drop the gradients before the forward pass that begins a window, unless the optimizer has its own way."""
+        if not _has_own_zero_grad(optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as its backward pass wants it: times the loss scale."""
@@ -250,6 +255,10 @@ class Gradients:
                     if parameter.grad is not None:
                         gradient += parameter.grad
                     parameter.grad = gradient
+
+
+def _has_own_zero_grad(optimizer: Optimizer) -> bool:
+    return type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in optimizer.__dict__
 
 
 def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:

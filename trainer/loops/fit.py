@@ -83,6 +83,7 @@ class FitLoop:
         self.training_step: Callable[..., Any] = as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
+        self.clears_early = False  # gradients before the forward pass, too: nobody's hook wants to see them after it
 
     def prepare(
         self,
@@ -109,6 +110,7 @@ class FitLoop:
         if self.gradients.calls_module_backward:
             self.backward = Hook("backward", hooks.scope, module=self.gradients.backward)
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
+        self.clears_early = self.optimizer_zero_grad is None and hooks.on_before_zero_grad.is_empty
 
     def take_optimizers(self) -> None:
         """Use the engine's optimizers and schedules from here on: callbacks may exchange them during a run."""
@@ -131,6 +133,7 @@ class FitLoop:
             self.start_epoch()
             for batch, batch_idx, is_last in self.batches:
                 self.train(batch, batch_idx, is_last)
+                del batch  # a validation has the memory for itself
                 if self.skips_epoch:
                     break
                 self.follow_up()
@@ -195,6 +198,8 @@ class FitLoop:
         if self.skips_epoch:
             return
         window = self.window
+        if window.is_first and self.clears_early:
+            self.free_gradients()
         with self.engine.gradient_sync(window.is_last):
             self.hooks.scope.enter("training_step")
             with self.precision.autocast():  # forward and loss; never the backward
@@ -245,8 +250,16 @@ class FitLoop:
             self.window.advance(self.batches.num_batches - batch_idx, is_last, is_final_epoch)
         return batch
 
+    def free_gradients(self) -> None:
+        """Give the forward pass the memory of the last window's gradients."""
+        for optimizer in self.optimizers:
+            self.gradients.clear_early(optimizer)
+
     def clear_gradients(self) -> None:
-        """Forget the gradients of the last window: also those of a skipped step, whatever state it left them in."""
+        """Forget the gradients of the last window: also those of a skipped step, whatever state it left them in.
+
+        And what ``training_step`` itself has left there, if it ran a backward pass of its own.
+        """
         self.progress.zero_grads += 1
         for optimizer in self.optimizers:
             self.hooks.on_before_zero_grad(optimizer)
