@@ -322,6 +322,9 @@ def test_the_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorde
     assert files.newest_good([a, a]) == first.resolve()
     assert files.newest_good([tmp_path / "not there"]) is None
     assert not recwarn
+    (b / "folder.ckpt").mkdir()  # perhaps of a sharded save that did not come to its end: that is told
+    with pytest.warns(UserWarning, match="folder.ckpt is no checkpoint.*It is passed over"):
+        assert files.newest_good([a, b]) == newest.resolve()
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ KINDS = [
     (lambda: weight().detach().sum().backward(), "does not require grad", "without detach() or item()"),
     (lambda: Step().training_step(1, 2, 3), "training_step() takes", "def training_step(self, batch, batch_idx)"),
     (lambda: node(), "'dict' object is not callable", "A node of the config without a _target_"),
+    # "expected target dtype", or "expected scalar type" of torch 2.10
     (float_labels, "expected ", "should be float32, and labels int64"),
     (ragged, "stack expects each tensor to be equal size", "a collate_fn that does"),
     (lambda: Path("no/such/file").read_text(), "No such file or directory", "Relative paths start from the folder"),

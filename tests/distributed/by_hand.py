@@ -142,7 +142,7 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
                     for optimizer in optimizers:
                         optimizer.zero_grad()
                 if isinstance(model, FSDPModule):
-                    model.set_requires_gradient_sync(is_last)
+                    model.set_requires_gradient_sync(setup.sync_each_batch or is_last)
                 accumulates = isinstance(model, DistributedDataParallel) and not is_last
                 with model.no_sync() if accumulates else nullcontext():
                     loss = forward(batch, epoch)

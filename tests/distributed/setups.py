@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from tests.support import native_fp16
-from trainer import Trainer
+from trainer import FSDP2Strategy, Trainer
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
 
 ENGINES = ("single", "ddp", "fsdp")
@@ -67,6 +67,7 @@ class Setup:
         guard: whether a step of that is skipped in float32 and bfloat16, too.
         val_every: batches of a process between validations; 0 for none.
         frozen: whether some parameters are not trained.
+        sync_each_batch: whether each batch of a window reduces its gradients to shards, under FSDP2.
         noisy: whether there is dropout, a BatchNorm, and an order of the batches that is drawn.
     """
 
@@ -86,6 +87,7 @@ class Setup:
     guard: bool = False
     val_every: int = 0
     frozen: bool = False
+    sync_each_batch: bool = True
     noisy: bool = False
 
     def weight(self, rank: int, index: int) -> float:
@@ -128,7 +130,7 @@ def draw(seed: int, world_size: int = 2) -> Setup:
     return Setup(
         **common, windows=pick.choice([(1, 1), (window, window), (1, window), (window, 1)]),
         weighted=maybe(0.25, "number", "tensor"), none=frozenset(none - {overflow}), late=pick.random() < 0.5,
-        schedule=maybe(0.5, "step", "epoch"),
+        schedule=maybe(0.5, "step", "epoch"), sync_each_batch=pick.random() < 0.5,
     )  # fmt: skip
 
 
@@ -339,9 +341,11 @@ class Saves(Checkpoint):
 # --- by our Trainer ---------------------------------------------------------------------------------------------
 
 
-def strategy_of(engine: str) -> dict[str, Any]:
-    """Arguments of the Trainer."""
-    return {"strategy": "auto" if engine == "single" else engine}
+def strategy_of(setup: Setup, engine: str) -> Any:
+    """An engine's strategy."""
+    if engine == "fsdp":
+        return FSDP2Strategy(sync_each_batch=setup.sync_each_batch)
+    return "auto" if engine == "single" else engine
 
 
 @contextmanager
@@ -396,7 +400,7 @@ def fit(
             enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             use_distributed_sampler=False, max_epochs=len(setup.windows), callbacks=callbacks,
-            **(strategy_of(engine) | arguments),
+            strategy=strategy_of(setup, engine), **arguments,
         )  # fmt: skip
         module = Fitted(setup)
         if ckpt_path:

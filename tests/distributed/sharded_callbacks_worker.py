@@ -197,14 +197,34 @@ class Poison(Callback):
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "never.ckpt")
 
 
+class Unlit(Net):
+    """The first feature is always 0, and so is the gradient of its 16 weights; what is small underflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.gain.mul_(1e-3)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return super().outputs(x * torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
+
+
+class Counted(Callback):
+    """Of the whole gradients of the last step: elements, those that are 0, those that are subnormal in float16."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.found: dict[str, tuple[int, int, int]] = {}
+        for name, parameter in pl_module.named_parameters():
+            size = getattr(parameter.grad, "full_tensor", lambda p=parameter: p.grad)().abs()
+            zeros = int((size == 0).sum())
+            self.found[name] = size.numel(), zeros, int((size < 2.0**-14).sum()) - zeros
+
+
 def monitored(kind: str) -> dict[str, Any]:
-    monitor = ScaleMonitor(every_n_steps=2)
-    module = Net()
-    with torch.no_grad():
-        module.gain.mul_(1e-3)  # so that something underflows
-        module.net[4].weight[0].zero_()
-    found = fit(kind, module, monitor, precision=MixedPrecision("float16", init_scale=1.0))
-    return found | {"underflow": [tuple(one) for one in monitor.underflow]}
+    monitor, counted = ScaleMonitor(every_n_steps=2), Counted()
+    precision = MixedPrecision("float16", init_scale=1.0)  # gradients are as large before they are unscaled
+    found = fit(kind, Unlit(), monitor, counted, precision=precision)
+    return found | {"underflow": [tuple(one) for one in monitor.underflow], "counted": counted.found}
 
 
 def diagnosis(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:

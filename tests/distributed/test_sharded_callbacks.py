@@ -91,10 +91,15 @@ def test_no_weights_are_saved_of_which_one_process_holds_a_nan(ranks: list[dict[
 
 def test_underflow_is_that_of_whole_gradients(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        (name, zeros, subnormal), *layers = rank["monitor"]["fsdp"]["underflow"]
-        assert (name, len(layers)) == ("", 10)
-        assert 0.01 < subnormal < 0.99  # that it is DDP's is seen above
-        assert 0.0 <= zeros < 0.99
+        counted = rank["monitor"]["ddp"]["counted"]
+        assert counted["net.0.weight"][:2] >= (96, 16)
+        counted[""] = tuple(sum(column) for column in zip(*counted.values(), strict=True))
+        assert {name: shares for name, *shares in rank["monitor"]["fsdp"]["underflow"]} == {
+            name: [zeros / size, subnormal / (size - zeros)] for name, (size, zeros, subnormal) in counted.items()
+        }
+        size, zeros, subnormal = counted[""]
+        assert 16 <= zeros < size
+        assert 0 < subnormal < size - zeros
         assert {"grad_norm", "amp/underflow", "amp/scale"} <= rank["monitor"]["fsdp"]["metrics"].keys()
 
 
