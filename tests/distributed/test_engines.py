@@ -87,6 +87,14 @@ def test_a_fit_drawn_at_random_is_the_one_by_hand(ranks: Ranks, seed: int, engin
         assert_same(mine, other, tolerance_of(setup, engine), 1e-6 if is_summed(setup, engine) else 0.0)
 
 
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_fused_sgd_under_ddp_is_the_one_by_hand(ranks: Ranks, precision: str) -> None:
+    setup = Setup(precision, "sgd-fused", windows=(2, 1), clip="norm", schedule="step", overflow=(1, 0, 2), guard=True)
+    for mine, other in zip(*traces(ranks, setup, "ddp"), strict=True):
+        assert mine.skipped.count(True) == 1
+        assert_same(mine, other, 0.0)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(

@@ -34,8 +34,11 @@ def test_a_rank_that_raises_ends_the_other_which_would_not_notice(python: WarmPy
     assert "has not ended by itself, and is killed" in output
 
 
-def test_a_rank_that_is_killed_is_named_and_ends_the_other_which_would_not_notice(python: WarmPython) -> None:
-    status, output = run(python, "ddp", "1", "setup", "dies", "asleep")
+@pytest.mark.parametrize("where", [("ddp", "1", "setup"), ("fsdp", "1", "setup"), ("fsdp", "1", "training")], ids=" ".join)
+def test_a_rank_that_is_killed_is_named_and_ends_the_other_which_would_not_notice(
+    python: WarmPython, where: tuple[str, ...]
+) -> None:
+    status, output = run(python, *where, "dies", "asleep")
     assert status == 1
     assert "Rank 1 (process " in output
     assert "was killed by SIGKILL. The others end, too." in output
