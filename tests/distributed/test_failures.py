@@ -34,7 +34,9 @@ def test_a_rank_that_raises_ends_the_other_which_would_not_notice(python: WarmPy
     assert "has not ended by itself, and is killed" in output
 
 
-@pytest.mark.parametrize("where", [("ddp", "1", "setup"), ("fsdp", "1", "setup"), ("fsdp", "1", "training")], ids=" ".join)
+@pytest.mark.parametrize(
+    "where", [("ddp", "1", "setup"), ("fsdp", "1", "setup"), ("fsdp", "1", "training")], ids=" ".join
+)
 def test_a_rank_that_is_killed_is_named_and_ends_the_other_which_would_not_notice(
     python: WarmPython, where: tuple[str, ...]
 ) -> None:
