@@ -494,6 +494,18 @@ class TestWhatMustNotChange:
         with pytest.raises(RuntimeError):
             F.conv2d(torch.randn(1, 1, 3, 3).half(), torch.randn(1, 1, 3, 3))
 
+    @pytest.mark.parametrize("op", [torch.mm, lambda a, b: torch.mv(a, b[0]), torch.dot])
+    def test_errors_name_the_dtypes_that_were_given(self, op: Op) -> None:
+        inputs = [torch.randn(2, 2).half(), torch.ones(2, 2, dtype=torch.int64)]
+        if op is torch.dot:
+            inputs = [tensor[0] for tensor in inputs]
+        with pytest.raises(RuntimeError) as without:
+            op(*inputs)
+        with fast_fp16_kernels(), pytest.raises(RuntimeError) as within:
+            op(*inputs)
+        assert str(within.value) == str(without.value)
+        assert "Half" in str(within.value)
+
     @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
     def test_without_gradients(self, fast: None, context: Callable[[], torch.no_grad]) -> None:
         net, x = small_net().eval(), torch.randn(4, 3, 8, 8)
@@ -506,8 +518,10 @@ class TestWhatMustNotChange:
 
 
 def kernels_are_fast() -> bool:
-    """Whether `aten::convolution` has a kernel of its own for the CPU; torch has one for all devices."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::convolution", "CPU"))
+    """Whether fp16 products are those of our kernels; torch's own add in another order, which long sums show."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(64, 1999, generator=generator).half() for _ in range(2))
+    return torch.equal(a @ b.t(), (a.float() @ b.t().float()).half())
 
 
 class TestContext:
@@ -552,6 +566,34 @@ class TestContext:
         close.set()
         thread.join()
         assert not kernels_are_fast()
+
+    def test_opens_and_closes_while_another_thread_computes(self) -> None:
+        a, b = torch.randn(16, 1999).half(), torch.randn(1999, 16).half()
+        native = a @ b
+        with fast_fp16_kernels():
+            fast = a @ b
+        problems: list[object] = []
+        stop = threading.Event()
+
+        def compute() -> None:
+            while not stop.is_set():
+                try:
+                    product = a @ b
+                except RuntimeError as error:
+                    problems.append(error)
+                else:
+                    if not (torch.equal(product, native) or torch.equal(product, fast)):
+                        problems.append(product)
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        for _ in range(300):
+            with fast_fp16_kernels():
+                assert torch.equal(a @ b, fast)
+        stop.set()
+        thread.join()
+        assert problems == []
+        assert torch.equal(a @ b, native)
 
 
 def mlp(*widths: int) -> nn.Sequential:

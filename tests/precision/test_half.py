@@ -351,8 +351,8 @@ def test_the_kernels_of_a_cpu(monkeypatch, kernels, users):
     monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: False)
     monkeypatch.setattr(cpu_fp16, "pays", lambda module: True)
     with HalfPrecision("float16", cpu_kernels=kernels).session(make_net(), CPU):
-        assert cpu_fp16._users == users
-    assert cpu_fp16._users == 0
+        assert cpu_fp16._replacement.users == users
+    assert cpu_fp16._replacement.users == 0
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------

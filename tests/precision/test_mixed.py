@@ -50,6 +50,7 @@ def test_settings_reach_the_scaler():
         ({"dtype": "float8"}, r"Got dtype='float8', expected 'float16' or 'bfloat16'"),
         ({"dtype": torch.float32}, r"Got dtype=torch.float32"),
         ({"cpu_kernels": "slow"}, r"Got cpu_kernels='slow', expected 'auto', 'fast' or 'native'"),
+        ({"autocast_ops": "gpu"}, r"Got autocast_ops='gpu', expected 'native' or 'cuda'"),
         ({"growth_factor": 0.5}, r"growth_factor=0.5"),
         ({"init_scale": 0.0}, r"init_scale=0.0"),
         ({"dtype": "bfloat16", "backoff_factor": 2.0}, r"backoff_factor=2.0"),
@@ -63,9 +64,23 @@ def test_impossible_arguments(arguments, message):
 def test_devices_that_cannot():
     with pytest.raises(PrecisionError, match=r"MPS.*GradScaler.*loss_scaling=False"):
         MixedPrecision("float16").check(torch.device("mps"))
+    with pytest.raises(PrecisionError, match=r"MixedPrecision\('bfloat16', loss_scaling=False\)"):
+        MixedPrecision("bfloat16", loss_scaling=True).check(torch.device("mps"))
     MixedPrecision("float16", loss_scaling=False).check(torch.device("mps"))
     with pytest.raises(PrecisionError, match="type 'meta', expected cpu, cuda, mps or xpu"):
         MixedPrecision("bfloat16").check(torch.device("meta"))
+
+
+def test_float16_on_mps_where_torchs_scaler_has_kernels_there(monkeypatch):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+    def on_a_mac(name, key):
+        return (name, key) == ("aten::_amp_update_scale_", "MPS") or has_kernel(name, key)
+
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", on_a_mac)
+    plugin = MixedPrecision("float16")
+    plugin.check(torch.device("mps"))
+    assert plugin.build_scaler(torch.device("mps")).is_enabled()
 
 
 @pytest.mark.parametrize(("capability", "emulated"), [((7, 5), True), ((8, 0), False)])
@@ -129,8 +144,8 @@ def test_which_kernels(monkeypatch, kernels, native, pays, dtype, expected):
     monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: native)
     monkeypatch.setattr(cpu_fp16, "pays", lambda module: pays)
     with MixedPrecision(dtype, cpu_kernels=kernels).session(nn.Linear(2, 2), CPU):
-        assert (cpu_fp16._users > 0) is expected
-    assert cpu_fp16._users == 0
+        assert (cpu_fp16._replacement.users > 0) is expected
+    assert cpu_fp16._replacement.users == 0
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -139,7 +154,7 @@ def test_a_run_gives_the_kernels_back(tmp_path, fails):
 
     class Looking(Regression):
         def training_step(self, batch, batch_idx):
-            seen.append(cpu_fp16._users)
+            seen.append(cpu_fp16._replacement.users)
             if fails:
                 raise KeyError("in the forward")
             return super().training_step(batch, batch_idx)
@@ -151,7 +166,7 @@ def test_a_run_gives_the_kernels_back(tmp_path, fails):
     else:
         trainer.fit(Looking(), loader_of(make_batches(2)))
     assert seen == [1] * len(seen) != []
-    assert cpu_fp16._users == 0
+    assert cpu_fp16._replacement.users == 0
 
 
 def test_fp16_on_a_cpu_is_fp16_and_never_bf16(tmp_path):

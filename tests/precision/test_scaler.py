@@ -498,3 +498,31 @@ def test_half_precision_weights_are_refused_as_by_torch():
     backward(scaler, p)
     with pytest.raises(ValueError, match="unscale FP16"):
         scaler.unscale_(sgd(p))
+
+
+def test_a_closure_is_refused_while_the_loss_is_scaled():
+    (weight,) = weights = [torch.ones(2, requires_grad=True)]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+
+    def closure():
+        raise AssertionError("nobody evaluates it")
+
+    scaler = LossScaler("cpu", init_scale=4.0)
+    scaler.scale(weight.sum()).backward()
+    for one in (scaler, torch.amp.GradScaler("cpu")):
+        with pytest.raises(RuntimeError, match=r"(?i)closure"):
+            one.step(optimizer, closure=closure)
+    with pytest.raises(RuntimeError, match=r"Got a closure for SGD while the loss is scaled.*precision='bf16-mixed'"):
+        scaler.step(optimizer, closure=closure)
+    assert torch.equal(weight, torch.ones(2))
+    assert LossScaler("cpu", enabled=False).step(torch.optim.SGD(weights, lr=0.1), closure=lambda: 5.0) == 5.0
+
+
+def test_on_mps_nothing_is_computed_in_double_precision():
+    class OnMPS:
+        device = torch.device("mps", 0)
+
+        def reciprocal(self):
+            return "1 / scale"
+
+    assert LossScaler("mps")._inverse_scale(OnMPS()) == "1 / scale"  # it has no `double`

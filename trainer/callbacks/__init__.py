@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.run_summary import RunSummary
     from trainer.callbacks.scale_monitor import ScaleMonitor
     from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
+    from trainer.callbacks.sync_detector import SyncDetector
     from trainer.callbacks.throughput import Throughput
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "RunSummary",
     "ScaleMonitor",
     "ScalerCheckpoint",
+    "SyncDetector",
     "Throughput",
 ]
 
@@ -62,6 +64,7 @@ _HOMES = {
     "RunSummary": "trainer.callbacks.run_summary",
     "ScaleMonitor": "trainer.callbacks.scale_monitor",
     "ScalerCheckpoint": "trainer.callbacks.scaler_checkpoint",
+    "SyncDetector": "trainer.callbacks.sync_detector",
     "Throughput": "trainer.callbacks.throughput",
 }
 

@@ -8,6 +8,7 @@ from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
     from trainer.precision.auto import AutoPrecision
+    from trainer.precision.autocast_ops import cuda_autocast_ops
     from trainer.precision.base import Precision
     from trainer.precision.full import DoublePrecision, FullPrecision
     from trainer.precision.half import HalfPrecision
@@ -23,6 +24,7 @@ __all__ = [
     "LossScaler",
     "MixedPrecision",
     "Precision",
+    "cuda_autocast_ops",
     "resolve_precision",
 ]
 
@@ -35,6 +37,7 @@ _HOMES = {
     "LossScaler": "trainer.precision.scaler",
     "MixedPrecision": "trainer.precision.mixed",
     "Precision": "trainer.precision.base",
+    "cuda_autocast_ops": "trainer.precision.autocast_ops",
     "resolve_precision": "trainer.precision.registry",
 }
 

@@ -26,6 +26,7 @@ class AutoPrecision(Precision):
         it becomes ``16-mixed``; see :class:`~trainer.precision.MixedPrecision`.
         cpu_kernels: how float16 is computed on a CPU; see there.
         fp32_modules: modules that run in float32 nevertheless; see there. Without effect in ``32-true``.
+        autocast_ops: which operations autocast computes in what; see there.
 
     Attributes:
         said: which precision was chosen, and why; empty before.
@@ -46,6 +47,7 @@ class AutoPrecision(Precision):
         max_scale: float | None = None,
         cpu_kernels: Literal["auto", "fast", "native"] = "auto",
         fp32_modules: str | Sequence[str] = (),
+        autocast_ops: Literal["native", "cuda"] = "native",
     ) -> None:
         mixed = partial(
             MixedPrecision,
@@ -57,6 +59,7 @@ class AutoPrecision(Precision):
             max_scale=max_scale,
             cpu_kernels=cpu_kernels,
             fp32_modules=fp32_modules,
+            autocast_ops=autocast_ops,
         )
         self.said = ""
         self._bfloat16, self._float16 = mixed("bfloat16"), mixed("float16")

@@ -23,21 +23,18 @@ its scores, and both round what leaves them. Kernels that are not products of ma
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library, get_kernel
+from torch.library import get_kernel
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-__all__ = ["fast_fp16_kernels", "native_fp16", "pays"]
+from trainer.precision.kernels import Kernel, Replaced, Replacement
 
-Kernel = Callable[..., Any]
+__all__ = ["fast_fp16_kernels", "native_fp16", "pays"]
 
 # Every product of matrices under fp16 autocast ends in one of these: `linear`, `matmul`, `einsum`, `conv1d`,
 # `conv_transpose3d`, ... are composites of them, and autograd's formulas are made of them.
@@ -112,10 +109,12 @@ def pays(module: nn.Module) -> bool:
 
 
 def _is_fp16(args: tuple[Any, ...]) -> bool:
-    """Whether a call takes our kernel: all of its floating-point arguments are fp16 tensors, and the first one is."""
-    return args[0].dtype is torch.float16 and all(
-        value.dtype is torch.float16 or not value.dtype.is_floating_point for value in args if isinstance(value, Tensor)
-    )
+    """Whether a call takes our kernel: all of its tensors are fp16, but for the bytes that oneDNN works in.
+
+    Anything else goes to torch's kernel as it is, whose errors then name the dtypes that the caller has.
+    """
+    dtypes = {value.dtype for value in args if isinstance(value, Tensor)}
+    return dtypes == {torch.float16} or (dtypes == {torch.float16, torch.uint8} and args[0].dtype is torch.float16)
 
 
 def _widen(value: Any) -> Any:
@@ -133,7 +132,7 @@ def _own_kernel(name: str) -> Kernel:
     return get_kernel(f"aten::{name}", "CPU").call_boxed
 
 
-def _functional(name: str) -> Kernel:
+def _functional(name: str) -> Replaced:
     own = _own_kernel(name)
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -142,10 +141,10 @@ def _functional(name: str) -> Kernel:
         result = own(keys, *map(_widen, args), **kwargs)
         return _round(result) if isinstance(result, Tensor) else tuple(map(_round, result))
 
-    return kernel
+    return Replaced(own, kernel)
 
 
-def _in_place(name: str) -> Kernel:
+def _in_place(name: str) -> Replaced:
     own, own_functional = _own_kernel(f"{name}_"), _own_kernel(name)
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -153,10 +152,10 @@ def _in_place(name: str) -> Kernel:
             return own(keys, *args, **kwargs)
         return args[0].copy_(own_functional(keys, *map(_widen, args), **kwargs))
 
-    return kernel
+    return Replaced(own, kernel)
 
 
-def _with_out(name: str) -> Kernel:
+def _with_out(name: str) -> Replaced:
     own, own_functional = _own_kernel(f"{name}.out"), _own_kernel(name)
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, out: Tensor, **kwargs: Any) -> Any:
@@ -167,10 +166,10 @@ def _with_out(name: str) -> Kernel:
             out.resize_(result.shape)
         return out.copy_(result)
 
-    return kernel
+    return Replaced(own, kernel)
 
 
-def _attention() -> Kernel:
+def _attention() -> Replaced:
     own = _own_kernel(_ATTENTION)
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
@@ -179,10 +178,10 @@ def _attention() -> Kernel:
         output, logsumexp = own(keys, *map(_widen, args), attn_mask=_widen(attn_mask), **kwargs)
         return output.half(), logsumexp  # torch keeps the logsumexp of fp16 attention in fp32, too
 
-    return kernel
+    return Replaced(own, kernel)
 
 
-def _attention_backward() -> Kernel:
+def _attention_backward() -> Replaced:
     own = _own_kernel(f"{_ATTENTION}_backward")
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
@@ -190,48 +189,27 @@ def _attention_backward() -> Kernel:
             return own(keys, *args, attn_mask=attn_mask, **kwargs)
         return tuple(map(_round, own(keys, *map(_widen, args), attn_mask=_widen(attn_mask), **kwargs)))
 
-    return kernel
+    return Replaced(own, kernel)
 
 
-def _install() -> Library:
-    """Register every kernel; they live as long as the returned object."""
-    kernels: dict[str, Kernel] = {}
-    kernels.update({name: _functional(name) for name in _FUNCTIONAL})
-    kernels.update({f"{name}_": _in_place(name) for name in _IN_PLACE})
-    kernels.update({f"{name}.out": _with_out(name) for name in _WITH_OUT})
-    kernels[_ATTENTION] = _attention()
-    kernels[f"{_ATTENTION}_backward"] = _attention_backward()
-    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        # torch warns once a process that a kernel is overridden, which is intended here.
-        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid", category=UserWarning)
-        for name, kernel in kernels.items():
-            library.impl(name, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
-    return library
+def _replaced() -> dict[str, Replaced]:
+    return {
+        **{name: _functional(name) for name in _FUNCTIONAL},
+        **{f"{name}_": _in_place(name) for name in _IN_PLACE},
+        **{f"{name}.out": _with_out(name) for name in _WITH_OUT},
+        _ATTENTION: _attention(),
+        f"{_ATTENTION}_backward": _attention_backward(),
+    }
 
 
-_lock = threading.Lock()
-_users = 0
-_library: Library | None = None
+_replacement = Replacement("CPU", _replaced)
 
 
-@contextmanager
-def fast_fp16_kernels() -> Iterator[None]:
+def fast_fp16_kernels() -> AbstractContextManager[None]:
     """Replace torch's fp16 kernels for products of matrices on the CPU while the context is open.
 
     The kernels are the process's: every thread sees them, as autograd's backward threads must. Contexts may be
-    nested or overlap, also across threads: when the last one closes, torch's own kernels are back, to the bit.
+    nested or overlap, also across threads: when the last one closes, torch's own kernels compute again, to the bit.
     Only calls on fp16 CPU tensors change. Nothing is cast here that autocast, or the caller, did not cast.
     """
-    global _users, _library
-    with _lock:
-        if _users == 0:
-            _library = _install()
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _library = None
+    return _replacement.used()

@@ -49,6 +49,11 @@ def tensor_cores(device: torch.device) -> bool:
     return capability >= (7, 0)
 
 
+def scales_losses(device: torch.device) -> bool:
+    """Whether torch's ``GradScaler`` works on ``device``; on MPS not every torch has its kernels."""
+    return device.type != "mps" or torch._C._dispatch_has_kernel_for_dispatch_key("aten::_amp_update_scale_", "MPS")
+
+
 def warn_of_emulation(name: str, instead: str, device: torch.device) -> None:
     """Warn where ``device`` is a GPU that can compute in bfloat16 but has no units for it.
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
 from torch import nn
 
 from trainer.errors import PrecisionError
+from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.base import Precision
 from trainer.precision.cast_cache import with_trusted_cache
-from trainer.precision.devices import float16_kernels, warn_of_emulation
+from trainer.precision.devices import float16_kernels, scales_losses, warn_of_emulation
 from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
 from trainer.precision.scaler import LossScaler
 
@@ -43,6 +44,9 @@ class MixedPrecision(Precision):
             them is float32. Modules that are there when a run starts, and whose ``forward`` is called; a module
             whose weights are read from outside of it (tied embeddings) is in float32 only where it is called. A
             pattern that matches nothing is an error when a run is set up.
+        autocast_ops: which operations autocast computes in what. ``"native"`` is torch's list for the device;
+            ``"cuda"`` is CUDA's on a CPU as well, a rehearsal for a GPU
+            (:func:`~trainer.precision.cuda_autocast_ops`), while a run lasts. Nothing else on CUDA itself.
 
     Raises:
         PrecisionError: an unknown dtype, scaling factors out of range, or patterns that are no strings.
@@ -60,12 +64,15 @@ class MixedPrecision(Precision):
         max_scale: float | None = None,
         cpu_kernels: Literal["auto", "fast", "native"] = "auto",
         fp32_modules: str | Sequence[str] = (),
+        autocast_ops: Literal["native", "cuda"] = "native",
     ) -> None:
         resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if resolved not in _NAMES:
             raise PrecisionError(f"Got dtype={dtype!r}, expected 'float16' or 'bfloat16'.")
         if cpu_kernels not in ("auto", "fast", "native"):
             raise PrecisionError(f"Got cpu_kernels={cpu_kernels!r}, expected 'auto', 'fast' or 'native'.")
+        if autocast_ops not in ("native", "cuda"):
+            raise PrecisionError(f"Got autocast_ops={autocast_ops!r}, expected 'native' or 'cuda'.")
         self.dtype: torch.dtype = resolved
         self.name = _NAMES[resolved]
         self.loss_scaling = resolved is torch.float16 if loss_scaling is None else loss_scaling
@@ -77,6 +84,7 @@ class MixedPrecision(Precision):
         self.max_scale = max_scale
         self.cpu_kernels = cpu_kernels
         self.fp32_modules = check_patterns(fp32_modules)
+        self.autocast_ops = autocast_ops
         self._autocast: AbstractContextManager[object] | None = None
         self.build_scaler(torch.device("cpu"))  # refuse impossible factors here, not at the first overflow
 
@@ -84,13 +92,19 @@ class MixedPrecision(Precision):
         """Refuse devices without autocast for the dtype; warn where bfloat16 is only emulated.
 
         Raises:
-            PrecisionError: float16 scaling on a device that has none.
+            PrecisionError: loss scaling, or CUDA's operations, on a device that has none.
         """
-        if device.type == "mps" and self.loss_scaling:
+        if self.loss_scaling and not scales_losses(device):
+            dtype = str(self.dtype).removeprefix("torch.")
             raise PrecisionError(
-                f"Got precision={self.name!r} with loss scaling on an MPS device, which torch's GradScaler does not"
-                " support. Use precision='bf16-mixed', or switch scaling off: MixedPrecision('float16',"
-                " loss_scaling=False)."
+                f"Got precision={self.name!r} with loss scaling on an MPS device, which torch {torch.__version__}'s"
+                " GradScaler does not support. Use precision='bf16-mixed' without loss scaling, or switch scaling"
+                f" off: MixedPrecision({dtype!r}, loss_scaling=False)."
+            )
+        if self.autocast_ops == "cuda" and device.type not in ("cpu", "cuda"):
+            raise PrecisionError(
+                f"Got autocast_ops='cuda' on a device of type {device.type!r}, expected cpu, which can do what autocast"
+                " does on CUDA. Use autocast_ops='native', or accelerator='cpu'."
             )
         if device.type not in ("cpu", "cuda", "mps", "xpu"):
             raise PrecisionError(
@@ -115,15 +129,17 @@ class MixedPrecision(Precision):
 
     @contextmanager
     def session(self, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Make the autocast context of this device, choose the float16 kernels of a CPU, set up ``fp32_modules``.
+        """Make the autocast context of this device, choose a CPU's kernels and operations, set up ``fp32_modules``.
 
         Raises:
             PrecisionError: a pattern of ``fp32_modules`` that matches no module.
         """
         in_full = find_modules(module, self.fp32_modules)
         self._autocast = with_trusted_cache(torch.autocast(device.type, dtype=self.dtype))
+        kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
+        ops = cuda_autocast_ops() if self.autocast_ops == "cuda" and device.type == "cpu" else nullcontext()
         try:
-            with float16_kernels(self.cpu_kernels, self.dtype, module, device), in_float32(in_full, device.type):
+            with kernels, ops, in_float32(in_full, device.type):
                 yield
         finally:
             self._autocast = None

@@ -45,7 +45,7 @@ class LossScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler``; its arguments and methods keep torch's meaning, except for the above.
 
     Args:
-        device: the type of the device the gradients are on, ``"cuda"`` or ``"cpu"``.
+        device: the type of the device the gradients are on, such as ``"cuda"`` or ``"cpu"``.
         enabled: a disabled scaler does nothing: ``scale`` returns its input, ``step`` steps.
         init_scale: the first scale; finite and positive.
         growth_factor: above 1.
@@ -140,9 +140,20 @@ class LossScaler(torch.amp.GradScaler):
                 self._checks.append(Check(optimizer, list(found.values())))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """``optimizer.step()``, unless one of its gradients is not finite, or it has none at all."""
+        """``optimizer.step()``, unless one of its gradients is not finite, or it has none at all.
+
+        Raises:
+            RuntimeError: a ``closure`` while the loss is scaled, as in torch: gradients of what it evaluates would
+                not be unscaled.
+        """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+        if "closure" in kwargs:
+            raise RuntimeError(
+                f"Got a closure for {type(optimizer).__name__} while the loss is scaled, expected none: the gradients"
+                " of what it evaluates would not be unscaled. Use precision='bf16-mixed' or '32-true', which scale"
+                " nothing."
+            )
         self.unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if not state["found_inf_per_device"]:
@@ -276,6 +287,8 @@ class LossScaler(torch.amp.GradScaler):
 
     def _inverse_scale(self, scale: Tensor) -> Tensor:
         """1 / scale, in double precision and rounded, as torch computes it; kept as long as the scale is the same."""
+        if scale.device.type == "mps":  # has no double precision
+            return scale.reciprocal()
         if self._unresolved:  # the host does not know whether it is
             return scale.double().reciprocal().float()
         if self._inverse[0] != self._host_scale or self._inverse[1].device != scale.device:

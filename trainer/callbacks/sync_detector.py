@@ -1,0 +1,342 @@
+"""Which lines of a user's own code make the host wait for the GPU in a training step."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.errors import ConfigurationError
+
+log = logging.getLogger("lightning.pytorch.advice")
+"""Lightning shows what loggers of its name say; on the command line ``hydra/job_logging: trainer`` shows this one."""
+
+_NUMBER = "keep the tensor: self.log takes it as it is, and reads it when a row is due"
+_COPY = "collect tensors and copy them once, at the end of the epoch; or .to('cpu', non_blocking=True)"
+_TEXT = "print it every n-th step, or log it"
+_IF = "no `if` on a tensor: torch.where(condition, a, b), or multiply by the condition"
+_SIZE = "the host must learn the size of what comes out: torch.where, or a product with the mask, keeps the shape"
+_EQUAL = "compare on the device: (a == b).all() is a tensor"
+_SENT = (
+    "make it on the device (torch.zeros(..., device=self.device)), keep it as a buffer, or send it from pinned memory:"
+    " .pin_memory().to(device, non_blocking=True)"
+)
+_ANY = "the host waits until the GPU has got that far: leave it out of the step"
+_INSTEAD = {
+    **dict.fromkeys(("item", "__float__", "__int__", "__index__", "_local_scalar_dense"), _NUMBER),
+    **dict.fromkeys(("tolist", "cpu", "numpy", "__array__"), _COPY),
+    **dict.fromkeys(("__repr__", "__str__", "__format__"), _TEXT),
+    **dict.fromkeys(("__bool__", "is_nonzero"), _IF),
+    **dict.fromkeys(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"), _SIZE),
+    **dict.fromkeys(("__getitem__", "__setitem__", "index", "index_put", "index_put_", "repeat_interleave"), _SIZE),
+    **dict.fromkeys(("equal", "allclose"), _EQUAL),
+    **dict.fromkeys(("tensor", "as_tensor", "to", "cuda"), _SENT),
+}
+_SIZES_FROM_VALUES = frozenset(
+    ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
+     "bincount", "repeat_interleave")
+)  # fmt: skip
+"""Operations whose result, or its size, the host reads from the device."""
+_BY_MASK = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
+_COPIES = frozenset(("tolist", "cpu", "numpy", "__array__", "__repr__"))
+"""Of a device's tensor to the host; a CPU does nothing there, or nothing that a mode sees."""
+
+_LIBRARIES = frozenset(
+    ("torch", "numpy", "torchmetrics", "lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning",
+     "trainer", *sys.stdlib_module_names)
+)  # fmt: skip
+"""Whose lines are nobody's own: what called them is asked."""
+_LOOPS = ("trainer.loops", "trainer.run", "lightning.pytorch.loops", "lightning.pytorch.trainer")
+_OWN_WORK = (
+    "torch.optim", "trainer.callbacks", "trainer.data", "trainer.engine", "trainer.postmortem", "trainer.precision",
+    "trainer.record", "trainer.state", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
+)  # fmt: skip
+"""What they do by themselves, whoever called them."""
+_ON_THE_HOST = ("torch.utils.data",)
+_BEFORE_TRANSFER = "on_before_batch_transfer"
+_HOST = "_made_on_the_host"
+
+
+@dataclass
+class Wait:
+    """A line that makes the host wait.
+
+    Attributes:
+        file, line: where.
+        code: the line.
+        what: the function, as Python names it (``item``, ``__bool__``).
+        count: how often, in all the steps that were watched.
+    """
+
+    file: str
+    line: int
+    code: str
+    what: str
+    count: int = 0
+
+    @property
+    def instead(self) -> str:
+        """What to write instead."""
+        return _INSTEAD.get(self.what, _ANY)
+
+
+class SyncDetector(Callback):
+    """Says which lines of the module, or of callbacks, make the host wait for the GPU in each step, and what to write.
+
+    A GPU works on its own while the host prepares what comes next. ``loss.item()``, ``if mask.any()``,
+    ``print(tensor)``, ``.tolist()``, ``.cpu()``, ``nonzero``, indexing with a mask and copies from ordinary memory make
+    the host wait until the GPU has done all it was given. Some batches are watched; then the lines are logged, once a
+    fit. What is told is the innermost line that belongs neither to torch, Lightning nor this package; their own waits,
+    those of optimizers and of dataloaders, are not told.
+
+    On CUDA torch's sync debug mode says who waits. On a CPU nobody does, and the operations that would are looked for:
+    a step there names the same lines, as far as it can be known what a run on a GPU has on the host (what was made
+    without ``device=``, and what is computed from that alone). Several waits in one call (``print``) count once.
+    Compiled modules run eagerly in the batches that are watched; no result changes.
+
+    Args:
+        batches: how many to watch, at least 1.
+        after: batches before, in which things are set up.
+
+    Attributes:
+        waits: what was found (:class:`Wait`), most frequent first.
+        watched: batches watched so far.
+
+    Raises:
+        ConfigurationError: a number out of range.
+    """
+
+    def __init__(self, batches: int = 10, after: int = 2) -> None:
+        if batches < 1 or after < 0:
+            raise ConfigurationError(f"Got batches={batches!r} and after={after!r}, expected at least 1 and 0.")
+        self.batches = batches
+        self.after = after
+        self.waits: list[Wait] = []
+        self.watched = 0
+        self._seen = 0
+        self._watch: HostWaits | None = None
+        self._found: dict[tuple[str, int, str], Wait] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Forget an earlier fit."""
+        self.waits, self._found = [], {}
+        self.watched = self._seen = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to watch, or end it."""
+        self._seen += 1
+        if self._seen <= self.after or self.watched > self.batches:
+            return
+        if self.watched == self.batches:
+            self._tell(trainer)
+            return
+        self.watched += 1
+        if self._watch is None:
+            self._watch = HostWaits(trainer.strategy.root_device.type, self._found)
+            self._watch.__enter__()
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """It is no part of a step."""
+        self._pause()
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Tell what was found, where the fit was short."""
+        if 0 < self.watched <= self.batches:
+            self._tell(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Watch no more."""
+        self._pause()
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Watch no more."""
+        self._pause()
+
+    def run_facts(self) -> dict[str, Any]:
+        """What the record of the run says."""
+        return {"host_waits": [vars(wait) for wait in self.waits]} if self.waits else {}
+
+    def _pause(self) -> None:
+        if self._watch is not None:
+            self._watch.__exit__()
+            self._watch = None
+
+    def _tell(self, trainer: Any) -> None:
+        self._pause()
+        self.waits = sorted(self._found.values(), key=lambda wait: -wait.count)
+        if self.waits and trainer.is_global_zero:
+            steps = "1 step" if self.watched == 1 else f"{self.watched} steps"
+            log.info("\n  ".join([f"These lines make the host wait for the GPU; in {steps}:", *told(self.waits)]))
+        self.watched = self.batches + 1
+
+
+def told(waits: list[Wait]) -> list[str]:
+    """A line of text for each: where, the code, how often, what to write instead."""
+    return [
+        f"{Path(one.file).name}:{one.line}: {one.code} ({'once' if one.count == 1 else f'{one.count} times'});"
+        f" {one.instead}"
+        for one in waits
+    ]
+
+
+class HostWaits:
+    """A context in which waits of the host are found.
+
+    Args:
+        device: the type of the device that the steps run on.
+        found: is filled, by file, line and function.
+    """
+
+    def __init__(self, device: str, found: dict[tuple[str, int, str], Wait]) -> None:
+        self.is_cuda = device == "cuda"
+        self._found = found
+        self._stack = ExitStack()
+        self.marked: dict[tuple[str, int], str] | None = None  # lines, within a call of a function of torch's
+
+    def __enter__(self) -> HostWaits:
+        """Look at every call of a function of torch's."""
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if self.is_cuda:
+            self._stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Synchronization debug mode")
+            warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+            warnings.showwarning = self._take(warnings.showwarning)
+            self._stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+            torch.cuda.set_sync_debug_mode("warn")
+        else:
+            self._stack.enter_context(_Operations(self))
+        self._stack.enter_context(_Functions(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """As before."""
+        self._stack.close()
+
+    def mark(self, what: str) -> None:
+        """The host would wait, or waits, here."""
+        line = users_line(inspect.currentframe())
+        if line is None:
+            return
+        if self.marked is None:
+            self.add(line, what)
+        else:
+            self.marked.setdefault(line, what)
+
+    def add(self, line: tuple[str, int], what: str) -> None:
+        """Count a wait."""
+        file, number = line
+        code = linecache.getline(file, number).strip()
+        self._found.setdefault((*line, what), Wait(file, number, code, what)).count += 1
+
+    def _take(self, show: Callable[..., None]) -> Callable[..., None]:
+        def showwarning(message: Any, *args: Any, **kwargs: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                self.mark("")
+            else:
+                show(message, *args, **kwargs)
+
+        return showwarning
+
+
+class _Functions(TorchFunctionMode):
+    """Sees each function of torch's that Python calls, outermost only: several waits in one of them count once."""
+
+    def __init__(self, watch: HostWaits) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        watch, kwargs, name = self._watch, kwargs or {}, getattr(func, "__name__", "")
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        of_host = bool(tensors) and all(hasattr(one, _HOST) for one in tensors)
+        watch.marked, marked = {}, watch.marked
+        try:
+            copies = not watch.is_cuda and _copies(name, args, kwargs, of_host)
+            if copies:
+                watch.mark(name)
+            result = func(*args, **kwargs)
+            if not of_host or copies:
+                for line, what in watch.marked.items():
+                    watch.add(line, name if name in _INSTEAD else what)
+        finally:
+            watch.marked = marked
+        if watch.is_cuda or not isinstance(result, Tensor):
+            return result
+        if name in ("to", "cuda", "cpu"):
+            result = result.view_as(result)  # a CPU gives the same tensor back, a GPU another one
+            of_host = name == "cpu" or (name == "to" and _said_to(args, kwargs) == "cpu")
+        elif not tensors:
+            of_host = kwargs.get("device") is None
+        if of_host:
+            setattr(result, _HOST, True)
+        return result
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operation, whoever issues it."""
+
+    def __init__(self, watch: HostWaits) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _SIZES_FROM_VALUES or (name in _BY_MASK and any(map(_is_mask, args[1]))):
+            self._watch.mark(name)
+        return func(*args, **(kwargs or {}))
+
+
+def users_line(frame: FrameType | None) -> tuple[str, int] | None:
+    """File and number of the innermost line of a user's own, within a step; None where there is none."""
+    found = None
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith(_LOOPS):
+            return found
+        if module.startswith(_ON_THE_HOST) or frame.f_code.co_name == _BEFORE_TRANSFER:
+            return None
+        if found is None and module != __name__:
+            if module.startswith(_OWN_WORK):
+                return None
+            if module.partition(".")[0] not in _LIBRARIES:
+                found = (frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def _copies(name: str, args: Any, kwargs: Any, of_host: bool) -> bool:
+    """Whether this would make the host wait for a copy, where a CPU has nothing to do."""
+    if name in _COPIES:
+        return not of_host
+    if name in ("tensor", "as_tensor"):
+        return kwargs.get("device") is not None and not isinstance(args[0] if args else None, Tensor)
+    if name not in ("to", "cuda") or kwargs.get("non_blocking") or True in args[2:4]:
+        return False
+    said = _said_to(args, kwargs)
+    if said == "cpu":
+        return not of_host
+    return of_host and (name == "cuda" or isinstance(said, (str, torch.device)))
+
+
+def _said_to(args: Any, kwargs: Any) -> Any:
+    return kwargs.get("device", args[1] if len(args) > 1 else None)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)

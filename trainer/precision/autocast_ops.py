@@ -1,0 +1,270 @@
+"""What CUDA's autocast does with each operation, done by a CPU's.
+
+autocast has a list for each kind of device of what it computes in 16 bits, what in float32 and what it refuses. A
+CPU's list leaves much in 16 bits that CUDA's computes in float32: sums, powers, exponentials, norms, softmax. So a loss
+like ``x.pow(2).mean()`` overflows in float16 on a CPU where no GPU would. Inside :func:`cuda_autocast_ops`, a CPU's
+autocast follows CUDA's lists.
+
+The lists are those of torch's ``ATen/autocast_mode.h``, from which the tests read them. Kernels at ``AutocastCPU`` put
+them into effect, for the operations that a CPU's autocast does otherwise: casts are recorded by autograd, activation
+checkpointing, ``torch.compile``, ``torch.func`` and the like as those of torch's own kernels are. A call costs 4 to 8
+microseconds more under autocast and nothing outside of it.
+
+What stays a CPU's: arithmetic (accumulation, order of sums); Fourier transforms, which it cannot compute in 16 bits;
+recurrent layers, which have kernels of the device's own. The weights of recurrent cells (``nn.GRUCell``) are cast anew
+at each time step, so that their gradients are summed in float32. A function that ``torch.compile`` compiled outside of
+the context keeps what it did there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import get_kernel
+from torch.utils._pytree import tree_leaves
+
+from trainer.precision.kernels import Kernel, Replaced, Replacement
+
+__all__ = ["cuda_autocast_ops", "ops_that_differ"]
+
+_IN_16_BITS = """
+    _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
+    bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention
+"""
+_IN_FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
+    nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+    kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+"""
+_TO_FLOAT32 = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
+"""
+"""Told to give float32 (``dtype=``), unless the caller says another dtype."""
+_IN_THE_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+_REFUSED = "binary_cross_entropy"
+
+_OF_THE_DEVICE = """
+    _addmm_activation _native_multi_head_attention mkldnn_rnn_layer _grid_sampler_2d_cpu_fallback conv1d.padding
+    conv2d.padding conv3d.padding
+"""
+"""In a CPU's list alone, and right there: forms of what is in CUDA's."""
+_FOURIER = ("fft_", "stft")
+_ROUNDED = "avg_pool3d"
+"""In 16 bits on CUDA; a CPU has no kernel for that."""
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
+_WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+
+Policy = Callable[[str], Kernel]
+"""Makes the kernel of the operation of this name."""
+
+
+def cuda_autocast_ops() -> AbstractContextManager[None]:
+    """Autocast on a CPU follows CUDA's lists of operations while this context is open, in all threads.
+
+    A hand-written loop inside of it computes what ``MixedPrecision(autocast_ops="cuda")`` does, to the bit::
+
+        with cuda_autocast_ops():
+            for x, y in batches:
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = (net(x) - y).pow(2).mean()  # float32, as on a GPU
+                ...
+
+    Raises:
+        RuntimeError: inside, what autocast refuses on CUDA (``binary_cross_entropy``), and what has no 16-bit kernels
+            on CUDA and is in 16 bits there (``torch.linalg.inv``).
+    """
+    return _replacement.used()
+
+
+@contextmanager
+def ops_that_differ() -> Iterator[dict[str, tuple[str, str]]]:
+    """:func:`cuda_autocast_ops`, with a record of what a CPU's lists would have done otherwise.
+
+    Each operation is computed both ways. For one thread at a time.
+
+    Gives:
+        What came out of each operation where that is another dtype: by its name (``pow``), the dtype on a CPU and the
+        one on CUDA; "an error" for what CUDA refuses.
+    """
+    global _record
+    found: dict[str, tuple[str, str]] = {}
+    _record = found
+    try:
+        with cuda_autocast_ops():
+            yield found
+    finally:
+        _record = None
+
+
+_record: dict[str, tuple[str, str]] | None = None
+_is_on_its_own = False  # while an operation is computed as a CPU's autocast does, for the record
+
+
+def _replaced() -> dict[str, Replaced]:
+    """An entry for each operation that CUDA's autocast does otherwise than a CPU's."""
+    of_cpu, of_cuda = _registered("AutocastCPU"), _registered("AutocastCUDA")
+    of_cpu_alone = {name for name in of_cpu - of_cuda if not name.startswith(_FOURIER)} - set(_OF_THE_DEVICE.split())
+    policies: dict[str, Policy] = {
+        **dict.fromkeys(set(_IN_16_BITS.split()) - of_cpu, _casting(_lowest)),
+        **dict.fromkeys(set(_IN_FLOAT32.split()) - of_cpu, _casting(_float32)),
+        **dict.fromkeys(_TO_FLOAT32.split(), _asking),
+        **dict.fromkeys(_IN_THE_WIDEST.split(), _casting(_widest)),
+        **dict.fromkeys(of_cpu_alone, _passing),
+        _ROUNDED: _rounding,
+        _REFUSED: _refusing,
+    }
+    replaced = {}
+    for name, policy in policies.items():
+        if name in of_cuda | of_cpu:  # an older torch has shorter lists
+            own = _kernel(name, "AutocastCPU") if name in of_cpu else _passing(name)
+            replaced[name] = Replaced(own, _recorded(name, own, policy(name)))
+    return replaced
+
+
+_replacement = Replacement("AutocastCPU", _replaced)
+
+
+def _registered(key: str) -> set[str]:
+    """The operations of aten with a kernel of torch's for this dispatch key."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _kernel(name: str, key: str) -> Kernel:
+    return get_kernel(f"aten::{name}", key).call_boxed
+
+
+def _recorded(name: str, own: Kernel, ours: Kernel) -> Kernel:
+    short = name.partition(".")[0]
+
+    def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        global _record, _is_on_its_own
+        if _is_on_its_own:
+            return own(keys, *args, **kwargs)
+        if _record is None:
+            return ours(keys, *args, **kwargs)
+        record, _record = _record, None  # what the operation consists of is not looked at
+        here = there = "an error"
+        try:
+            _is_on_its_own = True
+            here = _dtype_of(own(keys, *args, **kwargs))
+            _is_on_its_own = False
+            result = ours(keys, *args, **kwargs)
+            there = _dtype_of(result)
+            return result
+        finally:
+            _is_on_its_own = False
+            if there != here:
+                record[short] = here, there
+            _record = record
+
+    return kernel
+
+
+def _dtype_of(result: Any) -> str:
+    first = next((one for one in tree_leaves(result) if isinstance(one, Tensor)), None)
+    return "" if first is None else str(first.dtype).removeprefix("torch.")
+
+
+# --- what becomes of an operation -----------------------------------------------------------------------------
+
+
+def _passing(name: str) -> Kernel:
+    """Nothing, as with an operation in no list; the operations that it consists of are looked up in turn."""
+    op = _overload(name)
+
+    def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(keys & _BELOW, *args, **kwargs)
+
+    return kernel
+
+
+def _casting(to: Callable[[tuple[Any, ...]], torch.dtype]) -> Policy:
+    """Floating-point arguments become what ``to`` says, but for those in float64."""
+
+    def policy(name: str) -> Kernel:
+        op = _overload(name)
+
+        def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            dtype = to(args)
+            args = tuple(_cast(value, dtype) for value in args)
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+                return op(*args, **kwargs)
+
+        return kernel
+
+    return policy
+
+
+def _asking(name: str) -> Kernel:
+    """Asked for float32 (``dtype=``) where the first argument is eligible and nobody says another dtype."""
+    op, with_dtype = _overload(name), _overload(_WITH_DTYPE.get(name, name))
+    by_place = [one for one in op._schema.arguments if not one.kwarg_only and one.name != "dtype"]
+
+    def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        said = args[len(by_place)] if len(args) > len(by_place) else kwargs.get("dtype")
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            if said is not None or not _is_eligible(args[0]):
+                return op(*args, **kwargs)
+            left_out = (argument.default_value for argument in by_place[len(args) :])
+            return with_dtype(*args[: len(by_place)], *left_out, **kwargs | {"dtype": torch.float32})
+
+    return kernel
+
+
+def _rounding(name: str) -> Kernel:
+    """In float32, as a CPU computes it, and rounded to the dtype that went in, which is what CUDA gives."""
+    in_float32 = _kernel(name, "AutocastCPU")
+
+    def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        return in_float32(keys, *args, **kwargs).to(args[0].dtype)
+
+    return kernel
+
+
+def _refusing(name: str) -> Kernel:
+    """CUDA's own kernel, which says what to use instead."""
+    return _kernel(name, "AutocastCUDA")
+
+
+def _is_eligible(value: Any) -> bool:
+    """Whether autocast casts it."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64 and value.is_cpu
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """An argument, or a list of them, with what is eligible in ``dtype``."""
+    if isinstance(value, list):
+        return [_cast(one, dtype) for one in value]
+    return value.to(dtype) if _is_eligible(value) else value
+
+
+def _lowest(args: tuple[Any, ...]) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
+
+
+def _float32(args: tuple[Any, ...]) -> torch.dtype:
+    return torch.float32
+
+
+def _widest(args: tuple[Any, ...]) -> torch.dtype:
+    any_float32 = any(isinstance(one, Tensor) and one.dtype is torch.float32 for one in args)
+    return torch.float32 if any_float32 else _lowest(args)
