@@ -59,6 +59,7 @@ class Setup:
         batches: of each process, in an epoch.
         windows: batches of a window, in each epoch.
         weighted: whether batches come with weights: None, as numbers, or as tensors.
+        unit: what those weights are multiples of.
         none: batches without a loss.
         late: whether those are found out after their forward.
         clip: a key of ``CLIPPING``, or None.
@@ -79,6 +80,7 @@ class Setup:
     batches: int = 5
     windows: tuple[int, ...] = (1, 1)
     weighted: str | None = None
+    unit: float = 1.0
     none: frozenset[Where] = frozenset()
     late: bool = False
     clip: str | None = None
@@ -93,7 +95,8 @@ class Setup:
 
     def weight(self, rank: int, index: int) -> float:
         """What a batch counts."""
-        return float(1 + (3 * index + 2 * rank) % 5) * (10.0 if index == 2 else 1.0) if self.weighted else 1.0
+        weight = (1 + (3 * index + 2 * rank) % 5) * (10 if index == 2 else 1)
+        return weight * self.unit if self.weighted else 1.0
 
     @property
     def is_plain_mean(self) -> bool:
@@ -133,6 +136,7 @@ def draw(seed: int, world_size: int = 2) -> Setup:
         **common, windows=pick.choice([(1, 1), (window, window), (1, window), (window, 1)]),
         weighted=maybe(0.25, "number", "tensor"), none=frozenset(none - {overflow}), late=pick.random() < 0.5,
         schedule=maybe(0.5, "step", "epoch"), sync_each_batch=pick.random() < 0.5,
+        unit=pick.choice([1.0, 4096.0]),
     )  # fmt: skip
 
 

@@ -96,6 +96,14 @@ def test_fused_sgd_under_ddp_is_the_one_by_hand(ranks: Ranks, precision: str) ->
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_weights_of_thousands_do_not_overflow_in_the_first_window(ranks: Ranks, engine: str) -> None:
+    setup = Setup("16-mixed", windows=(3, 3), weighted="number", unit=4096.0, none=frozenset({(0, 0, 0)}))
+    for mine, other in zip(*traces(ranks, setup, engine), strict=True):
+        assert mine.skipped == [False] * 4
+        assert_same(mine, other, TOLERANCES["16-mixed"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(
     ranks: Ranks, tmp_path: Path, seed: int, engine: str

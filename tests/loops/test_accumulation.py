@@ -19,9 +19,13 @@ FIRST, MIDDLE, LAST = (True, False), (False, False), (False, True)
 
 
 class Processes:
-    """An engine of this process, and of others whose windows have the weights ``others`` (None for no loss)."""
+    """An engine of this process, and of others whose windows have the weights ``others`` (None for no loss).
 
-    def __init__(self, *others):
+    Where they lack a unit, they are asked for their first weights first.
+    """
+
+    def __init__(self, *others, lack_unit=False):
+        self.lack_unit = lack_unit
         self.replicas = 1 + len(others)
         self.device = torch.device("cpu")
         self.gradients = Gradients(LossScaler("cpu", enabled=False))
@@ -31,7 +35,8 @@ class Processes:
         self.correcting = 0.0  # how many of the others correct their losses
 
     def begin_sum(self, total, count, corrects):
-        there = [weight for weights in self.others for weight in weights if weight is not None]
+        others, self.lack_unit = [weights[:1] if self.lack_unit else weights for weights in self.others], False
+        there = [weight for weights in others for weight in weights if weight is not None]
         total, count = total + sum(there) / self.unit, count + len(there)
         self.unit *= total / count if count else 1.0
         self.sums += 1
@@ -253,11 +258,11 @@ def test_the_mean_goes_over_the_processes_too():
     mine, theirs = [torch.randn(n, 3) for n in (3, 5)], [torch.randn(n, 3) for n in (1, 8)]
     gradients, corrections = [], []
     for own, other in ((mine, theirs), (theirs, mine)):
-        engine = Processes([float(len(x)) for x in other])
+        engine = Processes([float(len(x)) for x in other], lack_unit=True)
         gradient, _, window = accumulate(own, size=2, engine=engine)
         gradients.append(gradient)
         corrections.append(window.correction)
-        assert engine.sums == 1
+        assert engine.sums == 2  # the unit of a run's first window, and the sums of each
     assert corrections[0] == pytest.approx(corrections[1])  # one factor, which also an average of gradients can take
     assert torch.allclose(sum(gradients) / 2, torch.cat(mine + theirs).mean(0), rtol=1e-6, atol=1e-6)
 
@@ -280,6 +285,21 @@ def test_weights_are_measured_by_the_mean_of_the_last_window():
     restored.advance(7, False)
     restored.share(loss, 10.0)
     assert restored.factor == window.factor
+
+
+def test_a_first_window_is_measured_by_the_first_batches_of_all():
+    """One of them need not have a loss; where none has, the next ones are asked."""
+    window, loss = AccumulationWindow(3), torch.tensor(1.0)
+    window.start_run(3)
+    window.advance(9, False)
+    assert window.joint_share(None, None, Processes([None], [None])) is None
+    window.advance(8, False)
+    window.joint_share(loss, 5000.0, engine := Processes([3000.0], [None]))
+    assert window.factor == pytest.approx(5000 / 4000 / 3)
+    window.advance(7, False)
+    window.share(loss, 6000.0)
+    assert window.factor == pytest.approx(6000 / 4000 / 3)
+    assert engine.sums == 1
 
 
 def test_complete_windows_are_not_corrected_on_several_processes_either():

@@ -36,7 +36,8 @@ class AccumulationWindow:
     the place of all gradients (:meth:`joint_share`).
 
     The unit is the window's first weight. Several processes need one unit for all, or no factor would be right for
-    gradients that have been averaged over them: it is the mean weight of the last window, and 1 in a run's first one.
+    gradients that have been averaged over them: it is the mean weight of the last window. In a run's first one
+    it is that of the first batches, which takes an exchange of its own.
 
     Args:
         batches: ``accumulate_grad_batches``, the number of batches in a full window.
@@ -74,7 +75,7 @@ class AccumulationWindow:
         self._replicas = 1
         self._sums: Callable[[], list[Weight]] | None = None  # over the processes: being computed
         self._has_loss: bool | None = None  # None before they are known
-        self._shared_unit: Weight | None = None  # of all processes; None on one
+        self._shared_unit: Weight | None = None  # of all processes; None on one, and before it is known
         self._unit: Weight = 1.0  # of the current window; 1 where its batches have no weights
         self._total: Weight = 0.0  # sum of the weights
         self._is_weighted: bool | None = None
@@ -89,7 +90,7 @@ class AccumulationWindow:
         """A fit begins, in which each window has batches of this many processes."""
         self.reset()
         self._replicas = replicas
-        self._shared_unit = 1.0 if replicas > 1 else None
+        self._shared_unit = None
 
     def reset(self) -> None:
         """Forget the current window; the next batch opens a new one."""
@@ -168,6 +169,8 @@ class AccumulationWindow:
             loss, weight: as in :meth:`share`; the loss is None where this process has none.
             engine: adds up over the processes.
         """
+        if self._replicas > 1 and self._shared_unit is None and not (self.is_first and self.is_last):
+            self._find_unit(loss is not None, weight, engine)
         if loss is not None:
             self._count(weight)
         if self._replicas > 1 and self.is_last:
@@ -177,6 +180,18 @@ class AccumulationWindow:
                 self._has_loss = self._sum_up()
                 self.factor, self.correction = self.factor * self.correction, 1.0
         return None if loss is None else self._times_factor(loss)
+
+    def _find_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
+        """Agree on the mean weight of these batches, if any has a loss. Waits for the device, once in a run."""
+        if weight is None:
+            weight = 1.0 if self.batch_weight is None else self.batch_weight
+        total, count, _ = engine.begin_sum(weight if has_loss else 0.0, float(has_loss), 0.0)()
+        if float(count):
+            self._shared_unit = _positive(total / count)
+
+    @property
+    def _known_unit(self) -> Weight:
+        return 1.0 if self._shared_unit is None else self._shared_unit
 
     def _times_factor(self, loss: Tensor) -> Tensor:
         """Where the batches have no weights, as one writes it by hand."""
@@ -203,7 +218,7 @@ class AccumulationWindow:
             self._unit, self.factor = 1.0, 1.0 / self.size
             return
         if not backwards:
-            self._unit = _positive(weight) if self._shared_unit is None else self._shared_unit
+            self._unit = _positive(weight) if self._replicas == 1 and self._shared_unit is None else self._known_unit
         self.factor = weight / (self._unit * self.size)
 
     def close(self, optimizers: Iterable[Optimizer], engine: Engine) -> bool:
@@ -242,8 +257,8 @@ class AccumulationWindow:
         # A host-device synchronisation, but for empty windows alone.
         if not self.backwards and not (self._replicas > 1 and float(count)):
             return False
-        if self._shared_unit is not None:
-            self._shared_unit = _positive(self._shared_unit * total / count)
+        if self._replicas > 1 or self._shared_unit is not None:
+            self._shared_unit = _positive(self._known_unit * total / count)
         total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
         is_corrected = not self.backwards and float(corrects)  # by those that had a loss, before their backward
         self.correction = 1.0 if is_corrected else self.size * self._replicas / total

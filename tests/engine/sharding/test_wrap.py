@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from trainer.engine.sharding import wrap
 from trainer.engine.sharding.wrap import ShardedModule, Sharding, find_blocks, put_back
 from trainer.errors import ConfigurationError, UnsupportedError
 
@@ -105,6 +106,17 @@ def test_put_back_makes_the_module_what_it_was() -> None:
         assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     assert torch.equal(model(torch.ones(2, 4)), expected)
     put_back(model)  # nothing to do
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_buffers_that_are_sent_are_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sent = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), []
+    sharded = ShardedModule(model, init_device_mesh("cpu", (1,)), torch.device("cpu"), Sharding())
+    model[1].running_mean = torch.full((4,), 7.0)  # as StochasticWeightAveraging does
+    model[1].running_var = None
+    monkeypatch.setattr(wrap, "_broadcast", sent.extend)
+    sharded.before_forward()
+    assert [id(one) for one in sent] == [id(model[1].running_mean), id(model[1].num_batches_tracked)]
 
 
 @pytest.mark.usefixtures("one_process")

@@ -188,7 +188,8 @@ class ShardedModule:
 
     def before_forward(self) -> None:
         """Make the buffers what rank 0 has, as DDP does before each forward: running means, for instance."""
-        _broadcast(self._buffers)
+        found = (owner._buffers.get(name) for owner, name in self._buffers)  # SWA puts others in their place
+        _broadcast([buffer for buffer in found if buffer is not None])
 
     def prepare_manual(self) -> Callable[..., None]:
         """Prepare for forwards that are no forward of the root: ``training_step`` runs as it is then, and is many.
@@ -403,14 +404,14 @@ def _nothing() -> None:
     pass
 
 
-def _persistent_buffers(module: nn.Module) -> list[Tensor]:
+def _persistent_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
     found = {
-        buffer: None
+        buffer: (part, name)
         for part in module.modules()
         for name, buffer in part._buffers.items()
         if buffer is not None and name not in part._non_persistent_buffers_set and not isinstance(buffer, DTensor)
     }
-    return list(found)
+    return list(found.values())
 
 
 def _broadcast(tensors: list[Tensor]) -> None:
