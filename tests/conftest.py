@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 0)
         patch.setattr(torch.accelerator, "is_available", lambda: False)
-        patch.setattr(torch.backends.mps, "is_available", lambda: False)
+        patch.setattr(torch.backends.mps, "is_available", cache(lambda: False))  # torch wants to unwrap it
         return (yield)
 
 
