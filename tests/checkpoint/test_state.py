@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
 from tests.parity import Classifier, Learner, assert_same_weights, data, lightning, lightnings_noise_ignored, ours
+from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_trainer, native_fp16
 from trainer import Trainer
 from trainer.checkpoint import state
 from trainer.errors import CheckpointError
@@ -680,3 +681,17 @@ def test_last_without_a_last_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="there is no last checkpoint available"):
         trainer.fit(Fitted(), datamodule=Shuffles(), ckpt_path="last")
     assert trainer.global_step == 6
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "adamw-fused"), ("adamw-fused", "adamw")])
+def test_how_a_step_is_computed_is_the_choice_of_the_run_that_resumes(tmp_path, before, after):
+    batches = make_batches(4, gains={2: float("inf")})
+    first = make_trainer(tmp_path, precision=native_fp16(init_scale=1024.0), max_steps=1)
+    first.fit(Regression(optimizer=OPTIMIZERS[before]), loader_of(batches))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    module = Regression(optimizer=OPTIMIZERS[after])
+    second = make_trainer(tmp_path, precision=native_fp16(init_scale=1024.0), max_epochs=2)
+    second.fit(module, loader_of(batches), ckpt_path=tmp_path / "one.ckpt")
+    assert bool(second.optimizers[0].param_groups[0]["fused"]) is after.endswith("fused")
+    assert (second.global_step, second.skipped_steps) == (5, 1)
+    assert all(parameter.isfinite().all() for parameter in module.parameters())

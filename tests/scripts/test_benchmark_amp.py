@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import sys
@@ -155,3 +156,17 @@ def test_a_page_without_the_marks_is_refused(benchmark, tmp_path):
     with pytest.raises(SystemExit, match=r"expected a file with the lines <!-- benchmark_amp cpu: start -->"):
         benchmark.replace_table(page, "benchmark_amp cpu", "| a |")
     assert page.read_text() == "nothing here"
+
+
+def test_on_a_gpu(cuda, benchmark, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark_amp cuda: start -->\n<!-- benchmark_amp cuda: end -->\n")
+    sizes = "--batch 8 --width 16 --layers 2 --batches 3 --epochs 1 --rounds 1 --square 32"
+    monkeypatch.setattr(sys, "argv", ["benchmark_amp", "--device", "cuda", *sizes.split(), "--markdown", str(page)])
+    monkeypatch.setattr(logging, "disable", lambda level: None)  # for other tests
+    with cuda.watch() as seen:
+        benchmark.main()
+    text = page.read_text()
+    assert "host: by hand, ours" in text
+    assert "ended with the same weights, to the bit, in every round." in text
+    assert {"_foreach_add_", "_fused_sgd_"} <= set(seen.kernels)  # plain is what torch chooses

@@ -227,6 +227,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callab
             )
     for optimizer, state in zip(engine.optimizers, checkpoint["optimizer_states"], strict=False):
         _refuse_other_kind(optimizer, state)
+        _keep_implementation(optimizer, state)
     _put_in_order(
         checkpoint, (ours or {}).get("parameters", []), parameter_names(run.lightning_module, engine.optimizers)
     )
@@ -306,6 +307,12 @@ def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
             " configure_optimizers as the run that saved it did; or begin a new run with its weights alone, by"
             " load_from_checkpoint."
         )
+
+
+def _keep_implementation(optimizer: Any, state: dict[str, Any]) -> None:
+    """How a step is computed is this run's choice: an optimizer that is fused by half fails, or skips nothing."""
+    for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
+        saved.update({key: group[key] for key in ("fused", "foreach") if key in group and key in saved})
 
 
 def _is_ours(callback: Any) -> bool:

@@ -166,33 +166,35 @@ def _check_kind(value: Any, hint: Any, default: Any, key: str, target: str) -> N
         raise UsageError(f"{key} is {describe(value)}, but {target} expects {either(shown)}.")
 
 
-def make(node: Any, key: str, allowlist: Allowlist) -> Any:
+def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[Any]], Any] | None = None) -> Any:
     """The object that ``node`` describes, with plain containers inside; ``_partial_: true`` gives a partial.
 
     Args:
         node: as in `check`, which it has passed.
         key: where in the config it stands, for messages.
         allowlist: that `check` was given; it has found the targets already.
+        finish: what becomes of each partial; None: it stays.
 
     Raises:
         UsageError: something of a known package refuses its arguments.
     """
     if isinstance(node, list):
-        return [make(child, f"{key}[{index}]", allowlist) for index, child in enumerate(node)]
+        return [make(child, f"{key}[{index}]", allowlist, finish) for index, child in enumerate(node)]
     if not isinstance(node, dict):
         return node
     if "_target_" not in node:
-        return {name: make(child, f"{key}.{name}", allowlist) for name, child in node.items()}
+        return {name: make(child, f"{key}.{name}", allowlist, finish) for name, child in node.items()}
     positional, named = node.get("_args_", []), {k: child for k, child in node.items() if k not in _SPECIAL}
     if node.get("_recursive_", True):
-        positional, named = make(positional, f"{key}._args_", allowlist), make(named, key, allowlist)
+        positional = make(positional, f"{key}._args_", allowlist, finish)
+        named = make(named, key, allowlist, finish)
     else:
         positional, named = copy.deepcopy(positional), copy.deepcopy(named)
     target = node["_target_"]
     made = partial(allowlist.locate(target, key), *positional, **named)
     if node.get("_partial_", False):
         _try_optimizer(made, key, target)
-        return made
+        return made if finish is None else finish(made)
     return _call(made, key, target)
 
 

@@ -1,0 +1,47 @@
+"""Optimizers that a config describes take torch's fused step on CUDA, where nothing else is asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+_FUSED = (Adam, AdamW, SGD)
+"""Those of torch whose fused step runs on CUDA."""
+
+_CHOICES = ("fused", "foreach", "differentiable")
+"""Arguments that choose how a step is computed."""
+
+
+def fused_on_cuda(make: partial[Any]) -> partial[Any]:
+    """``make``, as :class:`FusedOnCuda` if it makes an optimizer that leaves the choice of its implementation open."""
+    open_choice = not set(_CHOICES).intersection(make.keywords)
+    return FusedOnCuda(make.func, *make.args, **make.keywords) if make.func in _FUSED and open_choice else make
+
+
+class FusedOnCuda(partial[Optimizer]):
+    """Makes an optimizer, with ``fused=True`` where torch has a fused step for its parameters on CUDA.
+
+    A fused step is the fastest, and in 16-mixed the one that does not make the host wait.
+    """
+
+    def __call__(self, /, *args: Any, **options: Any) -> Optimizer:
+        """The optimizer of these parameters."""
+        optimizer = super().__call__(*args, **options)
+        if not set(_CHOICES).isdisjoint(options) or not _has_fused_step(optimizer):
+            return optimizer
+        kept = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in optimizer.param_groups]
+        return super().__call__(kept, *args[1:], **(options | {"fused": True}))
+
+
+def _has_fused_step(optimizer: Optimizer) -> bool:
+    """Whether all of its parameters are on CUDA, and of kinds that torch's fused step takes."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters):
+        return False
+    if not isinstance(optimizer, SGD):
+        return True
+    from torch.distributed.tensor import DTensor
+
+    return not any(isinstance(parameter, DTensor) for parameter in parameters)
