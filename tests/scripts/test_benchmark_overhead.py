@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import runpy
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -22,3 +25,17 @@ def test_writes_its_table(tmp_path, python):
     assert "old" not in text
     assert re.search(r"\| 16-mixed \| log and bar \| \d+ \| [+-]\d+ \| [+-]\d+ \| [+-]\d+ \|", text)
     assert "medians of 1 interleaved rounds of 10 steps, wall time; torch" in text
+
+
+def test_on_a_gpu(cuda, monkeypatch, capsys):
+    words = ["--device", "cuda", "--steps", "10", "--warmup", "5", "--repeats", "1", "--precision", "16-mixed"]
+    monkeypatch.setattr(sys, "argv", ["benchmark_overhead", *words, "--only", "ours"])  # Fabric moves weights in place
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    monkeypatch.setenv("AMP_BENCH", "1")  # stay in this process
+    monkeypatch.setattr(logging, "disable", lambda level: None)  # for other tests
+    with cuda.watch() as seen:
+        runpy.run_path(str(ROOT / "scripts" / "benchmark_overhead"), run_name="__main__")
+    table = capsys.readouterr().out
+    assert len(re.findall(r"\| 16-mixed \| [a-zA-Z. ]+ \| \d+ \| [+-]\d+ \|", table)) == 2 * 3
+    assert "10 steps, events on a Simulated H100; torch" in table
+    assert "_amp_update_scale_" in seen.kernels
