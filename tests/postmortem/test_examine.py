@@ -12,6 +12,7 @@ from tests.postmortem.layers import Amplifier, Nan, sequential
 from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
 from trainer.postmortem.examine import examine, largest_power
 from trainer.postmortem.recording import Recorder
+from trainer.postmortem.report import Report
 
 
 class _Recording(Callback):
@@ -164,3 +165,26 @@ def test_sparse_gradients(tmp_path):
     finding = examined(tmp_path, Words(), make_batches(1), scale=2.0**40)
     assert finding.parameters == ["net.weight"]
     assert finding.largest_scale == 2.0 ** math.floor(math.log2(torch.finfo(torch.float32).max / 2e30))
+
+
+class OwnLoss(Regression):
+    """In float16 on a CPU, whose gradient at a scale of 65536 is infinite; in float32 on CUDA."""
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0]) - batch[1].half()).pow(2).mean() / 16
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_an_overflow_that_cudas_autocast_avoids(tmp_path, batch):
+    batches = make_batches(1)
+    batches[0][0] *= 1.0 if batch == 0 else float("inf")
+    finding = examined(tmp_path, OwnLoss(), batches)
+    assert finding.fails
+    assert ("pow" in finding.in_float32_on_cuda) is (batch == 0)
+    advice = Report(0, 1, "16-mixed", 1.0, 1, finding).advice
+    assert any("CUDA's autocast computes" in line and "autocast_ops=cuda" in line for line in advice) is (batch == 0)
+
+
+def test_no_overflow_is_avoided_where_none_is(tmp_path):
+    finding = examined(tmp_path, OwnLoss(), make_batches(1), scale=2.0**5)
+    assert (finding.fails, finding.in_float32_on_cuda) == (False, [])

@@ -61,7 +61,7 @@ _LIBRARIES = frozenset(
      "trainer", *sys.stdlib_module_names)
 )  # fmt: skip
 """Whose lines are nobody's own: what called them is asked."""
-_LOOPS = ("trainer.loops", "trainer.run", "lightning.pytorch.loops", "lightning.pytorch.trainer")
+_LOOPS = ("trainer.loops", "trainer.run", "trainer.cli", "lightning.pytorch.loops", "lightning.pytorch.trainer")
 _OWN_WORK = (
     "torch.optim", "trainer.callbacks", "trainer.data", "trainer.engine", "trainer.postmortem", "trainer.precision",
     "trainer.record", "trainer.state", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainer.postmortem.probe import Call, Origin, Part, Probe, measure
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, run, undisturbed
 from trainer.postmortem.state import ObjectState
+from trainer.precision.autocast_ops import ops_that_differ
 
 _POWERS = (-128, 127)
 """Exponents that a search for a scale looks at: those of float32, and -128 for "none". 256, so 8 tries always."""
@@ -40,6 +42,8 @@ class Finding:
             (or only such at which the gradients that fail become zeros); inf where it was not determined.
         broken_weights, broken_buffers, broken_batch: names of what was not finite before the step began.
         before: how many gradients, and outputs of modules, were finite before the first that was not.
+        in_float32_on_cuda: operations that overflow in a CPU's autocast and not in CUDA's: with CUDA's lists, all
+            gradients are finite.
         error: what ended the replay early.
     """
 
@@ -59,6 +63,7 @@ class Finding:
     broken_buffers: list[str] = field(default_factory=list)
     broken_batch: list[str] = field(default_factory=list)
     before: tuple[int, int] = (0, 0)
+    in_float32_on_cuda: list[str] = field(default_factory=list)
     error: str = ""
 
 
@@ -68,7 +73,8 @@ def examine(trainer: Any, recorded: Sequence[RecordedBatch], scale: float) -> Fi
     To be called on all ranks; returns the same on all of them: what the rank has found on which it began, for a module
     that synchronises (``SyncBatchNorm``) takes it to the others. So that these stay in step, all ranks run the same
     number of passes, whatever they find, and also where they have fewer batches or no loss: for a window of one batch,
-    a forward and ten backward passes; for one of several, one of each for every batch besides. Leaves everything as it
+    a forward and ten backward passes, and one of each more where a CPU's autocast can do as CUDA's does; for one of
+    several, one of each for every batch besides. Leaves everything as it
     was (:func:`~trainer.postmortem.replay.undisturbed`). None where no rank has a batch.
     """
     engine: Engine = trainer.engine
@@ -169,6 +175,10 @@ def _look_into(trainer: Any, now: ObjectState, recorded: RecordedBatch | None, f
         finding.first_output, finding.first_gradient = probe.first_output, probe.first_gradient
         finding.origin, finding.parameters = probe.origin(), probe.parameters
         finding.before = probe.gradients_before, probe.outputs_before
+    if engine.device.type == "cpu" and getattr(trainer.loop.precision, "autocast_ops", None) == "native":
+        with suppress(RuntimeError), ops_that_differ() as ops:  # CUDA's autocast refuses some
+            avoided = not _fails(trainer, now, recorded, finding.scale, parameters) and finding.fails
+            finding.in_float32_on_cuda = [op for op, (_, dtype) in ops.items() if dtype == "float32" and avoided]
 
 
 def _fits(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], part: Part) -> bool:

@@ -113,6 +113,11 @@ class Report:
         if self._is_forward and finding.broken_batch:
             return ["Mend or leave out the samples of this batch; check the transforms that made it."]
         advice = []
+        if finding.in_float32_on_cuda:
+            advice.append(
+                f"A GPU would not overflow here: CUDA's autocast computes {names_of(finding.in_float32_on_cuda)} in"
+                " float32. precision.autocast_ops=cuda does so on a CPU."
+            )
         if self.is_harmless:
             scale = f"{finding.largest_scale:.0f}"
             advice.append(

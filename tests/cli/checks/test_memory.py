@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from recipes.language_model import LanguageModel
+from tests.support import Regression, make_batches
 from trainer.cli import main
-from trainer.cli.checks.fake_step import Living, measure
+from trainer.cli.checks.fake_step import Living, look, measure
 from trainer.cli.checks.memory import OVERHEAD, Need, Prediction
 from trainer.precision import MixedPrecision, Precision
 
@@ -106,6 +107,30 @@ def _built(module: LanguageModel) -> nn.Module:
     return module
 
 
+class Waiting(Regression):
+    """Looks at its loss, which is one of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch[0]).pow(2).mean()
+        if loss > 1:
+            self.seen = loss.item()
+        return loss
+
+
+@pytest.mark.parametrize("precision", [BF16, MixedPrecision("float16")])
+def test_what_a_step_does_otherwise_on_a_gpu(precision):
+    (batch,) = make_batches(1)
+    waits: dict[Any, Any] = {}
+    here = str(precision.dtype).removeprefix("torch.")
+    assert look(Waiting, batch, precision, waits) == {"layer_norm": (here, "float32"), "pow": (here, "float32")}
+    assert {(wait.file, wait.code, wait.what, wait.count) for wait in waits.values()} == {
+        (__file__, "if loss > 1:", "__bool__", 1),
+        (__file__, "self.seen = loss.item()", "item", 1),
+    }
+    assert look(Waiting, batch, Precision(), {}) == {}  # no autocast, no lists
+    assert measure(Waiting, batch, precision, nothing, None).peak > 0  # whoever looks at a value gets a 1
+
+
 TINY = ["+recipe=gpt", "data.context=32", "precision=bf16-mixed"]
 
 
@@ -121,6 +146,8 @@ def test_the_command(capsys):
     assert fsdp["after"] == pytest.approx(4 * told["parameters"], rel=0.05)
     assert "A device has 1.0 GiB (checks.gpu_memory)." in facts["remarks"]
     assert facts["verdict"].startswith("one device, trainer=ddp, trainer=fsdp: fits into 1.0 GiB")
+    assert facts["host_waits"] == []
+    assert all(here == "bfloat16" and on_cuda == "float32" for here, on_cuda in facts["autocast_ops"].values())
     assert facts["speed"] is None  # of the machine no more is asked than what it is
 
     assert main(["checks", *TINY, "checks.gpu_memory=1GiB"]) == 0

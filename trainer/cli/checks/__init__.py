@@ -76,7 +76,7 @@ class Findings:
     facts: dict[str, Any] = field(
         default_factory=lambda: {
             "versions": {}, "problems": [], "remarks": [], "devices": [], "precisions": {}, "speed": None,
-            "memory_of_recipe": None, "verdict": None,
+            "memory_of_recipe": None, "host_waits": [], "autocast_ops": {}, "verdict": None,
         }
     )  # fmt: skip
     tables: list[Table] = field(default_factory=list)
@@ -218,6 +218,17 @@ def check_memory(found: Findings) -> None:
     header = ("strategy", "devices", "peak of a step", "after it", "fits")
     title = f"Memory on each device, for {told.parameters:,} parameters"
     found.tables.append(Table(title, header, rows, ("devices", "peak of a step", "after it")))
+    found.facts["host_waits"] = [vars(wait) | {"instead": wait.instead} for wait in told.waits]
+    rows = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in told.waits]
+    found.tables.append(
+        Table("Lines that make the host wait for a GPU in each step", ("line", "code", "instead"), rows)
+    )
+    found.facts["autocast_ops"] = told.ops
+    rows = [[name, here, there] for name, (here, there) in told.ops.items()]
+    title = "Operations that autocast computes in another dtype on CUDA"
+    found.tables.append(Table(title, ("operation", "here", "on CUDA"), rows))
+    if told.ops:
+        found.remark("precision.autocast_ops=cuda computes those operations here as on CUDA.")
 
 
 CHECKS: tuple[Callable[[Findings], None], ...] = (

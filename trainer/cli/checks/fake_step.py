@@ -26,17 +26,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainer.callbacks.sync_detector import HostWaits, Wait
 from trainer.engine.sharding.wrap import find_blocks
-from trainer.precision import MixedPrecision
-
-_FLOAT32_ON_GPUS = frozenset(
-    (
-        *(F.layer_norm, F.group_norm, F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, F.cross_entropy),
-        *(F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits, F.kl_div),
-        *(Tensor.softmax, Tensor.log_softmax, Tensor.pow, torch.pow, Tensor.exp, torch.exp, Tensor.log, torch.log),
-    )
-)
-"""Of CUDA's autocast list of what is computed in float32, what the CPU's leaves in 16 bits and takes memory."""
+from trainer.precision import MixedPrecision, cuda_autocast_ops
+from trainer.precision.autocast_ops import ops_that_differ
 
 
 class Memory(NamedTuple):
@@ -68,13 +61,9 @@ def measure(
     """
     mesh_context = nullcontext() if shards is None else _pretended(shards)
     with mesh_context as mesh:
-        with torch.device("meta"), precision.init_context():
-            module = build()
-            module.configure_model()
-        if not module.automatic_optimization:
-            raise ValueError("it optimizes by itself (automatic_optimization=False)")
+        module = _without_values(build, precision)
         living = Living()
-        with FakeTensorMode(allow_non_fake_inputs=True) as fakes, living:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _Ones(), living:  # type: ignore[no-untyped-call]
             module = precision.convert_module(module.to_empty(device="cpu"))
             prepare(module)
             if mesh is not None:
@@ -87,6 +76,40 @@ def measure(
             return Memory(living.peak, living.now)
 
 
+def look(
+    build: Callable[[], Any], batch: Any, precision: Any, waits: dict[tuple[str, int, str], Wait]
+) -> dict[str, tuple[str, str]]:
+    """What a forward pass does that is another thing on a GPU.
+
+    Args:
+        build, batch, precision: as of :func:`measure`.
+        waits: is filled with the lines that would make the host wait, also where the step then fails.
+
+    Returns:
+        Operations that CUDA's autocast computes in another dtype than a CPU's
+        (:func:`~trainer.precision.autocast_ops.ops_that_differ`).
+    """
+    module = _without_values(build, precision)
+    mixed = isinstance(precision, MixedPrecision)
+    autocast = torch.autocast("cpu", precision.dtype if mixed else torch.bfloat16, enabled=mixed)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _Ones():  # type: ignore[no-untyped-call]
+        module = precision.convert_module(module.to_empty(device="cpu"))
+        _optimizers(module)
+        batch = tree_map_only(Tensor, fakes.from_tensor, precision.convert_batch(batch))
+        with HostWaits("cpu", waits), ops_that_differ() as found, autocast:
+            module.training_step(batch, 0)
+    return found
+
+
+def _without_values(build: Callable[[], Any], precision: Any) -> Any:
+    with torch.device("meta"), precision.init_context():
+        module = build()
+        module.configure_model()
+    if not module.automatic_optimization:
+        raise ValueError("it optimizes by itself (automatic_optimization=False)")
+    return module
+
+
 def _train(module: Any, optimizers: Sequence[Optimizer], batch: Any, precision: Any, living: Living) -> None:
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -96,7 +119,8 @@ def _train(module: Any, optimizers: Sequence[Optimizer], batch: Any, precision: 
     forward = module.forward
     module.forward = lambda: module.training_step(batch, 0)  # FSDP's hooks are around the module's call
     # Both 16-bit types have two bytes; the CPU's kernels for float16 are another matter.
-    with torch.autocast("cpu", torch.bfloat16, enabled=isinstance(precision, MixedPrecision)), _AsOnGPU():
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=isinstance(precision, MixedPrecision))
+    with autocast, cuda_autocast_ops(), _AsOnGPU():
         output = module()
     module.forward = forward
     for optimizer in optimizers:
@@ -192,16 +216,20 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Autocast keeps in float32 what it does on a GPU; attention with dropout needs no more memory than without."""
+    """Attention with dropout needs no more memory than without."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention and "dropout_p" in kwargs:
             kwargs = {**kwargs, "dropout_p": 0.0}
-        elif function in _FLOAT32_ON_GPUS and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
         return function(*args, **kwargs)
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whoever asks for the value of a tensor without values gets a 1."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            kind = args[0].dtype
+            return kind is torch.bool or (1.0 if kind.is_floating_point else 1)
+        return function(*args, **(kwargs or {}))

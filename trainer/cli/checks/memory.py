@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +19,7 @@ from trainer.machine import readable
 if TYPE_CHECKING:
     import torch
 
+    from trainer.callbacks.sync_detector import Wait
     from trainer.cli.checks.fake_step import Memory
 
 OVERHEAD = 2**30
@@ -61,12 +62,16 @@ class Prediction:
         parameters: of the module.
         memory: of a device; None where nobody has said it.
         assumptions: what was taken for granted, as sentences.
+        waits: lines that make the host wait for a GPU.
+        ops: operations that CUDA's autocast computes in another dtype than the CPU's here, by name: the two dtypes.
     """
 
     needs: list[Need]
     parameters: int
     memory: int | None
     assumptions: list[str]
+    waits: list[Wait] = field(default_factory=list)
+    ops: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def fitting(self) -> list[Need]:
@@ -123,20 +128,24 @@ def predict(arguments: Arguments, devices: list[torch.device]) -> Prediction:
         "The batch is the first of the training data, and all of it as on a GPU. DDP keeps a copy of the gradients for"
         " its exchange; FSDP shards the members of ModuleLists and Sequentials."
     )
+    waits: dict[tuple[str, int, str], Wait] = {}
     with _quiet():
-        single, sharded, gradients, parameters = _measure(resolved, devices[0], number)
+        single, sharded, gradients, parameters, ops = _measure(resolved, devices[0], number, waits)
     needs = [
         Need("single", 1, single.peak, single.after),
         Need("ddp", number, single.peak + gradients, single.after + gradients),
         Need("fsdp", number, sharded.peak, sharded.after),
     ]
-    return Prediction(needs, parameters, memory, assumptions)
+    return Prediction(needs, parameters, memory, assumptions, list(waits.values()), ops)
 
 
-def _measure(settings: dict[str, Any], device: torch.device, number: int) -> tuple[Memory, Memory, int, int]:
-    """On one device; sharded; the bytes of all gradients; and the number of parameters."""
+def _measure(
+    settings: dict[str, Any], device: torch.device, number: int, waits: dict[tuple[str, int, str], Wait]
+) -> tuple[Memory, Memory, int, int, dict[str, tuple[str, str]]]:
+    """On one device; sharded; the bytes of all gradients; the number of parameters; operations that differ on CUDA."""
+    from trainer.callbacks.sync_detector import told
     from trainer.cli.build import check, make
-    from trainer.cli.checks.fake_step import measure
+    from trainer.cli.checks.fake_step import look, measure
     from trainer.cli.folders import merge_recipes
     from trainer.cli.targets import Allowlist
 
@@ -164,6 +173,7 @@ def _measure(settings: dict[str, Any], device: torch.device, number: int) -> tup
 
     build: Callable[[], Any] = partial(make, settings["model"], "model", allowlist)
     try:
+        ops = look(build, batch, precision, waits)
         single = measure(build, batch, precision, prepare, None)
         sharded = measure(build, batch, precision, prepare, number)
     except UsageError:
@@ -171,10 +181,12 @@ def _measure(settings: dict[str, Any], device: torch.device, number: int) -> tup
     except Exception as error:
         raise UsageError(
             f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. Its"
-            " training_step is run on tensors without values, so it may not look at them (.item(), if loss > 1) or"
-            " train by itself (manual optimization). `python -m trainer tune batch_size` measures instead."
+            " training_step is run on tensors without values, so it may not depend on them (x[mask], mask.nonzero())"
+            " or train by itself (manual optimization). `python -m trainer tune batch_size` measures instead."
+            + "".join(f" It looks at them in {line}." for line in told(list(waits.values())))
         ) from error
-    return single, sharded, seen["gradients"], seen["parameters"]
+    is_rehearsed = getattr(precision, "autocast_ops", "") == "cuda" or device.type != "cpu"
+    return single, sharded, seen["gradients"], seen["parameters"], {} if is_rehearsed else ops
 
 
 @contextmanager
