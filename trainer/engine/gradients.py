@@ -72,14 +72,12 @@ class Gradients:
         if _has_own_zero_grad(optimizer):
             optimizer.zero_grad()
         else:
-            self.clear_early(optimizer)
+            _drop(optimizer)
 
     def clear_early(self, optimizer: Optimizer) -> None:
         """Drop the gradients before the forward pass that begins a window, unless the optimizer has its own way."""
         if not _has_own_zero_grad(optimizer):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            _drop(optimizer)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as its backward pass wants it: times the loss scale."""
@@ -259,6 +257,12 @@ class Gradients:
 
 def _has_own_zero_grad(optimizer: Optimizer) -> bool:
     return type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in optimizer.__dict__
+
+
+def _drop(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:

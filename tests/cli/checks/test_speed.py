@@ -91,4 +91,4 @@ def test_without_float16_instructions_the_trainers_and_torchs_own_are_measured(m
     assert list(found) == ["float32", "float16", "bfloat16", "float16 (torch's own)"]
     assert all(row.matmul and row.convolution for row in found.values())
     assert len(used) >= 2 * 4  # matmul and convolution: the search for the size, and three rounds
-    assert cpu_fp16._users == 0
+    assert cpu_fp16._replacement.users == 0
