@@ -27,7 +27,9 @@ from tests.distributed.setups import (
     Setup,
     Trace,
     batches_of,
+    data_rank,
     make_schedule,
+    parallelize,
 )
 
 AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -39,7 +41,14 @@ def wrap(net: Net, engine: str) -> nn.Module:
         return net
     if engine == "ddp":
         return DistributedDataParallel(net)
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    if engine == "2d":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        parallelize(net.net, mesh)
+        return fully_shard(net, mesh=mesh["data_parallel"])
+    if engine == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    else:
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     for block in net.net:
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh)
@@ -52,10 +61,11 @@ def clip_(parameters: list[nn.Parameter], how: str) -> Tensor:
     if how == "value":
         norm = torch.nn.utils.get_total_norm(gradients)
         torch.nn.utils.clip_grad_value_(parameters, CLIPPING[how])
-    elif how == "inf":  # of whole gradients: of a DTensor, torch cannot compute it where a shard is empty
+    elif how == "inf" or len({g.device_mesh for g in gradients if isinstance(g, DTensor)}) > 1:
+        # of whole gradients: of DTensors, torch cannot compute it where a shard is empty, or on several meshes
         whole = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-        norm = torch.nn.utils.get_total_norm(whole, float("inf"))
-        torch.nn.utils.clip_grads_with_norm_(parameters, CLIPPING[how], norm)
+        norm = torch.nn.utils.get_total_norm(whole, float("inf") if how == "inf" else 2.0)
+        torch.nn.utils.clip_grads_with_norm_(parameters, CLIPPING[how], norm, foreach=False)
     else:
         norm = torch.nn.utils.clip_grad_norm_(parameters, CLIPPING[how])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -75,8 +85,8 @@ def all_finite(optimizers: list[Optimizer]) -> list[bool]:
 
 
 def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
-    """Train as the set-up says; in each process of ``ddp`` and ``fsdp``, or ``single``."""
-    rank = 0 if engine == "single" else distributed.get_rank()
+    """Train as the set-up says; in each process of an engine, or ``single``."""
+    rank = data_rank(engine, world_size)
     ranks, each, replicas = (range(world_size), world_size, 1)
     if engine != "single":
         ranks, each, replicas = range(rank, rank + 1), 1, world_size
@@ -175,6 +185,8 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
                 with torch.no_grad():
                     loss = torch.stack([forward(batch) for batch in val]).mean()
                 if replicas > 1:
+                    if distributed.get_rank() % (distributed.get_world_size() // replicas):
+                        loss.zero_()  # of a share of the data that another process counts
                     distributed.all_reduce(loss)
                 trace.val_losses.append(loss.item() / replicas)
                 model.train()

@@ -1,8 +1,9 @@
 """Descriptions of fits that run on any engine: by our Trainer (:func:`fit`), and by hand (``by_hand.py``).
 
 A :class:`Setup` says what is trained on which batches, and what goes wrong on the way. :func:`draw` draws one. On an
-engine of W processes each has batches of its own. A single device gets the same batches one after the other, and W
-times as many for each weight update: the mathematics are the same, so weights differ by rounding alone.
+engine of W processes each has batches of its own (with tensor parallelism, each group of processes that shares one). A
+single device gets the same batches one after the other, and W times as many for each weight update: the mathematics are
+the same, so weights differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ import torch
 import torch.distributed as distributed
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from tests.support import native_fp16
-from trainer import FSDP2Strategy, Trainer
+from trainer import CheckpointFiles, FSDP2Strategy, Trainer
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
 
 ENGINES = ("single", "ddp", "fsdp")
+ENGINES_OF_FOUR = ("hsdp", "2d")
+"""On four processes: two copies of two shards; and tensor parallelism in two groups, over which the rest is sharded."""
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -198,6 +205,19 @@ class Net(nn.Module):
         return made
 
 
+def parallelize(net: nn.Sequential, mesh: DeviceMesh) -> None:
+    """Split the blocks' layers over the mesh's second dimension, and shard the blocks over its first."""
+    for block in net:
+        if isinstance(block, Block):
+            parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(block, mesh=mesh["data_parallel"])
+
+
+def data_rank(engine: str, world_size: int) -> int:
+    """Which of ``world_size`` shares of the data this process has."""
+    return 0 if engine == "single" else distributed.get_rank() * world_size // distributed.get_world_size()
+
+
 def make_schedule(optimizer: Optimizer) -> Any:
     """That of ``Setup.schedule``."""
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
@@ -220,6 +240,11 @@ class Fitted(Net, LightningModule):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.automatic_optimization = not setup.manual
+
+    def configure_model(self) -> None:
+        mesh = self._device_mesh
+        if mesh is not None and "tensor_parallel" in mesh.mesh_dim_names:
+            parallelize(self.net, mesh)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         setup, (_, _, rank, index) = self.setup, batch
@@ -351,6 +376,10 @@ def strategy_of(setup: Setup, engine: str) -> Any:
     """An engine's strategy."""
     if engine == "fsdp":
         return FSDP2Strategy(sync_each_batch=setup.sync_each_batch)
+    if engine == "hsdp":
+        return FSDP2Strategy(replicas=2, sync_each_batch=setup.sync_each_batch)
+    if engine == "2d":
+        return ModelParallelStrategy(2, 2)
     return "auto" if engine == "single" else engine
 
 
@@ -379,7 +408,7 @@ def fit(
     **arguments: Any,
 ) -> Trace:
     """Run a set-up on an engine: in each process of ``ddp`` and ``fsdp``, or ``single``."""
-    rank = 0 if engine == "single" else distributed.get_rank()
+    rank = data_rank(engine, world_size)
     ranks, each = (range(world_size), world_size) if engine == "single" else (range(rank, rank + 1), 1)
     watch = Watch()
     callbacks = [watch, *callbacks]
@@ -402,8 +431,9 @@ def fit(
         torch.manual_seed(5 + rank + 100 * bool(ckpt_path))  # a resumed run does not go on as it would by itself
         precision: Any = native_fp16(**SCALER) if setup.precision == "16-mixed" else setup.precision
         trainer = Trainer(
-            accelerator="cpu", devices=1 if engine == "single" else world_size, precision=precision, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            accelerator="cpu", devices=1 if engine == "single" else distributed.get_world_size(),
+            precision=precision, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            num_sanity_val_steps=0,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             use_distributed_sampler=False, max_epochs=len(setup.windows), callbacks=callbacks,
             strategy=strategy_of(setup, engine), **arguments,
@@ -418,15 +448,17 @@ def fit(
     trace.counts = {
         "global_step": trainer.global_step, "skipped_steps": trainer.skipped_steps, "scale": trainer.scaler.get_scale()
     }  # fmt: skip
-    assert not any(isinstance(p, DTensor) for p in module.parameters()) or engine == "fsdp"
+    assert not any(isinstance(p, DTensor) for p in module.parameters()) or engine not in ("single", "ddp")
     return trace
 
 
 def fit_and_resume(
-    setup: Setup, engine: str, folder: str, batches: Any, validations: Any, world_size: int = 2
+    setup: Setup, engine: str, folder: str, batches: Any, validations: Any, world_size: int = 2, sharded: bool = False
 ) -> tuple[Trace, dict[str, Trace]]:
     """Run a set-up with checkpoints at these places; then go on from each. Returns both, by the checkpoints' names."""
-    saves = Saves(folder, batches, validations)
-    whole = fit(setup, engine, world_size, callbacks=[saves])
+    plugins = [CheckpointFiles(sharded=sharded)]
+    whole = fit(setup, engine, world_size, callbacks=[Saves(folder, batches, validations)], plugins=plugins)
     names = [f"batch_{number}" for number in batches] + [f"validation_{number}" for number in validations]
-    return whole, {name: fit(setup, engine, world_size, ckpt_path=f"{folder}/{name}.ckpt") for name in names}
+    paths = {name: f"{folder}/{name}.ckpt" for name in names}
+    assert all(Path(path).is_dir() is sharded for path in paths.values())
+    return whole, {name: fit(setup, engine, world_size, path, plugins=plugins) for name, path in paths.items()}

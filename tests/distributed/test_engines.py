@@ -1,5 +1,7 @@
 """The same fits on every engine, by our Trainer and by hand: one device, DDP, and FSDP2, on two processes.
 
+On four, some chosen ones: FSDP2 with copies of the shards, and with tensor parallelism.
+
 A seed is a set-up (``setups.draw``). ``RANDOM_SETUPS=1000`` tries that many, ``RANDOM_SETUPS=500:1000`` those from 500
 on.
 """
@@ -17,7 +19,7 @@ import torch
 
 from tests.distributed import by_hand, setups
 from tests.distributed.ranks import Ranks
-from tests.distributed.setups import ENGINES, Setup, Trace, draw
+from tests.distributed.setups import ENGINES, ENGINES_OF_FOUR, Setup, Trace, draw
 from tests.warm_python import WarmPython
 
 TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
@@ -30,6 +32,12 @@ SEEDS = range(int(first or 0), int(last))
 @pytest.fixture(scope="module")
 def ranks(python: WarmPython) -> Iterator[Ranks]:
     with Ranks(python, 2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four(python: WarmPython) -> Iterator[Ranks]:
+    with Ranks(python, 4) as ranks:
         yield ranks
 
 
@@ -128,5 +136,45 @@ def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(
             if not trace.weights:
                 assert name == f"batch_{total - 1}"  # at the very end there is nothing left to do
                 continue
+            close(trace.weights[-1], whole.weights[-1], 0.0, name)
+            close(trace.state, whole.state, 0.0, name)
+
+
+SHARES = {"hsdp": 4, "2d": 2}
+"""Of how many shares the data is, on four processes."""
+
+
+@pytest.mark.parametrize(
+    ("setup", "tolerance"),
+    [
+        (Setup(windows=(2, 1), schedule="step", val_every=2), 0.0),
+        (Setup("16-mixed", "adamw", windows=(2, 2), clip="norm", overflow=(1, 0, 2)), 1e-6),
+        (
+            Setup("16-mixed", windows=(2, 2), clip="norm", weighted="tensor", unit=500.0, none=frozenset({(1, 1, 0)})),
+            TOLERANCES["16-mixed"],
+        ),
+    ],
+    ids=["32-true", "overflow", "weighted"],
+)
+@pytest.mark.parametrize("engine", ENGINES_OF_FOUR)
+def test_a_fit_on_four_processes_is_the_one_by_hand(four: Ranks, setup: Setup, tolerance: float, engine: str) -> None:
+    """The infinite gradient is that of one parameter, in the batch of one process; clipping tells one plain norm."""
+    ours = four.call("tests.distributed.setups:fit", setup, engine, SHARES[engine])
+    theirs = four.call("tests.distributed.by_hand:train", setup, engine, SHARES[engine])
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.counts["skipped_steps"] == (setup.overflow is not None)
+        assert len(mine.norms) == (len(mine.skipped) if setup.clip else 0)
+        assert_same(mine, other, tolerance)
+        assert_same(mine, ours[0], 0.0)  # what a process says is that of all
+
+
+@pytest.mark.parametrize("engine", ENGINES_OF_FOUR)
+def test_a_sharded_checkpoint_of_four_processes_goes_on_to_the_bit(four: Ranks, tmp_path: Path, engine: str) -> None:
+    setup = Setup("16-mixed", "adamw", windows=(2, 2), clip="norm", schedule="step", overflow=(1, 1, 0))
+    arguments = setup, engine, str(tmp_path), [2, 3], [], SHARES[engine], True  # inside a window, and after one
+    for whole, resumed in four.call("tests.distributed.setups:fit_and_resume", *arguments):
+        assert len(resumed) == 2
+        for name, trace in resumed.items():
+            assert trace.counts == whole.counts, name
             close(trace.weights[-1], whole.weights[-1], 0.0, name)
             close(trace.state, whole.state, 0.0, name)
