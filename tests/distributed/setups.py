@@ -453,12 +453,24 @@ def fit(
 
 
 def fit_and_resume(
-    setup: Setup, engine: str, folder: str, batches: Any, validations: Any, world_size: int = 2, sharded: bool = False
+    setup: Setup,
+    engine: str,
+    folder: str,
+    batches: Any,
+    validations: Any,
+    world_size: int = 2,
+    sharded: bool = False,
+    then: str | None = None,
 ) -> tuple[Trace, dict[str, Trace]]:
-    """Run a set-up with checkpoints at these places; then go on from each. Returns both, by the checkpoints' names."""
+    """Run a set-up with checkpoints at these places; then go on from each, on the engine ``then`` if there is one.
+
+    Returns both, by the checkpoints' names.
+    """
     plugins = [CheckpointFiles(sharded=sharded)]
     whole = fit(setup, engine, world_size, callbacks=[Saves(folder, batches, validations)], plugins=plugins)
     names = [f"batch_{number}" for number in batches] + [f"validation_{number}" for number in validations]
     paths = {name: f"{folder}/{name}.ckpt" for name in names}
     assert all(Path(path).is_dir() is sharded for path in paths.values())
-    return whole, {name: fit(setup, engine, world_size, path, plugins=plugins) for name, path in paths.items()}
+    return whole, {
+        name: fit(setup, then or engine, world_size, path, plugins=plugins) for name, path in paths.items()
+    }

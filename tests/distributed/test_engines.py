@@ -140,6 +140,23 @@ def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(
             close(trace.state, whole.state, 0.0, name)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_fit_goes_on_under_the_other_engine(
+    ranks: Ranks, tmp_path: Path, seed: int, engine: str, sharded: bool
+) -> None:
+    """From the end of an epoch on. Without a BatchNorm, whose figures DDP alone takes from rank 0."""
+    setup = draw(seed)
+    other = {"ddp": "fsdp", "fsdp": "ddp"}[engine]
+    arguments = setup, engine, str(tmp_path), [setup.batches - 1], [], 2, sharded, other
+    for whole, resumed in ranks.call("tests.distributed.setups:fit_and_resume", *arguments):
+        (trace,) = resumed.values()
+        assert trace.counts == whole.counts
+        close(trace.weights[-1], whole.weights[-1], TOLERANCES[setup.precision], "weights")
+        close(trace.state, whole.state, TOLERANCES[setup.precision], "optimizer")
+
+
 SHARES = {"hsdp": 4, "2d": 2}
 """Of how many shares the data is, on four processes."""
 
