@@ -471,6 +471,4 @@ def fit_and_resume(
     names = [f"batch_{number}" for number in batches] + [f"validation_{number}" for number in validations]
     paths = {name: f"{folder}/{name}.ckpt" for name in names}
     assert all(Path(path).is_dir() is sharded for path in paths.values())
-    return whole, {
-        name: fit(setup, then or engine, world_size, path, plugins=plugins) for name, path in paths.items()
-    }
+    return whole, {name: fit(setup, then or engine, world_size, path, plugins=plugins) for name, path in paths.items()}
