@@ -194,6 +194,8 @@ class FineTuner(L.LightningModule):
         The latter have shape (batch, ``num_classes``), float32.
         """
         if self.task == "causal":
+            if not isinstance(batch[0], str):
+                raise ValueError("predict of a language model continues prompts, and there are none. Set data.prompts.")
             return [prompt + self.write(prompt) for prompt in batch]
         tokens, *mask, _ = batch
         return self(tokens, *mask).float().softmax(dim=1)

@@ -328,15 +328,16 @@ class TextWriter(BasePredictionWriter):
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        prediction: Sequence[str],
+        prediction: Sequence[str] | Tensor,
         batch_indices: Sequence[int] | None,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Append the texts of a batch, with a line of dashes between two of them."""
+        """Append the texts of a batch, or a classifier's probabilities, with a line of dashes between two of them."""
         with self.path.open("a", encoding="utf-8") as file:
-            for text in prediction:
+            for one in prediction:
+                text = one if isinstance(one, str) else " ".join(f"{share:.4f}" for share in one)
                 separator = "\n" + "-" * 80 + "\n" if file.tell() else ""
                 file.write(f"{separator}{text}\n")
                 print(printable(text))

@@ -70,18 +70,13 @@ class Examples(TextData):
         file = Path(self.path).expanduser()
         if not file.is_file():
             raise FileNotFoundError(f"path is {self.path}: there is no such file ({file.resolve()}). Set data.path.")
-        rows = list(json_lines(file, []))
-        fields = next(
-            (
-                kind
-                for kind in (["prompt", "completion"], ["text", "label"], ["text"])
-                if rows and {*kind} <= {*rows[0]}
-            ),
-            None,
-        )
+        first = next(iter(json_lines(file, [])), None)
+        given = [*first] if isinstance(first, dict) else []
+        kinds = (["prompt", "completion"], ["text", "label"], ["text"])
+        fields = next((kind for kind in kinds if {*kind} <= {*given}), None)
         if fields is None:
             raise ValueError(
-                f"{file.resolve()} begins with {list(rows[0]) if rows else 'nothing'}, expected lines with"
+                f"{file.resolve()} begins with {given or first or 'nothing'}, expected lines with"
                 " 'prompt' and 'completion', 'text' and 'label', or 'text'."
             )
         rows = list(json_lines(file, fields))  # all of the same kind
@@ -92,10 +87,14 @@ class Examples(TextData):
 
     def _examples(self, rows: Sequence[dict[str, Any]], fields: Sequence[str], file: Path) -> list[Example]:
         end = self.tokenizer.end
-        encoded = [self.tokenizer.encode([str(row[field]) for row in rows]) for field in fields if field != "label"]
+        texts = [field for field in fields if field != "label"]
+        for number, row in enumerate(rows, start=1):
+            if wrong := [field for field in texts if not isinstance(row[field], str)]:
+                raise ValueError(f"{file}: {wrong[0]} of example {number} is {row[wrong[0]]!r}, expected text.")
+        encoded = [self.tokenizer.encode([row[field] for row in rows]) for field in texts]
         if fields[-1] == "label":
             for number, row in enumerate(rows, start=1):
-                if not isinstance(row["label"], int) or row["label"] < 0:
+                if type(row["label"]) is not int or row["label"] < 0:
                     raise ValueError(f"{file}: the label of example {number} is {row['label']!r}, expected 0, 1, ...")
             return [
                 ((tokens or [end])[: self.context], row["label"]) for tokens, row in zip(encoded[0], rows, strict=True)

@@ -347,6 +347,29 @@ def test_metadata_that_nobody_writes_are_refused(tmp_path: Path, what: str) -> N
         fit(tmp_path, ckpt_path=tmp_path / "a.ckpt")
 
 
+def test_metadata_change_no_class(tmp_path: Path) -> None:
+    """A pickle may set attributes on a class that it names: here ``PosixPath.stem``, for the whole program."""
+    write(tmp_path / "a.ckpt")
+    path = tmp_path / "a.ckpt" / ".metadata"
+    poison = b"cpathlib\nPosixPath\nN}(X\x04\x00\x00\x00stemX\x05\x00\x00\x00ownedu\x86b0"
+    path.write_bytes(b"\x80\x04" + poison + path.read_bytes()[2:])
+    sealed_again(tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"its \.metadata changes what is no part of it"):
+        fit(tmp_path, ckpt_path=tmp_path / "a.ckpt")
+    assert Path("x/y.txt").stem == "y"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_folder_that_is_no_checkpoint_is_kept(tmp_path: Path, sharded: bool) -> None:
+    """Saving over it, by a mistaken path, would remove what is in it."""
+    (tmp_path / "runs" / "of mine").mkdir(parents=True)
+    trainer = make_trainer(tmp_path, plugins=CheckpointFiles(sharded=sharded))
+    trainer.fit(Regression(), loader_of(make_batches(2)))
+    with pytest.raises(CheckpointWriteError, match="it is a folder, and no checkpoint"):
+        trainer.save_checkpoint(tmp_path / "runs")
+    assert [one.name for one in (tmp_path / "runs").iterdir()] == ["of mine"]
+
+
 def test_a_name_that_leads_elsewhere_is_no_name_of_a_file(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt")
     manifest = tmp_path / "a.ckpt" / "manifest.json"

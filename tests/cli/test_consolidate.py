@@ -13,12 +13,14 @@ import pytest
 import torch
 from _faults.training import differences
 from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import DictConfig
+from safetensors import SafetensorError
 from torch import nn
 
 from tests.checkpoint.test_shards import Evil, assert_same, sealed_again, write
 from tests.support import Regression, adamw, loader_of, make_batches, make_net, make_trainer
 from trainer import CheckpointFiles
-from trainer.checkpoint import files, shards
+from trainer.checkpoint import conversion, files, shards
 from trainer.cli import main
 
 BATCHES = make_batches(4)
@@ -266,10 +268,29 @@ def test_one_that_cannot_be_written_leaves_nothing(here: Path, capsys: Any, monk
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    def full_there(*_: Any, **__: Any) -> None:
+        raise SafetensorError("No space left on device")  # it is no OSError
+
     monkeypatch.setattr("os.fsync", full)
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full_there)
     before = tree(here)
     for line in ("consolidate good.ckpt new", "shard file.ckpt new", "export good.ckpt new.safetensors"):
         status, told = said(capsys, line.split())
         assert (status, "new" in told, "was not written: No space left on device" in told) == (1, True, True), told
         assert tree(here) == before
+
+
+def test_hyper_parameters_that_are_one_object_are_left_out(tmp_path: Path) -> None:
+    """As those of a module that saves a DictConfig."""
+
+    class Configured(Regression):
+        def __init__(self, config: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Configured(DictConfig({"width": 6})), loader_of(BATCHES))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    left_out = conversion.split(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    assert sorted(left_out) == ["hparams_type", "hyper_parameters"]
+    assert "hyper_parameters" not in shards.read_whole(tmp_path / "b.ckpt")

@@ -83,6 +83,16 @@ def test_the_tasks_of_a_slurm_job_have_one_folder_and_so_has_a_job_that_is_run_a
     assert folders[0].startswith("outputs/line/slurm-17.0-")
 
 
+def test_a_command_that_is_repeated_in_a_job_has_a_folder_of_its_own(project, monkeypatch):
+    slurm(monkeypatch, SLURM_NTASKS="1", SLURM_RESTART_COUNT="")  # `srun --pty bash`
+    folders = []
+    for _ in range(2):
+        arguments = read(["fit", "+recipe=line"])
+        go_on_again(arguments)
+        folders.append(claim(arguments, validate(arguments)))
+    assert len(set(folders)) == 2
+
+
 def test_who_says_what_a_job_goes_on_from_is_heard(project, monkeypatch):
     slurm(monkeypatch, SLURM_RESTART_COUNT="1")
     for words in (["resume=null"], ["ckpt_path=last"], ["-m", "seed=1,2"]):

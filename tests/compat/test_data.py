@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from tests.parity import Classifier, Learner, RecordingLogger, data, ours, run_both, weights
 from trainer.compat.loaders import LoaderSet
 from trainer.data.batches import TrainingBatches
+from trainer.data.unpadded import Span
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -61,6 +62,23 @@ def test_limits_of_an_evaluation_hold_in_every_mode(mode: Any) -> None:
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
+
+
+def test_a_limit_of_an_unknown_length_promises_no_batches() -> None:
+    """Processes exchange what they know before a batch that all of them have."""
+
+    class Unsized(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(data(3, batch_size=1))
+
+    class Looks(Callback):
+        def on_test_start(self, trainer: Any, module: Any) -> None:
+            self.spans = trainer.data.loaders(trainer.state.stage).spans
+
+    looks = Looks()
+    for given, spans in ((DataLoader(Unsized(), batch_size=None), [Span(0, 5)]), (data(20), [Span(5, 5)])):
+        ours(limit_test_batches=5, callbacks=[looks]).test(Classifier(), given, verbose=False)
+        assert looks.spans == spans
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min_size", 2), ("max_size", 3), ("max_size_cycle", 3)])

@@ -342,7 +342,8 @@ class Watch(Callback):
             self.trace.norms.append(outcome.grad_norm.item())
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self.trace.val_losses.append(trainer.callback_metrics["val_loss"].item())
+        if not trainer.sanity_checking:
+            self.trace.val_losses.append(trainer.callback_metrics["val_loss"].item())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.trace.take_weights(pl_module)
@@ -433,7 +434,7 @@ def fit(
         trainer = Trainer(
             accelerator="cpu", devices=1 if engine == "single" else distributed.get_world_size(),
             precision=precision, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            num_sanity_val_steps=0,
+            num_sanity_val_steps=int(setup.val_every > 0),
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             use_distributed_sampler=False, max_epochs=len(setup.windows), callbacks=callbacks,
             strategy=strategy_of(setup, engine), **arguments,

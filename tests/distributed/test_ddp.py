@@ -84,7 +84,7 @@ def assert_close(one: dict[str, Any], other: dict[str, Any], tolerance: float) -
 FITS = [
     *(f"{kind} {precision}" for kind in ("automatic", "manual") for precision in TOLERANCES),
     "fp32_modules", "bf16-true", "plain", "overflow", "weighted 32-true", "weighted 16-mixed", "checkpoint", "resumed",
-    "thawed", *worker.none_everywhere(),
+    "thawed", "thawed, resumed", *worker.none_everywhere(),
 ]  # fmt: skip
 
 
@@ -103,6 +103,8 @@ def test_parameters_that_are_thawed_later_are_averaged(ranks: list[dict[str, Any
     assert_close(alone, ranks[0]["thawed"], 1e-6)
     start = worker.Regression().state_dict()
     assert not torch.equal(start["net.0.weight"], alone["weights"]["net.0.weight"])
+    for name, weight in ranks[0]["thawed"]["weights"].items():
+        assert torch.equal(ranks[0]["thawed, resumed"]["weights"][name], weight), name
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

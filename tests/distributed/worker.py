@@ -274,7 +274,10 @@ def scenarios(folder: Path) -> dict[str, Any]:
     for name in ("32-true", "16-mixed"):
         arguments = {"accumulate_grad_batches": 3, "precision": precision_of(name), "limit_val_batches": 0}
         found[f"weighted {name}"] = fit(Weighted(), **arguments)
-    found["thawed"] = fit(Regression(), callbacks=[Thaws()], limit_val_batches=0)
+    for name, ckpt_path in {"thawed": None, "thawed, resumed": folder / "thawed" / "middle.ckpt"}.items():
+        saver = ModelCheckpoint(folder / "thawed", every_n_train_steps=7, filename="middle")
+        arguments = {"callbacks": [Thaws(), saver], "enable_checkpointing": True, "limit_val_batches": 0}
+        found[name] = fit(Regression(), ckpt_path=ckpt_path, **arguments)
     found["overflow"] = fit(Regression(inf_at={(1, 2)}), precision=precision_of("16-mixed"))
     saver = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", filename="{epoch}", save_top_k=1)
     arguments = {"callbacks": [saver], "enable_checkpointing": True, "use_distributed_sampler": True}

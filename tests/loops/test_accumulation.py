@@ -32,7 +32,7 @@ class Processes:
         self.others = others
         self.unit = 1.0
         self.sums = 0
-        self.correcting = 0.0  # how many of the others correct their losses
+        self.correcting: float | None = None  # how many of the others correct their losses; None: all, if this one does
 
     def begin_sum(self, total, count, corrects):
         others, self.lack_unit = [weights[:1] if self.lack_unit else weights for weights in self.others], False
@@ -40,7 +40,8 @@ class Processes:
         total, count = total + sum(there) / self.unit, count + len(there)
         self.unit *= total / count if count else 1.0
         self.sums += 1
-        return lambda: [total, count, corrects + self.correcting]
+        correcting = corrects * len(there) if self.correcting is None else self.correcting
+        return lambda: [total, count, corrects + correcting]
 
 
 def windows(batches, *, size, known=True, window=None):
@@ -354,6 +355,19 @@ def test_a_process_without_a_loss_does_to_the_gradients_what_the_others_do(weigh
     assert window.close([], engine)
     assert engine.sums == 1
     assert window.correction == correction
+
+
+@pytest.mark.parametrize("weight", [None, 3.0])
+def test_a_weight_on_some_processes_alone_is_refused_on_all(weight):
+    """One would multiply its loss, the other its gradients."""
+    engine = Processes([3.0 if weight is None else 1.0])
+    engine.correcting = float(weight is None)
+    window = AccumulationWindow(1)
+    window.start_run(2)
+    window.advance(1, True)
+    with pytest.raises(ConfigurationError, match="a 'weight' for some batches"):  # noqa: PT012
+        window.joint_share(torch.tensor(1.0), weight, engine)
+        window.close([], engine)
 
 
 def test_sums_over_the_processes_are_waited_for_after_the_backward_pass(monkeypatch):

@@ -116,8 +116,11 @@ def test_classes(folder, tmp_path):
     nats = torch.nn.functional.cross_entropy(logits, texts[:, 0] % 3).item()
     assert metrics == {"val_acc": pytest.approx(right), "val_loss": pytest.approx(nats, rel=1e-4)}
     assert right > 0.9
-    predicted = torch.cat(make_trainer(tmp_path).predict(module, DataLoader(data, batch_size=5)))
+    writer = TextWriter(str(tmp_path))
+    predicted = torch.cat(make_trainer(tmp_path, callbacks=[writer]).predict(module, DataLoader(data, batch_size=5)))
     assert torch.allclose(predicted, logits.softmax(1), atol=1e-5)
+    shares = [float(share) for share in writer.path.read_text().splitlines()[0].split()]
+    assert shares == pytest.approx(predicted[0].tolist(), abs=1e-4)
     again = tuner(tmp_path / "out", task="classification", num_classes=3).eval()
     assert torch.allclose(again(texts), logits, atol=1e-6)
 
@@ -131,6 +134,12 @@ def test_what_it_writes(folder, tmp_path, capsys):
     for _ in range(5):
         stream.append(int(module(torch.tensor([stream]))[0, -1].argmax()))
     assert module.tokenizer.decode(stream) == text
+
+
+def test_a_language_model_without_prompts_says_so(folder, tmp_path):
+    batch = torch.ones(2, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"there are none\. Set data\.prompts"):
+        make_trainer(tmp_path).predict(tuner(folder), DataLoader(TensorDataset(batch, batch, batch), batch_size=2))
 
 
 def test_folders_that_are_refused(folder, tmp_path):

@@ -73,6 +73,7 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
         CheckpointError: it has no form for one of them.
         CheckpointWriteError: it cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     taken: set[int] = set()
@@ -90,8 +91,9 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
         files.make_folder(file.parent)
         save_file(plain, part, metadata={"format": "pt"})
         part.replace(file)
-    except OSError as error:
-        raise CheckpointWriteError(f"{file} was not written: {error.strerror or error}.", error.errno) from error
+    except (OSError, SafetensorError) as error:  # the latter where the disk is full
+        said, number = getattr(error, "strerror", None) or error, getattr(error, "errno", None)
+        raise CheckpointWriteError(f"{file} was not written: {said}.", number) from error
     finally:
         sharded_files.discard(part)
 
@@ -125,7 +127,7 @@ def _facts(manifest: Manifest | None, checkpoint: Mapping[str, Any]) -> dict[str
 def _without_objects(checkpoint: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     """Without the stand-ins among the hyper-parameters: what they stand for is not known."""
     here = {name: _plain(checkpoint[name], name, left_out) for name in PLACES & checkpoint.keys()}
-    return {**checkpoint, **{name: value for name, value in here.items() if value is not _GONE}}
+    return {name: value for name, value in {**checkpoint, **here}.items() if value is not _GONE}
 
 
 _GONE = object()

@@ -161,6 +161,8 @@ class ProcessState:
         if not loop.progress.batches_this_epoch and "size" not in window:
             window = {**window, "batches": loop.window.batches}  # only an epoch that is under way has set it
         loop.window.load_state_dict(window, device)
+        modes.restore(run.lightning_module, state.get("modes", {}))
+        engine.follow_trained_parameters()
         buffers = dict(run.lightning_module.named_buffers())
         for name in state.get("buffers", {}).keys() & buffers.keys():
             buffers[name].copy_(state["buffers"][name])
@@ -169,7 +171,6 @@ class ProcessState:
         loop.gradients.load_state_dict(run.lightning_module.named_parameters(), state["gradients"])
         if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
             self.kept_batches.load_state_dict(kept, device, exact=run.exact_resume)
-        modes.restore(run.lightning_module, state.get("modes", {}))
         random_states.restore(state["rng"], device)
 
     def _modes(self) -> modes.Modes:

@@ -8,6 +8,7 @@ after. Who is killed between these two leaves both beside the place, whole; :fun
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -89,12 +90,29 @@ def put(part: Path, place: Path) -> None:
         discard(aside)
 
 
+def refuse_other(place: Path) -> None:
+    """Raise where ``place`` is a folder with files, and none of a checkpoint among them: it would be removed.
+
+    Raises:
+        IsADirectoryError: it is.
+    """
+    if place.is_dir() and not place.is_symlink():
+        names = {one.name for one in place.iterdir()}
+        if names and not names & {MANIFEST, STATE, ".metadata"}:
+            raise IsADirectoryError(errno.EISDIR, "it is a folder, and no checkpoint", str(place))
+
+
 @contextmanager
 def aside(place: Path) -> Iterator[None]:
-    """Where ``place`` is a folder, have it out of the way of a file; put it back if the ``with`` block raises."""
+    """Where ``place`` is a folder, have it out of the way of a file; put it back if the ``with`` block raises.
+
+    Raises:
+        IsADirectoryError: it is no checkpoint.
+    """
     if place.is_symlink() or not place.is_dir():
         yield
         return
+    refuse_other(place)
     older = part_of(place)
     place.rename(older)
     try:

@@ -19,6 +19,7 @@ and read here, by a reader that knows the few classes that belong there (:class:
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import pickle
@@ -236,6 +237,7 @@ def write(
 
 
 def _begin(place: Path) -> Path:
+    sharded_files.refuse_other(place)
     make_folder(place.parent)
     part = sharded_files.part_of(place)
     part.mkdir()
@@ -434,8 +436,11 @@ def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
     return metadata
 
 
-class _MetadataReader(pickle.Unpickler):
-    """Reads DCP's metadata, and refuses to look up any other name than those of the plain classes that belong there."""
+class _MetadataReader(pickle._Unpickler):  # that of Python, not of C: its operations can be replaced
+    """Reads DCP's metadata, and refuses to look up any other name than those of the plain classes that belong there.
+
+    Attributes are set on instances of DCP's dataclasses alone: set on a class, they would change it for the program.
+    """
 
     _CLASSES: ClassVar[frozenset[tuple[str, str]]] = frozenset(
         {
@@ -460,6 +465,14 @@ class _MetadataReader(pickle.Unpickler):
             ("pathlib._local", "WindowsPath"),
         }
     )
+
+    def _build(self) -> None:
+        made = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(made, type) or not dataclasses.is_dataclass(made):
+            raise pickle.UnpicklingError(f"its {_METADATA} changes what is no part of it")
+        self.load_build()  # type: ignore[attr-defined]
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
 
     def find_class(self, module: str, name: str) -> Any:
         """What a name in the file stands for."""

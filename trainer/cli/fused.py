@@ -32,6 +32,7 @@ class FusedOnCuda(partial[Optimizer]):
         if not set(_CHOICES).isdisjoint(options) or not _has_fused_step(optimizer):
             return optimizer
         kept = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in optimizer.param_groups]
+        options.pop("params", None)  # `kept` has them
         return super().__call__(kept, *args[1:], **(options | {"fused": True}))
 
 

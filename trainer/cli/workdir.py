@@ -34,7 +34,7 @@ def go_on_again(arguments: Arguments) -> None:
 
     Unless the command line says what it goes on from.
     """
-    is_again = slurm_step() is not None and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+    is_again = slurm_step() is not None and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
     keys = {override.lstrip("+").partition("=")[0] for override in arguments.overrides}
     told = keys & {"ckpt", "ckpt_path", "resume", "trainer.resume", "hydra.run.dir"}
     if is_again and arguments.command == "fit" and not told and not arguments.multirun:
@@ -55,7 +55,8 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
             torchrun or srun, where every rank would start all jobs.
     """
     sweeping = sweeps(arguments, config)
-    if sweeping and (under_torchrun() or (slurm_step() is not None and int(os.environ.get("SLURM_NTASKS", 1)) > 1)):
+    by_srun = slurm_step() is not None and int(os.environ.get("SLURM_NTASKS") or 1) > 1
+    if sweeping and (under_torchrun() or by_srun):
         words = "compare" if arguments.command == "compare" else "fit -m"
         raise UsageError(
             "A sweep starts its processes itself: run it without torchrun or srun, as in"
@@ -76,7 +77,7 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     HydraConfig.instance().set_config(config)  # for folders named with ${hydra:...}
     folder = str(OmegaConf.select(config, key))
     if is_first():
-        folder = str(_make(Path(folder), exist_ok=chosen or resumes or step is not None))
+        folder = str(_make(Path(folder), exist_ok=chosen or resumes or by_srun))
         forget_last(Path(folder))
         if resumes and not chosen and not is_quiet():
             print(f"resume=auto: the folder of this command is {folder}", flush=True)

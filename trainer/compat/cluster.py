@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
+from torch.distributed.constants import default_pg_timeout
 
 from trainer.engine.rendezvous import is_served, store_of_this_start
 from trainer.errors import ClusterError
@@ -133,7 +134,7 @@ def join_process_group(strategy: Any) -> None:
         return
     if not is_served() or torch.distributed.is_initialized():
         return
-    device, timeout = strategy.root_device, strategy._timeout  # type: ignore[attr-defined]
+    device, timeout = strategy.root_device, strategy._timeout or default_pg_timeout  # type: ignore[attr-defined]
     assert strategy.accelerator is not None
     strategy.accelerator.setup_device(device)
     torch.distributed.init_process_group(

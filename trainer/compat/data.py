@@ -293,7 +293,10 @@ class DataSource:
         )
         if not training:
             made.most = most
-            made.spans = self._over_processes(limits if made.is_sequential else [made.num_batches()])
+            unknown = [span.most == float("inf") for span in spans]  # a limit is not what they come to
+            known = self._over_processes(limits if made.is_sequential else [made.num_batches()])
+            unknown = unknown if made.is_sequential else [any(unknown)]
+            made.spans = [Span(0, span.most) if is_open else span for span, is_open in zip(known, unknown, strict=True)]
         if samplers and type(made) is LoaderSet:
             made.announce = partial(_weigh, trainer.loop.window, samplers[0])
         return made

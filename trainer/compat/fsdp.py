@@ -174,7 +174,9 @@ class FSDP2Strategy(DDPStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._failed = False
-        if fitting and self._layer_sync:
+        self._syncs = fitting and self._layer_sync is not None
+        if self._syncs:
+            assert self._layer_sync is not None
             self.model = self._layer_sync.apply(self.model)
         in_float32 = find_modules(self.model, getattr(trainer.engine.precision, "fp32_modules", ()))
         settings = self._settings_for(self.model)
@@ -187,7 +189,7 @@ class FSDP2Strategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _describe(self, sharded: ShardedModule) -> str:
-        shards = self.data_mesh.size(-1) if self.data_mesh.ndim > 1 else self.data_mesh.size()
+        shards = self.data_mesh.size(-1)
         copies = f", {self.replicas} copies" if self.replicas > 1 else ""
         when = "with each batch" if self.settings.sync_each_batch else "once an update"
         return f"over {shards} processes{copies}, {sharded.blocks} blocks; gradients are reduced {when}"
@@ -247,7 +249,8 @@ class FSDP2Strategy(DDPStrategy):
         if sharded is not None and not self._failed:
             sharded.put_back()
             sharded.root.cpu()  # buffers
-            if self._layer_sync:
+            if self._syncs:
+                assert self._layer_sync is not None
                 self._layer_sync.revert(sharded.root)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -378,7 +381,7 @@ class ShardedEngine(LightningEngine):
         if name == "training_step" and module is not None and not module.automatic_optimization:
             renew = self._sharded().prepare_manual()
             for optimizer in self.optimizers:
-                optimizer.register_step_post_hook(renew)
+                self._sharded().handles.append(optimizer.register_step_post_hook(renew))
         return super().step_function(name)
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:

@@ -41,10 +41,11 @@ def newest_version(logger: Any, pattern: str | None = None) -> int | None:
 
 
 def rows_written(logger: Any) -> int | None:
-    """The number of rows in the CSV file of ``logger``, which has saved them; None where it has none here."""
+    """The number of rows in the CSV file of ``logger``, to which it writes what it has; None where it has none here."""
     rows = _csv_of(logger)
     if rows is None or rows._experiment is None:
         return None
+    rows.save()
     path = local_path(rows.experiment.metrics_file_path)
     if path is None or not path.is_file():
         return 0

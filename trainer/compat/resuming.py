@@ -80,7 +80,7 @@ def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, 
 
 def note_rows(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Put the number of rows that each logger has written into ``checkpoint``: a run that continues keeps these."""
-    for logger in trainer.loggers:
+    for logger in trainer.loggers if trainer.resume else ():  # the others' files are complete, too
         logger.save()
     if trainer.is_global_zero:  # which writes the files
         checkpoint["loops"][OUR_KEY][_ROWS] = [log_files.rows_written(logger) for logger in trainer.loggers]

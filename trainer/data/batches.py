@@ -34,10 +34,7 @@ class Loaders(Protocol):
     made_in: float
     """The epoch they were made in."""
     spans: list[Span]
-    """Of evaluation: the batches of each dataloader, over the processes; one number where they run side by side.
-
-    Empty where a step draws its own.
-    """
+    """Of evaluation: the batches of each dataloader, over the processes; one number where they run side by side."""
 
     @property
     def is_sequential(self) -> bool:

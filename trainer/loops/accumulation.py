@@ -18,6 +18,11 @@ _STATE = (
     "_is_weighted", "_shared_unit",
 )  # fmt: skip
 
+_MIXED = (
+    "Got a `training_step` that returned a 'weight' for some batches of an accumulation window and none for others,"
+    " expected one for all of them or for none. Return None in the place of a batch to leave out."
+)
+
 
 class AccumulationWindow:
     """The batches that make one weight update.
@@ -207,10 +212,7 @@ class AccumulationWindow:
             weight = weight * 0.0
         backwards, total = self._before
         if backwards and (weight is not None) is not self._is_weighted:
-            raise ConfigurationError(
-                "Got a `training_step` that returned a 'weight' for some batches of an accumulation window and none for"
-                " others, expected one for all of them or for none. Return None in the place of a batch to leave out."
-            )
+            raise ConfigurationError(_MIXED)
         self._is_weighted = weight is not None
         self.backwards = backwards + 1
         self._total = total + (1.0 if weight is None else weight)
@@ -253,6 +255,8 @@ class AccumulationWindow:
         if self._sums is not None:
             sums, self._sums = self._sums(), None
         total, count, corrects = sums
+        if isinstance(corrects, float) and 0.0 < corrects < count:
+            raise ConfigurationError(_MIXED)
         # A process that had no loss in the whole window looks whether the others had one; the others need not look.
         # A host-device synchronisation, but for empty windows alone.
         if not self.backwards and not (self._replicas > 1 and float(count)):

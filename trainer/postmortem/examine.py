@@ -73,9 +73,9 @@ def examine(trainer: Any, recorded: Sequence[RecordedBatch], scale: float) -> Fi
     To be called on all ranks; returns the same on all of them: what the rank has found on which it began, for a module
     that synchronises (``SyncBatchNorm``) takes it to the others. So that these stay in step, all ranks run the same
     number of passes, whatever they find, and also where they have fewer batches or no loss: for a window of one batch,
-    a forward and ten backward passes, and one of each more where a CPU's autocast can do as CUDA's does; for one of
-    several, one of each for every batch besides. Leaves everything as it
-    was (:func:`~trainer.postmortem.replay.undisturbed`). None where no rank has a batch.
+    a forward and ten backward passes; for one of several, one of each for every batch besides. A single process on a
+    CPU looks once more, with CUDA's autocast. Leaves everything as it was
+    (:func:`~trainer.postmortem.replay.undisturbed`). None where no rank has a batch.
     """
     engine: Engine = trainer.engine
     batches = in_step(trainer, recorded)
@@ -175,8 +175,9 @@ def _look_into(trainer: Any, now: ObjectState, recorded: RecordedBatch | None, f
         finding.first_output, finding.first_gradient = probe.first_output, probe.first_gradient
         finding.origin, finding.parameters = probe.origin(), probe.parameters
         finding.before = probe.gradients_before, probe.outputs_before
-    if engine.device.type == "cpu" and getattr(trainer.loop.precision, "autocast_ops", None) == "native":
-        with suppress(RuntimeError), ops_that_differ() as ops:  # CUDA's autocast refuses some
+    is_alone = engine.world_size == 1  # CUDA's autocast refuses some operations, which would end the replay of one rank
+    if is_alone and engine.device.type == "cpu" and getattr(trainer.loop.precision, "autocast_ops", None) == "native":
+        with suppress(RuntimeError), ops_that_differ() as ops:
             avoided = not _fails(trainer, now, recorded, finding.scale, parameters) and finding.fails
             finding.in_float32_on_cuda = [op for op, (_, dtype) in ops.items() if dtype == "float32" and avoided]
 

@@ -74,13 +74,9 @@ Policy = Callable[[str], Kernel]
 def cuda_autocast_ops() -> AbstractContextManager[None]:
     """Autocast on a CPU follows CUDA's lists of operations while this context is open, in all threads.
 
-    A hand-written loop inside of it computes what ``MixedPrecision(autocast_ops="cuda")`` does, to the bit::
-
-        with cuda_autocast_ops():
-            for x, y in batches:
-                with torch.autocast("cpu", dtype=torch.float16):
-                    loss = (net(x) - y).pow(2).mean()  # float32, as on a GPU
-                ...
+    A hand-written loop inside of it, under ``torch.autocast("cpu", dtype=torch.float16)``, computes what
+    ``MixedPrecision(autocast_ops="cuda")`` does, to the bit: of ``(net(x) - y).pow(2).mean()`` the power and the mean
+    in float32, as on a GPU.
 
     Raises:
         RuntimeError: inside, what autocast refuses on CUDA (``binary_cross_entropy``), and what has no 16-bit kernels

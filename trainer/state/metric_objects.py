@@ -188,7 +188,9 @@ def _divided(values: list[Any], rank: int, processes: int) -> Any:
 
 _SHARED: dict[Any, Callable[[list[Any], int, int], Any]] = {
     dim_zero_sum: _on_first,
-    dim_zero_mean: lambda values, *_: torch.stack(values).float().mean(0).to(values[0].dtype),
+    dim_zero_mean: lambda values, *_: (
+        torch.stack(values).to(torch.promote_types(values[0].dtype, torch.float32)).mean(0).to(values[0].dtype)
+    ),
     dim_zero_max: lambda values, *_: torch.stack(values).amax(0),
     dim_zero_min: lambda values, *_: torch.stack(values).amin(0),
     dim_zero_cat: _divided,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer.errors import ConfigurationError
 from trainer.state.progress import FitProgress
+
+T = TypeVar("T")
 
 _FLUSH_EVERY = 256
 """Values that wait before they are reduced together: one stack and one sum in the place of 256 additions."""
@@ -362,7 +364,7 @@ class MetricStore:
             for key, entry in self.entries.items()
             if entry.has_value and entry.metric is None and not (entry.shares_epochs or entry.options.rank_zero_only)
         }
-        mine = {key: value.item() for key, entry in own.items() if (value := entry.epoch_value()) is not None}
+        mine = to_scalars({key: value for key, entry in own.items() if (value := entry.epoch_value()) is not None})
         for key, value in broadcast(mine).items():
             if key in mine:
                 own[key].replace(value)
@@ -537,14 +539,14 @@ class PublishedMetrics:
         self.progress_bar.clear()
 
 
-def to_scalars(metrics: dict[str, Any]) -> dict[str, Any]:
+def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
     """Tensors as Python numbers, read in one go: at most one host-device synchronisation, not one for each.
 
     Raises:
         ConfigurationError: a tensor of more than one element.
     """
     scalars = dict(metrics)
-    on_device: list[tuple[str, Tensor]] = []
+    on_device: list[tuple[T, Tensor]] = []
     for name, value in metrics.items():
         if not isinstance(value, Tensor):
             continue

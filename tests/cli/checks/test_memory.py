@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from recipes.language_model import LanguageModel
@@ -158,6 +159,29 @@ def test_the_command(capsys):
     assert lines[-1].startswith(
         "Nothing fits into 1.0 GiB, of which 1.0 GiB are left to CUDA. Try a smaller data.batch_size"
     )
+
+
+@pytest.mark.parametrize("recipe", ["mlp", "unet"])
+def test_a_training_step_that_calls_the_module(recipe, capsys):
+    assert main(["checks", "json", f"+recipe={recipe}", "checks.gpu_memory=8GiB"]) == 0
+    needs = json.loads(capsys.readouterr().out)["memory_of_recipe"]["needs"]
+    assert all(need["peak"] > need["after"] > 0 for need in needs)
+
+
+def test_a_training_step_without_an_index():
+    class Bare(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def training_step(self, batch):
+            return self.net(batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    assert measure(Bare, torch.randn(2, 4), Precision(), nothing, None).peak > 0
+    assert look(Bare, torch.randn(2, 4), Precision(), {}) == {}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as distributed
 import torch.nn.functional as F
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -97,8 +98,13 @@ def look(
         _optimizers(module)
         batch = tree_map_only(Tensor, fakes.from_tensor, precision.convert_batch(batch))
         with HostWaits("cpu", waits), ops_that_differ() as found, autocast:
-            module.training_step(batch, 0)
+            _training_step(module, batch)
     return found
+
+
+def _training_step(module: Any, batch: Any) -> Any:
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 
 
 def _without_values(build: Callable[[], Any], precision: Any) -> Any:
@@ -117,12 +123,16 @@ def _train(module: Any, optimizers: Sequence[Optimizer], batch: Any, precision: 
         optimizer.step()  # makes its states
     living.peak = living.now
     forward = module.forward
-    module.forward = lambda: module.training_step(batch, 0)  # FSDP's hooks are around the module's call
+
+    def step() -> Any:
+        module.forward = forward  # which the step may call itself
+        return _training_step(module, batch)
+
+    module.forward = step  # FSDP's hooks are around the module's call
     # Both 16-bit types have two bytes; the CPU's kernels for float16 are another matter.
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=isinstance(precision, MixedPrecision))
     with autocast, cuda_autocast_ops(), _AsOnGPU():
         output = module()
-    module.forward = forward
     for optimizer in optimizers:
         optimizer.zero_grad()  # where the loop does it: see trainer/loops/fit.py
     loss = output["loss"] if isinstance(output, dict) else output

@@ -92,7 +92,7 @@ class Job:
         overrides = _as_written(hydra.overrides.task)
         ours = [word for word in _as_written(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
         resumes = OmegaConf.select(config, "trainer.resume") == "auto"
-        again = not resumes and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0  # Slurm has requeued it
+        again = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm has requeued it
         folder = Path(hydra.runtime.output_dir)
         placement = [
             f"hydra.run.dir={quoted(str(folder))}",

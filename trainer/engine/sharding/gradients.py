@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
 from typing import Any
 
@@ -105,6 +105,8 @@ class ShardedGradients(Gradients):
             each = torch.stack(torch._foreach_norm(parts, norm_type, dtype=wide)).to(self._device)
             norms.append(torch.linalg.vector_norm(each, norm_type) * copies ** (-1 / norm_type))
         mine = norms[-1] if len(norms) <= 2 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        # one dtype on all processes, also where the parts of one are empty
+        mine = mine.to(reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32))
         every = mine.new_empty(processes)
         distributed.all_gather_into_tensor(every, mine.reshape(1))
         total: Tensor = torch.linalg.vector_norm(every, norm_type)
@@ -137,7 +139,7 @@ class ShardedGradients(Gradients):
         """One exchange. What several processes hold is counted by each of them, and divided by their number."""
         processes = distributed.get_world_size()
         copies = torch.tensor([_copies(parameter, processes) for parameter in of], dtype=torch.float64)
-        sums = counts.to(self._device, torch.float64) / copies.to(self._device).unsqueeze(1)
+        sums = counts.to(self._device, torch.float64) / copies.to(self._device, non_blocking=True).unsqueeze(1)
         distributed.all_reduce(sums)
         return sums
 

@@ -8,6 +8,7 @@ rank 0 (:func:`gathered`); from a file, of which every process has mapped the wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -134,7 +135,11 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
         return function(value)
     if isinstance(value, dict):
         made = {key: _mapped(one, function) for key, one in value.items()}
-        return value if all(made[key] is one for key, one in value.items()) else type(value)(made)
+        if all(made[key] is one for key, one in value.items()):
+            return value
+        copied = copy(value)  # with the `_metadata` of a module's state
+        copied.update(made)
+        return copied
     if type(value) in (list, tuple):
         items = [_mapped(one, function) for one in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)

@@ -79,7 +79,7 @@ class ShardedModule:
         self._device = device
         self._owners: list[tuple[nn.Module, str, nn.Parameter]] = []  # of the parameters, as they were
         self._of_root: dict[nn.Module, list[Any]] = {}  # the parameters of the root's, by who owns them
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
         self._in_float32: set[nn.Module] = set()
         self._refuse_scalars()
         blocks: set[nn.Module] = set()
@@ -212,7 +212,7 @@ class ShardedModule:
                     self._of_root.setdefault(owner, []).append((group, parameter))
         for owner in self._of_root:
             if owner is not self.root:
-                self._handles.append(owner.register_forward_pre_hook(torch.compiler.disable(self._gather_root)))  # type: ignore[no-untyped-call]
+                self.handles.append(owner.register_forward_pre_hook(torch.compiler.disable(self._gather_root)))  # type: ignore[no-untyped-call]
         return self._renew_root
 
     @contextmanager
@@ -261,7 +261,7 @@ class ShardedModule:
     def put_back(self) -> None:
         """Gather the parameters, on all processes, and make the module what it was: the same objects, on the CPU."""
         self.idle.close()
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
         for module in sharded_modules(self.root):
             module.reshard()
