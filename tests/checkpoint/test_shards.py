@@ -176,7 +176,8 @@ def test_damage_is_found(tmp_path: Path, file: str, damage: str) -> None:
         (tmp_path / "elsewhere").write_bytes(data)
         path.symlink_to(tmp_path / "elsewhere")
     if (file, damage) == ("manifest.json", "a link"):
-        return  # it is what it says that counts
+        files.verify(tmp_path / "a.ckpt")  # it is what it says that counts
+        return
     with pytest.raises(CheckpointError, match=r"a\.ckpt is (damaged|no checkpoint)"):
         files.verify(tmp_path / "a.ckpt")
 

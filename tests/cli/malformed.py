@@ -169,6 +169,7 @@ EARLY: list[tuple[str, list[str], str]] = [
     ("a number for a callback", [*IT, "+callbacks.x=5"], "callbacks.x is 5, expected a node with a _target_, or null."),
     ("a list for a logger", [*IT, "+logger.x=[1]"], "logger.x is [1], expected a node with a _target_, or null."),
     ("a list for callbacks", [*IT, "callbacks=[]"], "There is no callbacks in the config, expected one"),
+    ("no checks left", [*IT, "~checks"], "There is no checks in the config"),
     ("no callbacks left", [*IT, "~callbacks"], "but not left out. To do without, write callbacks=none."),
     ("no precision left", [*IT, "~precision"], "There is no precision in the config, expected one"),
     ("no seed left", [*IT, "~seed"], "There is no seed in the config, expected one"),

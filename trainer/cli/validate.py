@@ -33,6 +33,9 @@ from trainer.precision.names import ALIASES
 # first.
 _MOST_VALUES = 50
 _MOST_JOBS = 20  # are composed and checked as a whole, which takes a tenth of a second
+_ALWAYS = (
+    "allowed_packages", "callbacks", "checkpoint_files", "checks", "compare", "logger", "objective", "seed", "tune",
+)  # fmt: skip
 _NEEDED = ("precision", "trainer")
 """Groups that are always there."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
@@ -361,7 +364,7 @@ def _check_whole(
 
 def _check_complete(job: DictConfig) -> None:
     """What our own config has is counted on: Hydra lets one delete it."""
-    for name in ("allowed_packages", "callbacks", "checkpoint_files", "logger", "objective", "seed", *_NEEDED):
+    for name in (*_ALWAYS, *_NEEDED):
         if name not in job:
             none = f" To do without, write {name}=none." if name in ("callbacks", "logger") else ""
             raise UsageError(
