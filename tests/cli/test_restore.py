@@ -93,6 +93,7 @@ def test_the_config_of_the_run_comes_back(run):
     assert config.ckpt_path == str(run / "checkpoints" / "epoch=1-step=8.ckpt")
     assert config.resume is None
     assert config.objective == {"metric": None, "mode": None}  # new since then
+    assert config.checks.devices is None  # a command's settings are not the run's
     assert "scale_monitor" not in config.callbacks
     assert str(config.hydra.run.dir).startswith("outputs/line/")
 

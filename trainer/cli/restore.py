@@ -32,6 +32,8 @@ _DEEPEST = 4
 
 _NOT_OF_A_RUN = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "resume")
 """Keys of a saved config that are not taken over."""
+_OF_COMMANDS = ("checks", "compare", "tune")
+"""Groups with the settings of a command. A run's config has them because every config does; the command's own count."""
 
 
 def apply(arguments: Arguments) -> None:
@@ -166,7 +168,8 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
     """The primary config: ours where the run has none, the run's, and behind it the options of ``groups``."""
     base = yaml.safe_load((packaged_conf() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8"))
     del base["defaults"]
-    saved = {name: value for name, value in _read(run / _CONFIG).items() if name not in _NOT_OF_A_RUN}
+    left_out = (*_NOT_OF_A_RUN, *_OF_COMMANDS)
+    saved = {name: value for name, value in _read(run / _CONFIG).items() if name not in left_out}
     if isinstance(callbacks := saved.get("callbacks"), dict):  # none of this command's trials
         saved["callbacks"] = {
             name: node
@@ -183,7 +186,7 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
     defaults: list[Any] = [
         "_schema/trainer@trainer",
         "_self_",
-        *({group: option} for group, option in groups.items()),
+        *({group: option} for group, option in {**dict.fromkeys(_OF_COMMANDS, "default"), **groups}.items()),
         {"override hydra/job_logging": "trainer"},
         {"override hydra/hydra_logging": "none"},
     ]
