@@ -32,9 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.engine.optimizers import has_own_zero_grad
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
-
-_ZERO_GRAD = Optimizer.zero_grad
 
 
 class Gradients:
@@ -69,15 +68,12 @@ class Gradients:
         As ``optimizer.zero_grad()`` does it, which is called only where the optimizer has its own: torch's takes 4
         microseconds for a profiling scope.
         """
-        if _has_own_zero_grad(optimizer):
+        if has_own_zero_grad(optimizer):
             optimizer.zero_grad()
-        else:
-            _drop(optimizer)
-
-    def clear_early(self, optimizer: Optimizer) -> None:
-        """Drop the gradients before the forward pass that begins a window, unless the optimizer has its own way."""
-        if not _has_own_zero_grad(optimizer):
-            _drop(optimizer)
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as its backward pass wants it: times the loss scale."""
@@ -253,16 +249,6 @@ class Gradients:
                     if parameter.grad is not None:
                         gradient += parameter.grad
                     parameter.grad = gradient
-
-
-def _has_own_zero_grad(optimizer: Optimizer) -> bool:
-    return type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in optimizer.__dict__
-
-
-def _drop(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:

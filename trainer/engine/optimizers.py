@@ -1,10 +1,12 @@
-"""What an optimizer's ``step`` wants: a closure that evaluates the loss, or none."""
+"""What an optimizer's ``step`` wants, a closure that evaluates the loss or none, and whose ``zero_grad`` it has."""
 
 from __future__ import annotations
 
 import inspect
 
 from torch.optim import Optimizer
+
+_ZERO_GRAD = Optimizer.zero_grad
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -21,7 +23,10 @@ def takes_closure(optimizer: Optimizer) -> bool:
     step = type(optimizer).step
     parameters = inspect.signature(step).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    is_known = step.__module__.startswith(
-        ("torch.", "lightning.")
-    )  # of an inherited one, too, it is where it was written
+    is_known = step.__module__.startswith(("torch.", "lightning."))  # of an inherited one: where it was written
     return needs_closure(optimizer) or (not is_known and ("closure" in parameters or takes_any))
+
+
+def has_own_zero_grad(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's ``zero_grad`` is not torch's own."""
+    return type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in optimizer.__dict__

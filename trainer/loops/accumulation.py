@@ -188,8 +188,8 @@ class AccumulationWindow:
 
     def _find_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
         """Agree on the mean weight of these batches, if any has a loss. Waits for the device, once in a run."""
-        if weight is None:
-            weight = 1.0 if self.batch_weight is None else self.batch_weight
+        weight = self._weight_of(weight)
+        weight = 1.0 if weight is None else weight
         total, count, _ = engine.begin_sum(weight if has_loss else 0.0, float(has_loss), 0.0)()
         if float(count):
             self._shared_unit = _positive(total / count)
@@ -204,12 +204,15 @@ class AccumulationWindow:
             return loss * self.factor
         return loss if self.size == 1 else loss / self.size
 
+    def _weight_of(self, given: Weight | None) -> Weight | None:
+        """What the current batch counts, where ``training_step`` returned this weight. None for 1."""
+        if given is None:
+            return self.batch_weight
+        return given * 0.0 if self.batch_weight == 0 else given
+
     def _count(self, weight: Weight | None) -> None:
         """Count the current batch, and set the factor of its loss."""
-        if weight is None:
-            weight = self.batch_weight
-        elif self.batch_weight == 0:
-            weight = weight * 0.0
+        weight = self._weight_of(weight)
         backwards, total = self._before
         if backwards and (weight is not None) is not self._is_weighted:
             raise ConfigurationError(_MIXED)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainer.data.batches import TrainingBatches, as_it_is
 from trainer.engine.gradients import total_norm
-from trainer.engine.optimizers import takes_closure
+from trainer.engine.optimizers import has_own_zero_grad, takes_closure
 from trainer.engine.protocol import Engine
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.loops.hooks import NO_HOOKS, Hook, Hooks
@@ -83,7 +83,7 @@ class FitLoop:
         self.training_step: Callable[..., Any] = as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
-        self.clears_early = False  # gradients before the forward pass, too: nobody's hook wants to see them after it
+        self.clears_early = False  # gradients before the forward pass, too: nobody has a say in when that happens
 
     def prepare(
         self,
@@ -102,6 +102,7 @@ class FitLoop:
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
         self.window.start_run(self.engine.replicas)
         self.schedules, self.choose_path = schedules, as_it_is
+        self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
         self.take_optimizers()
         self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
         self.train = self.train_batch
@@ -109,14 +110,14 @@ class FitLoop:
         self.backward = hooks.override_of("backward")
         if self.gradients.calls_module_backward:
             self.backward = Hook("backward", hooks.scope, module=self.gradients.backward)
-        self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
-        self.clears_early = self.optimizer_zero_grad is None and hooks.on_before_zero_grad.is_empty
 
     def take_optimizers(self) -> None:
         """Use the engine's optimizers and schedules from here on: callbacks may exchange them during a run."""
         self.resolve_outcome()
         self.optimizers = self.engine.optimizers
         self.schedules.follow(self.engine.schedules)
+        is_usual = self.optimizer_zero_grad is None and self.hooks.on_before_zero_grad.is_empty
+        self.clears_early = is_usual and not any(map(has_own_zero_grad, self.optimizers))
         self.choose_path()
 
     # --- epochs ---------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ class FitLoop:
     def free_gradients(self) -> None:
         """Give the forward pass the memory of the last window's gradients."""
         for optimizer in self.optimizers:
-            self.gradients.clear_early(optimizer)
+            self.gradients.clear(optimizer)
 
     def clear_gradients(self) -> None:
         """Forget the gradients of the last window: also those of a skipped step, whatever state it left them in.
