@@ -140,9 +140,8 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
 
         from trainer.callbacks import OverflowReport, ScaleMonitor
-        from trainer.cli.fused import fused_on_cuda
+        from trainer.cli.fused import fusing
         from trainer.record.recorder import RunRecorder
-        from trainer.trainer import Trainer
 
         merge_recipes()
         if settings["seed"] is not None:
@@ -183,8 +182,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         arguments["callbacks"].append(RunRecorder(record))
 
     data = make(settings["data"], "data", allowlist)
-    is_ours = issubclass(trainer_class, Trainer)  # Lightning's does not clip the gradients of a fused optimizer
-    module = make(settings["model"], "model", allowlist, fused_on_cuda if is_ours else None)
+    module = make(settings["model"], "model", allowlist, fusing(trainer_class))
     _check_kinds(module, data, settings)
     try:
         trainer = trainer_class(**arguments)
