@@ -27,7 +27,7 @@ from trainer.cli.restore import recipe_of
 from trainer.cli.sweep import worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
-from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean
+from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean, memory_at
 from trainer.record.environment import environment
 from trainer.record.reader import RunRecord
 from trainer.record.run_file import RunFile
@@ -103,6 +103,7 @@ def run(config: DictConfig) -> float | None:
     except Exception as error:
         is_ours = not isinstance(error, FolderInUseError)  # or another run will say how it went
         _complete(record, trainer, started, "failed", redaction.text(f"{type(error).__name__}: {error}"))
+        record.facts |= memory_at(error)
         failure.explain_path(error, settings)
         failure.record(error, folder, config.command, getattr(trainer, "world_size", 1))
         raise
