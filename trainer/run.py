@@ -30,6 +30,7 @@ from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
 from trainer.compat.signals import Signals
+from trainer.data.prefetching import Prefetching
 from trainer.errors import ConfigurationError
 from trainer.preparation import Preparation
 from trainer.record.recorder import RunRecorder
@@ -208,6 +209,8 @@ class Run:
         # after the set-up, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         engine.precision.check_optimizers(engine.optimizers)
+        if trainer.prefetch_batches and engine.device.type == "cuda":  # others copy by the stream that computes
+            trainer.data.prefetching = Prefetching(engine.device)
         preparation = self.preparation = Preparation(trainer, self.session)
         if fitting:
             preparation.hooks.on_fit_start()
@@ -280,6 +283,8 @@ class Run:
         assert preparation is not None
         trainer.process.begin_validation()
         trainer.state.stage = RunningStage.VALIDATING
+        if trainer.data.prefetching is not None:
+            trainer.data.prefetching.let_go()  # the last batch of training would only take memory
         if not trainer.loop.window.is_open:
             preparation.hooks.of_module("on_validation_model_zero_grad")()  # gradients would only take memory
         loop = trainer.eval_loops[RunningStage.VALIDATING]
@@ -331,6 +336,8 @@ class Run:
             with suppress(ConfigurationError):  # perhaps raised by the metrics
                 trainer.published.take(metrics.current(on_step=True))
             metrics.end_batch()  # the batch may be large
+        if trainer.data.prefetching is not None:
+            trainer.data.prefetching.close()
         trainer.published.take_to_cpu()
         try:
             trainer.engine.teardown()  # raises if a save in the background has failed

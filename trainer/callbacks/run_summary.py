@@ -37,6 +37,8 @@ class RunSummary(RecordView):
             - ``module``: The class of the model.
             - ``precision``, ``devices``: Such as "16-mixed" and "2 x NVIDIA A100".
             - ``gpu``: On CUDA ``capability``, and ``tf32``: the operations that use TF32. Else None.
+            - ``prefetching``: "1 batch, from pinned memory", or from memory that is not, where batches went to the GPU
+              while the step before them ran. Else it is not there.
             - ``epochs``: Completed epochs, those before a resume included.
             - ``steps``, ``skipped_steps``: Optimizer steps attempted, and how many of these were skipped.
             - ``scale``: The loss scale after the last step; None without loss scaling.
@@ -102,6 +104,7 @@ def _counters(record: RunRecord) -> dict[str, Any]:
         "precision": record.precision,
         "devices": record.devices,
         "sharding": record.sharding,
+        "prefetching": record.prefetching,
         "epochs": record.epochs,
         "optimizer steps": None if record.steps is None else f"{record.steps:,}",
         "time": None if seconds is None else f"{_duration(seconds)} (training {_duration(training or 0.0)})",

@@ -29,6 +29,12 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     }
     if (sharding := getattr(trainer.strategy, "sharding", None)) is not None:
         facts["sharding"] = sharding
+    prefetching = getattr(getattr(trainer, "data", None), "prefetching", None)  # `lightning.Trainer` has none
+    if prefetching is not None and prefetching.from_pinned is not None:
+        pinned = (
+            "pinned memory" if prefetching.from_pinned else "memory that is not pinned: DataLoader(pin_memory=True)"
+        )
+        facts["prefetching"] = f"1 batch, from {pinned}"
     for callback in trainer.callbacks:
         facts |= getattr(callback, "run_facts", dict)()
     return facts

@@ -60,6 +60,7 @@ class RunRecord:
         precision: Such as "16-mixed"; before the Trainer is built the one that was asked for, which may be "auto".
         devices: Such as "2 x NVIDIA A100".
         sharding: Over how many processes, and when gradients are reduced; None where nothing is sharded.
+        prefetching: Batches that went to the GPU while the step before them ran, and from where; None for none.
         seed: As it was set.
         job: The number in a sweep.
         error: Why it ended; None where it went through.
@@ -85,6 +86,7 @@ class RunRecord:
     precision = Fact(str)
     devices = Fact(str)
     sharding = Fact(str)
+    prefetching = Fact(str)
     seed = Fact(str)
     job = Fact(int)
     error = Fact(str)
