@@ -34,6 +34,7 @@ from trainer.data.prefetching import Prefetching
 from trainer.errors import ConfigurationError
 from trainer.preparation import Preparation
 from trainer.record.recorder import RunRecorder
+from trainer.record.measures import why_nothing_was_learned
 from trainer.state.metrics import to_scalars
 
 STAGES = {
@@ -159,6 +160,8 @@ class Run:
             with self._signals.saving():
                 trainer.loop.run()
             _ = trainer.fit_loop.done  # says why
+            if problem := why_nothing_was_learned(trainer):
+                rank_zero_info(problem)  # no warning: a test of one step is in its right
         else:
             assert trainer.state.stage is not None
             loop = trainer.eval_loops[trainer.state.stage]

@@ -100,6 +100,29 @@ def test_mixed_precision_reports_its_scale():
     assert result()["scale"] == 1024.0
 
 
+SKIPPED = ["precision=16", "precision.init_scale=1e30", "trainer.max_epochs=1"]  # in float16 every gradient is infinite
+
+
+def test_a_run_whose_every_step_was_skipped_has_failed(capsys):
+    assert main(["fit", *LINE, *SKIPPED, "objective.metric=val_loss"]) == 1
+    told, said = result(), capsys.readouterr()
+    assert (told["status"], told["steps"], told["skipped_steps"]) == ("failed", 4, 4)
+    assert told["error"].startswith("TrainerError: No weight was updated: all 4 optimizer steps were skipped")
+    assert "precision.init_scale=6.25e+28" in told["error"]
+    assert "completed" not in said.out
+    assert said.err.count("No weight was updated") == 1
+    assert (only("outputs/*/*") / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_a_run_with_a_step_that_was_not_skipped_is_completed():
+    assert main(["fit", *LINE, *SKIPPED, "precision.backoff_factor=1e-28"]) == 0
+    assert (result()["status"], result()["skipped_steps"]) == ("completed", 1)
+
+
+def test_a_development_run_of_one_batch_may_skip_its_step():
+    assert main(["fit", *LINE, *SKIPPED, "+debug=fast_dev_run"]) == 0
+
+
 def test_auto_reports_what_it_became(monkeypatch, capsys):
     from trainer.precision import auto
 

@@ -27,7 +27,7 @@ from trainer.cli.restore import recipe_of
 from trainer.cli.sweep import worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
-from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean, memory_at
+from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.record.environment import environment
 from trainer.record.reader import RunRecord
 from trainer.record.run_file import RunFile
@@ -259,6 +259,11 @@ def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, 
         return
     more = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **more)
+    if command == "fit" and not record.facts.get("pruned"):
+        from trainer.record.measures import why_nothing_was_learned
+
+        if problem := why_nothing_was_learned(trainer):
+            raise TrainerError(problem)
 
 
 def _last_line(run: RunRecord) -> str:
