@@ -112,6 +112,7 @@ class Run:
         given: dict[RunningStage, Any],
         datamodule: LightningDataModule | None,
         ckpt_path: str | Path | None,
+        weights: str | Path | None = None,
     ) -> LightningModule:
         """Take in what a run is about. Returns the module.
 
@@ -120,6 +121,7 @@ class Run:
             given: dataloaders by stage. The first may be a datamodule.
             datamodule: in the place of dataloaders.
             ckpt_path: as given to ``fit``.
+            weights: likewise.
         """
         trainer, first = self._trainer, next(iter(given.values()))
         arguments.refuse_other_package("datamodule", datamodule)
@@ -135,7 +137,7 @@ class Run:
         trainer.data.attach(module, given, datamodule)
         if trainer.state.fn is TrainerFn.FITTING:
             trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # those of an earlier `validate`
-        self._connector.select(ckpt_path, model_given=model is not None)
+        self._connector.select(ckpt_path, model_given=model is not None, weights=weights)
         return module
 
     # --- in each process of the run ---------------------------------------------------------------------------

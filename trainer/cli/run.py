@@ -184,6 +184,8 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
 
     data = make(settings["data"], "data", allowlist)
     is_ours = issubclass(trainer_class, Trainer)  # Lightning's does not clip the gradients of a fused optimizer
+    if settings["weights"] is not None and not is_ours:
+        raise UsageError(f"weights is for trainer.Trainer, and trainer._target_ is {target}: leave one of them out.")
     module = make(settings["model"], "model", allowlist, fused_on_cuda if is_ours else None)
     _check_kinds(module, data, settings)
     try:
@@ -258,7 +260,9 @@ def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, 
     if command == "predict":
         _predict(Path(record.facts["run_dir"]), module, data, trainer, checkpoint)
         return
-    more = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
+    more: dict[str, Any] = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
+    if command == "fit" and settings["weights"] is not None:
+        more["weights"] = settings["weights"]
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **more)
 
 

@@ -29,6 +29,8 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     }
     if (sharding := getattr(trainer.strategy, "sharding", None)) is not None:
         facts["sharding"] = sharding
+    if (loaded := getattr(trainer, "loaded_weights", None)) is not None:
+        facts["weights"] = loaded.facts
     for callback in trainer.callbacks:
         facts |= getattr(callback, "run_facts", dict)()
     return facts
