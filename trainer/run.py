@@ -32,6 +32,7 @@ from trainer.compat.logging import attach_log, detach_log
 from trainer.compat.signals import Signals
 from trainer.errors import ConfigurationError
 from trainer.preparation import Preparation
+from trainer.record.recorder import RunRecorder
 from trainer.state.metrics import to_scalars
 
 STAGES = {
@@ -96,7 +97,7 @@ class Run:
                 self._trainer.engine.kill()
             sys.exit(1)
         except BaseException as error:
-            named = diagnosis.explain(error, self._trainer)
+            named = diagnosis.explain(error, self._trainer, self._folder)
             with self._signals.ending(error):
                 self._fail(named or error)
             if named is not None:
@@ -339,6 +340,12 @@ class Run:
             self.session.close()
             trainer.data.release()
             self._signals.teardown()
+
+    def _folder(self) -> Path | None:
+        """Of the run's record; None where it leaves none."""
+        recorder = ordering.first_of(self._trainer.callbacks, RunRecorder)
+        folder: Path | None = None if recorder is None else recorder.folder_of_run(self._trainer)
+        return folder
 
     def _fail(self, error: BaseException) -> None:
         """The run has raised ``error``: tell callbacks, datamodule, strategy and loggers, then release everything."""

@@ -159,6 +159,25 @@ def test_an_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys
     assert (told["status"], told["error"], told["steps"]) == ("failed", "RuntimeError: asked to fail", 2)
 
 
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_memory_that_runs_out_is_told_and_recorded(capsys, monkeypatch, command):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.nn.functional, "mse_loss", fail)
+    more = ["trainer.num_sanity_val_steps=0", "logger=none", "hydra.run.dir=run"]
+    assert main([command, *LINE, *more]) == 1
+    told = capsys.readouterr().err
+    assert told.count("Memory ran out") == told.count("Alive were: weights 8 bytes, ") == 1
+    assert "in the forward pass." in told
+    tries = "accumulate_grad_batches, which" in told, "python -m trainer tune batch_size" in told
+    assert tries == (command == "fit", command == "fit")
+    assert "Try a smaller data.batch_size" in told or command == "fit"
+    found = result(Path("run"))
+    assert found["status"] == "failed"
+    assert (found["out_of_memory"]["weights"], found["out_of_memory"]["gradients"]) == (8, 0)
+
+
 def test_debug_shows_the_traceback_of_the_run(capsys, monkeypatch):
     assert main(["fit", *LINE, "model.fail_at=2", "--debug"]) == 1
     err = capsys.readouterr().err

@@ -39,3 +39,17 @@ def test_on_a_gpu(cuda, monkeypatch, capsys):
     assert len(re.findall(r"\| 16-mixed \| [a-zA-Z. ]+ \| \d+ \| [+-]\d+ \|", table)) == 2 * 3
     assert "10 steps, events on a Simulated H100; torch" in table
     assert "_amp_update_scale_" in seen.kernels
+
+
+def test_with_workers(tmp_path, python):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark_overhead workers: start -->\n<!-- benchmark_overhead workers: end -->\n")
+    words = ["--mode", "workers", "--steps", "10", "--warmup", "5", "--repeats", "1", "--precision", "32-true"]
+    command = [str(ROOT / "scripts" / "benchmark_overhead"), *words, "--only", "ours", "--clock", "all"]
+    done = python.run(*command, "--markdown", str(page), env={**os.environ, "AMP_BENCH": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = page.read_text()
+    assert "| precision | workers | augmentation | hand-written (us) | ours (us) |\n|---|---|---|---|---|\n" in text
+    rows = re.findall(r"\| 32-true \| (\d) \| (none|random) \| \d+ \| [+-]\d+ \|\n", text)
+    assert rows == [(str(workers), which) for which in ("none", "random") for workers in (0, 1, 2)]
+    assert "10 steps, processor time of all processes; torch" in text

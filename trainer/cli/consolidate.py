@@ -89,7 +89,7 @@ def carry_out(convert: Callable[[], str], made: Path) -> int:
         failure.tell(error)
         return 1
     except CheckpointError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(failure.one_line(error)) from error
     files = [made] if made.is_file() else [one for one in made.iterdir() if one.is_file()]
     size = sum(one.stat().st_size for one in files) / 2**20
     print(f"{made}: {size:,.1f} MiB, in {time.monotonic() - started:.1f} s.{said}")

@@ -247,9 +247,9 @@ def _unresolved(config: DictConfig) -> dict[Any, Any]:
 
 
 def _setting(key: str) -> str | None:
-    """``NAME`` of ``trainer.NAME``; None for other keys."""
+    """``NAME`` of ``trainer.NAME``; None for other keys, ``trainer._target_`` among them."""
     node, _, name = key.partition(".")
-    return name if node == "trainer" and name and "." not in name else None
+    return name if node == "trainer" and name not in ("", "_target_") and "." not in name else None
 
 
 def _check_new_key(composer: Composer, override: Override) -> None:

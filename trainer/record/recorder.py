@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 from trainer import redaction
 from trainer.data.samples import batch_size
+from trainer.errors import memory_at
 from trainer.record.environment import environment
 from trainer.record.measures import (
     facts_of,
@@ -275,9 +276,11 @@ class RunRecorder(Callback):
         self._is_fitting = False
         self._stop(self._clock())  # without waiting for a device that may be what failed
         if trainer.is_global_zero:
+            assert self.file is not None
             status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
             error = redaction.text(f"{type(exception).__name__}: {exception}".rstrip(": "))
             try:
+                self.file.facts |= memory_at(exception)
                 self._tell(trainer, status, error, {})
                 self._tell(trainer, status, error, facts_of(trainer))  # a device that has failed may make this fail
                 self._complete()
@@ -359,6 +362,18 @@ class RunRecorder(Callback):
             with suppress(OSError):  # the fit's end will tell
                 self.file.write()
         self._written = time.monotonic()
+
+    def folder_of_run(self, trainer: "pl.Trainer") -> Path | None:
+        """Where this process writes files of the run; None where it leaves none. Asks no other process."""
+        if self._given is not None:
+            return self._given.folder
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning assigns it from outside
+        if not (self._writes or any(isinstance(callback, RecordView) and callback.writes for callback in callbacks)):
+            return None
+        if trainer.is_global_zero:
+            return self._folder(trainer)
+        root = str(trainer.default_root_dir)  # a logger may count up its folder here, and not where it writes
+        return None if "://" in root else Path(root).absolute()
 
     def _folder(self, trainer: "pl.Trainer") -> Path | None:
         named = next((view.dirpath for view in self._views if view.dirpath), None)
