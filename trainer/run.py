@@ -33,8 +33,8 @@ from trainer.compat.signals import Signals
 from trainer.data.prefetching import Prefetching
 from trainer.errors import ConfigurationError
 from trainer.preparation import Preparation
-from trainer.record.recorder import RunRecorder
 from trainer.record.measures import why_nothing_was_learned
+from trainer.record.recorder import RunRecorder
 from trainer.state.metrics import to_scalars
 
 STAGES = {
@@ -115,6 +115,7 @@ class Run:
         given: dict[RunningStage, Any],
         datamodule: LightningDataModule | None,
         ckpt_path: str | Path | None,
+        weights: str | Path | None = None,
     ) -> LightningModule:
         """Take in what a run is about. Returns the module.
 
@@ -123,6 +124,7 @@ class Run:
             given: dataloaders by stage. The first may be a datamodule.
             datamodule: in the place of dataloaders.
             ckpt_path: as given to ``fit``.
+            weights: likewise.
         """
         trainer, first = self._trainer, next(iter(given.values()))
         arguments.refuse_other_package("datamodule", datamodule)
@@ -138,7 +140,7 @@ class Run:
         trainer.data.attach(module, given, datamodule)
         if trainer.state.fn is TrainerFn.FITTING:
             trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # those of an earlier `validate`
-        self._connector.select(ckpt_path, model_given=model is not None)
+        self._connector.select(ckpt_path, model_given=model is not None, weights=weights)
         return module
 
     # --- in each process of the run ---------------------------------------------------------------------------

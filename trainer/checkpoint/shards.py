@@ -309,7 +309,8 @@ def read(
         template: what tensors are read into. None reads whole ones into host memory.
         process: the number of this process, and of how many. Where as many have written the checkpoint, only what this
             one had for itself is read. None reads what all had.
-        only: a key of the checkpoint, such as ``"state_dict"``: tensors elsewhere are not read, and stay without data.
+        only: a key of the checkpoint, such as ``"state_dict"``: tensors elsewhere are not read, and stay without data;
+            nor is what processes had for themselves.
 
     Returns:
         The checkpoint, its optimizers' states by the names of parameters; and what each process had for itself, None
@@ -339,7 +340,7 @@ def read(
     if targets:
         _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
     count = sum(name.startswith("process_") for name in manifest.files)
-    wanted = range(count) if process is None or process[1] != count else [process[0]]
+    wanted = [] if only else range(count) if process is None or process[1] != count else [process[0]]
     return tree, [_load(folder / _process_file(i), weights_only) if i in wanted else None for i in range(count)]
 
 

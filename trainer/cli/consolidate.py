@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.cli.arguments import UsageError
 from trainer.errors import CheckpointError, CheckpointWriteError, did_you_mean
+from trainer.record.checkpoints import is_checkpoint_folder
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import Arguments
@@ -71,11 +72,6 @@ def absent(path: Path) -> None:
         raise UsageError(f"{path} is there already. Choose another name, or remove it first.")
     if path.parent.is_file():
         raise UsageError(f"{path} cannot be written: {path.parent} is a file, expected a folder.")
-
-
-def is_checkpoint_folder(path: Path) -> bool:
-    """Whether a run has written the folder as a checkpoint."""
-    return (path / MANIFEST).is_file()
 
 
 def carry_out(convert: Callable[[], str], made: Path) -> int:

@@ -161,7 +161,9 @@ _TRAIN = """\
   Go on from the last checkpoint of a run, with its config, for longer:
     python -m trainer fit ckpt=outputs/resnet50/DATE_TIME trainer.max_epochs=20
   Go on from a checkpoint with a config that you name:
-    python -m trainer fit +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt"""
+    python -m trainer fit +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt
+  Begin a new run with the weights of another, or of a file (.ckpt, .pt, .safetensors), as far as they fit:
+    python -m trainer fit +recipe=resnet50 weights=outputs/resnet50/DATE_TIME optimizer.lr=0.001"""
 
 _COMPARE = """\
     python -m trainer compare +recipe=resnet50 precision=32,16-mixed,bf16-mixed

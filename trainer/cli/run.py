@@ -183,6 +183,8 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         arguments["callbacks"].append(RunRecorder(record))
 
     data = make(settings["data"], "data", allowlist)
+    if settings["weights"] is not None and not issubclass(trainer_class, Trainer):
+        raise UsageError(f"weights is for trainer.Trainer, and trainer._target_ is {target}: leave one of them out.")
     module = make(settings["model"], "model", allowlist, fusing(trainer_class))
     _check_kinds(module, data, settings)
     try:
@@ -257,7 +259,9 @@ def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, 
     if command == "predict":
         _predict(Path(record.facts["run_dir"]), module, data, trainer, checkpoint)
         return
-    more = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
+    more: dict[str, Any] = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
+    if command == "fit" and settings["weights"] is not None:
+        more["weights"] = settings["weights"]
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **more)
     if command == "fit" and not record.facts.get("pruned"):
         from trainer.record.measures import why_nothing_was_learned

@@ -35,6 +35,8 @@ def facts_of(trainer: Any) -> dict[str, Any]:
             "pinned memory" if prefetching.from_pinned else "memory that is not pinned: DataLoader(pin_memory=True)"
         )
         facts["prefetching"] = f"1 batch, from {pinned}"
+    if (loaded := getattr(trainer, "loaded_weights", None)) is not None:
+        facts["weights"] = loaded.facts
     for callback in trainer.callbacks:
         facts |= getattr(callback, "run_facts", dict)()
     return facts

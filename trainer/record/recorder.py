@@ -158,6 +158,8 @@ class RunRecorder(Callback):
             self.file.facts.setdefault("environment", environment())
             if trainer.ckpt_path is not None:  # until there are others
                 self.file.facts["curves"] = self.file.former.get("curves", {})
+                if "weights" in self.file.former:
+                    self.file.facts["weights"] = self.file.former["weights"]
             self._write_if_possible()
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
