@@ -247,7 +247,7 @@ def test_nothing_that_fits_is_an_error(tmp_path: Path) -> None:
     assert "expected body.0.weight, body.0.bias, body.1.weight, body.1.bias and 5 more" in str(e.value)
     with pytest.raises(ConfigurationError, match=r"fits into the Linear: weight is \(2,\) in the file and \(1, 1\)"):
         load_weights(nn.Linear(1, 1, bias=False), tmp_path / "a.pt")
-    with pytest.raises(ConfigurationError, match="without parameters. If it makes them in configure_model"):
+    with pytest.raises(ConfigurationError, match=r"without parameters\. If it makes them in configure_model"):
         load_weights(nn.Module(), tmp_path / "a.pt")
     with torch.device("meta"):
         empty = small(1)
