@@ -33,6 +33,8 @@ from trainer.compat.signals import Signals
 from trainer.data.prefetching import Prefetching
 from trainer.errors import ConfigurationError
 from trainer.preparation import Preparation
+from trainer.record.measures import why_nothing_was_learned
+from trainer.record.recorder import RunRecorder
 from trainer.state.metrics import to_scalars
 
 STAGES = {
@@ -97,7 +99,7 @@ class Run:
                 self._trainer.engine.kill()
             sys.exit(1)
         except BaseException as error:
-            named = diagnosis.explain(error, self._trainer)
+            named = diagnosis.explain(error, self._trainer, self._folder)
             with self._signals.ending(error):
                 self._fail(named or error)
             if named is not None:
@@ -113,6 +115,7 @@ class Run:
         given: dict[RunningStage, Any],
         datamodule: LightningDataModule | None,
         ckpt_path: str | Path | None,
+        weights: str | Path | None = None,
     ) -> LightningModule:
         """Take in what a run is about. Returns the module.
 
@@ -121,6 +124,7 @@ class Run:
             given: dataloaders by stage. The first may be a datamodule.
             datamodule: in the place of dataloaders.
             ckpt_path: as given to ``fit``.
+            weights: likewise.
         """
         trainer, first = self._trainer, next(iter(given.values()))
         arguments.refuse_other_package("datamodule", datamodule)
@@ -136,7 +140,7 @@ class Run:
         trainer.data.attach(module, given, datamodule)
         if trainer.state.fn is TrainerFn.FITTING:
             trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # those of an earlier `validate`
-        self._connector.select(ckpt_path, model_given=model is not None)
+        self._connector.select(ckpt_path, model_given=model is not None, weights=weights)
         return module
 
     # --- in each process of the run ---------------------------------------------------------------------------
@@ -158,6 +162,8 @@ class Run:
             with self._signals.saving():
                 trainer.loop.run()
             _ = trainer.fit_loop.done  # says why
+            if problem := why_nothing_was_learned(trainer):
+                rank_zero_info(problem)  # no warning: a test of one step is in its right
         else:
             assert trainer.state.stage is not None
             loop = trainer.eval_loops[trainer.state.stage]
@@ -344,6 +350,12 @@ class Run:
             self.session.close()
             trainer.data.release()
             self._signals.teardown()
+
+    def _folder(self) -> Path | None:
+        """Of the run's record; None where it leaves none."""
+        recorder = ordering.first_of(self._trainer.callbacks, RunRecorder)
+        folder: Path | None = None if recorder is None else recorder.folder_of_run(self._trainer)
+        return folder
 
     def _fail(self, error: BaseException) -> None:
         """The run has raised ``error``: tell callbacks, datamodule, strategy and loggers, then release everything."""

@@ -55,6 +55,7 @@ from trainer.state.metrics import PublishedMetrics, Recorder
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
+from trainer.weights import LoadedWeights
 
 Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """What ``plugins`` may hold. A precision is no plugin here: it is the argument ``precision``."""
@@ -94,6 +95,7 @@ class Trainer(TrainerBase):
 
     Attributes:
         scaler: the one loss scaler, from construction to the end; disabled where the precision scales nothing.
+        loaded_weights: what ``fit(weights=...)`` has loaded; None before that, and where a fit has none.
 
     Raises:
         ConfigurationError: an argument out of range, one given twice, or arguments that exclude each other.
@@ -196,6 +198,7 @@ class Trainer(TrainerBase):
         self.state = TrainerState()
         self.data = DataSource(self)
         self.process = ProcessState(self)
+        self.loaded_weights: LoadedWeights | None = None
         self._detect_anomaly = detect_anomaly
         self._gradient_clip_val = gradient_clip_val
         self._gradient_clip_algorithm = gradient_clip_algorithm
@@ -281,6 +284,7 @@ class Trainer(TrainerBase):
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         """Train.
 
@@ -293,11 +297,14 @@ class Trainer(TrainerBase):
             weights_only: False to load a checkpoint that holds more than tensors and plain containers, which may
                 run any code: for files of your own. Objects among the hyper-parameters need it only where the
                 module's ``on_load_checkpoint`` uses them; otherwise they are passed over.
+            weights: not Lightning's. Begin with the weights of another run: its folder, a checkpoint, a state dict, or
+                a file of safetensors, as for :func:`trainer.load_weights`, after ``configure_model``. A run that goes
+                on from a checkpoint of its own, by ``resume="auto"``, has them already. Not with ``ckpt_path``.
         """
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
         self.should_stop = False
         with self._runner.started(TrainerFn.FITTING):
-            module = self._runner.attach(model, given, datamodule, ckpt_path)
+            module = self._runner.attach(model, given, datamodule, ckpt_path, weights)
             self.engine.launch(self._runner, module, weights_only)
 
     def validate(

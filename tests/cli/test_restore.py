@@ -13,6 +13,7 @@ from tests.cli.conftest import write
 from trainer.cli import main, restore
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.validate import validate
+from trainer.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -140,7 +141,9 @@ def test_which_checkpoint_without_a_record(run):
 
 def test_the_best_checkpoint_of_an_older_version_is_not_known(run):
     (run / "run.json").rename(run / "result.json")
-    with pytest.raises(UsageError, match=r"written by an older version .*name one, such as ckpt=.*epoch=1-step=8.ckpt"):
+    with pytest.raises(
+        ConfigurationError, match=r"written by an older version .*name one, such as ckpt=.*epoch=1-step=8.ckpt"
+    ):
         restore.find(run)
     assert restore.find(run, latest=True).name == "last.ckpt"
 

@@ -100,6 +100,29 @@ def test_mixed_precision_reports_its_scale():
     assert result()["scale"] == 1024.0
 
 
+SKIPPED = ["precision=16", "precision.init_scale=1e30", "trainer.max_epochs=1"]  # in float16 every gradient is infinite
+
+
+def test_a_run_whose_every_step_was_skipped_has_failed(capsys):
+    assert main(["fit", *LINE, *SKIPPED, "objective.metric=val_loss"]) == 1
+    told, said = result(), capsys.readouterr()
+    assert (told["status"], told["steps"], told["skipped_steps"]) == ("failed", 4, 4)
+    assert told["error"].startswith("TrainerError: No weight was updated: all 4 optimizer steps were skipped")
+    assert "precision.init_scale=6.25e+28" in told["error"]
+    assert "completed" not in said.out
+    assert said.err.count("No weight was updated") == 1
+    assert (only("outputs/*/*") / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_a_run_with_a_step_that_was_not_skipped_is_completed():
+    assert main(["fit", *LINE, *SKIPPED, "precision.backoff_factor=1e-28"]) == 0
+    assert (result()["status"], result()["skipped_steps"]) == ("completed", 1)
+
+
+def test_a_development_run_of_one_batch_may_skip_its_step():
+    assert main(["fit", *LINE, *SKIPPED, "+debug=fast_dev_run"]) == 0
+
+
 def test_auto_reports_what_it_became(monkeypatch, capsys):
     from trainer.precision import auto
 
@@ -157,6 +180,25 @@ def test_an_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys
     assert logged.rstrip().endswith("RuntimeError: asked to fail")
     told = result(Path("run"))
     assert (told["status"], told["error"], told["steps"]) == ("failed", "RuntimeError: asked to fail", 2)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_memory_that_runs_out_is_told_and_recorded(capsys, monkeypatch, command):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.nn.functional, "mse_loss", fail)
+    more = ["trainer.num_sanity_val_steps=0", "logger=none", "hydra.run.dir=run"]
+    assert main([command, *LINE, *more]) == 1
+    told = capsys.readouterr().err
+    assert told.count("Memory ran out") == told.count("Alive were: weights 8 bytes, ") == 1
+    assert "in the forward pass." in told
+    tries = "accumulate_grad_batches, which" in told, "python -m trainer tune batch_size" in told
+    assert tries == (command == "fit", command == "fit")
+    assert "Try a smaller data.batch_size" in told or command == "fit"
+    found = result(Path("run"))
+    assert found["status"] == "failed"
+    assert (found["out_of_memory"]["weights"], found["out_of_memory"]["gradients"]) == (8, 0)
 
 
 def test_debug_shows_the_traceback_of_the_run(capsys, monkeypatch):

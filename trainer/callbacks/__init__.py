@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.gradient_clipping import GradientClipping
     from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
     from trainer.callbacks.inference_speed import InferenceSpeed
+    from trainer.callbacks.memory_history import MemoryHistory
     from trainer.callbacks.nonfinite_guard import NonFiniteGuard
     from trainer.callbacks.optuna_pruning import OptunaPruning
     from trainer.callbacks.overflow_report import OverflowReport
@@ -36,6 +37,7 @@ __all__ = [
     "GradientClipping",
     "HalveOnOutOfMemory",
     "InferenceSpeed",
+    "MemoryHistory",
     "NonFiniteGuard",
     "OptunaPruning",
     "OverflowReport",
@@ -57,6 +59,7 @@ _HOMES = {
     "GradientClipping": "trainer.callbacks.gradient_clipping",
     "HalveOnOutOfMemory": "trainer.callbacks.halve_on_out_of_memory",
     "InferenceSpeed": "trainer.callbacks.inference_speed",
+    "MemoryHistory": "trainer.callbacks.memory_history",
     "NonFiniteGuard": "trainer.callbacks.nonfinite_guard",
     "OptunaPruning": "trainer.callbacks.optuna_pruning",
     "OverflowReport": "trainer.callbacks.overflow_report",

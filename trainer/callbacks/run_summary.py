@@ -32,8 +32,9 @@ class RunSummary(RecordView):
         summary: What ``run.json`` says, without curves and environment; empty before the end of the first fit. A value
             that is not known is None. The keys:
 
-            - ``status``: "completed", "pruned", "interrupted" (Ctrl-C, or a signal to stop) or "failed".
-            - ``error``: The exception that ended the fit, or None.
+            - ``status``: "completed", "pruned", "interrupted" (Ctrl-C, or a signal to stop) or "failed". A fit whose
+              every step was skipped has failed, too.
+            - ``error``: The exception that ended the fit, or why no weight was updated, or None.
             - ``module``: The class of the model.
             - ``precision``, ``devices``: Such as "16-mixed" and "2 x NVIDIA A100".
             - ``gpu``: On CUDA ``capability``, and ``tf32``: the operations that use TF32. Else None.

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.diagnosis import add_note, free_memory, let_go
+from trainer.diagnosis import add_note, let_go
+from trainer.engine.memory import free_memory
 from trainer.errors import is_out_of_memory
 from trainer.loops.fit import FitLoop
 from trainer.loops.step_output import NOTHING, loss_in, outputs_of
@@ -90,7 +91,6 @@ class SplitBatches:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                let_go(error)
                 size, pieces = self._halve(error, batch, (start, stop) if self._limit is not None else None)
                 waiting = deque(
                     [*pieces, *(piece for one in list(waiting)[1:] for piece in _ranges(*one, self._limit))]
@@ -149,6 +149,7 @@ class SplitBatches:
         if stop - start < 2:
             add_note(error, "HalveOnOutOfMemory has nothing left to halve: a single sample does not fit.")
             raise error
+        let_go(error)
         self._limit = (stop - start + 1) // 2
         self._clear()  # the last step's gradients: they take room, too
         loop.engine.abandon_forward()

@@ -35,9 +35,37 @@ def facts_of(trainer: Any) -> dict[str, Any]:
             "pinned memory" if prefetching.from_pinned else "memory that is not pinned: DataLoader(pin_memory=True)"
         )
         facts["prefetching"] = f"1 batch, from {pinned}"
+    if (loaded := getattr(trainer, "loaded_weights", None)) is not None:
+        facts["weights"] = loaded.facts
     for callback in trainer.callbacks:
         facts |= getattr(callback, "run_facts", dict)()
     return facts
+
+
+def why_nothing_was_learned(trainer: Any) -> str | None:
+    """What to say of a fit in which every step was skipped, so that it ends with the weights it began with; else None.
+
+    None of a ``fast_dev_run`` as well: its one step is often one by which the loss scale finds its level.
+    """
+    progress = getattr(trainer, "progress", None)  # `lightning.Trainer` has none
+    if progress is None or not progress.skipped_steps or progress.has_learned or trainer.fast_dev_run:
+        return None
+    steps = (
+        f"all {trainer.global_step} optimizer steps were" if trainer.global_step > 1 else "the one optimizer step was"
+    )
+    said = f"No weight was updated: {steps} skipped, because gradients were not finite."
+    scale = loss_scale(trainer)
+    if scale is None:
+        return f"{said} NonFiniteGuard('stop'), callbacks.nonfinite_guard.policy=stop, says where the first one was."
+    if scale <= trainer.scaler.min_scale:
+        return (
+            f"{said} The loss scale cannot fall below its min_scale of {scale:g}: something overflows in float16 or is"
+            " NaN at any scale. The overflow report names the layer; precision=bf16-mixed has a larger range."
+        )
+    return (
+        f"{said} The loss scale was still falling, and is at {scale:g}: train for longer, or begin there,"
+        f" MixedPrecision(init_scale={scale:g}), on the command line precision.init_scale={scale:g}."
+    )
 
 
 def replicas_of(trainer: Any) -> int:

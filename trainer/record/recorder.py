@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 from trainer import redaction
 from trainer.data.samples import batch_size
+from trainer.errors import memory_at
 from trainer.record.environment import environment
 from trainer.record.measures import (
     facts_of,
@@ -24,6 +25,7 @@ from trainer.record.measures import (
     paths_of,
     replicas_of,
     training_loss,
+    why_nothing_was_learned,
 )
 from trainer.record.reader import RunRecord
 from trainer.record.run_file import RUN, RunFile
@@ -156,6 +158,8 @@ class RunRecorder(Callback):
             self.file.facts.setdefault("environment", environment())
             if trainer.ckpt_path is not None:  # until there are others
                 self.file.facts["curves"] = self.file.former.get("curves", {})
+                if "weights" in self.file.former:
+                    self.file.facts["weights"] = self.file.former["weights"]
             self._write_if_possible()
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -260,10 +264,11 @@ class RunRecorder(Callback):
         self._stop(self._now(trainer))
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Completes the record of a fit that went through."""
+        """Completes the record of a fit that went through. Where no weight was ever updated, it has failed."""
         self._is_fitting = False
         if trainer.is_global_zero:
-            self._tell(trainer, "completed", None, facts_of(trainer))
+            problem = why_nothing_was_learned(trainer)
+            self._tell(trainer, "failed" if problem else "completed", problem, facts_of(trainer))
             self._complete()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
@@ -273,9 +278,11 @@ class RunRecorder(Callback):
         self._is_fitting = False
         self._stop(self._clock())  # without waiting for a device that may be what failed
         if trainer.is_global_zero:
+            assert self.file is not None
             status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
             error = redaction.text(f"{type(exception).__name__}: {exception}".rstrip(": "))
             try:
+                self.file.facts |= memory_at(exception)
                 self._tell(trainer, status, error, {})
                 self._tell(trainer, status, error, facts_of(trainer))  # a device that has failed may make this fail
                 self._complete()
@@ -357,6 +364,18 @@ class RunRecorder(Callback):
             with suppress(OSError):  # the fit's end will tell
                 self.file.write()
         self._written = time.monotonic()
+
+    def folder_of_run(self, trainer: "pl.Trainer") -> Path | None:
+        """Where this process writes files of the run; None where it leaves none. Asks no other process."""
+        if self._given is not None:
+            return self._given.folder
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning assigns it from outside
+        if not (self._writes or any(isinstance(callback, RecordView) and callback.writes for callback in callbacks)):
+            return None
+        if trainer.is_global_zero:
+            return self._folder(trainer)
+        root = str(trainer.default_root_dir)  # a logger may count up its folder here, and not where it writes
+        return None if "://" in root else Path(root).absolute()
 
     def _folder(self, trainer: "pl.Trainer") -> Path | None:
         named = next((view.dirpath for view in self._views if view.dirpath), None)

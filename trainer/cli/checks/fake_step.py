@@ -21,13 +21,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.callbacks.sync_detector import HostWaits, Wait
+from trainer.engine.parts import local
 from trainer.engine.sharding.wrap import find_blocks
 from trainer.precision import MixedPrecision, cuda_autocast_ops
 from trainer.precision.autocast_ops import ops_that_differ
@@ -211,7 +211,7 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
-                storage = (value._local_tensor if isinstance(value, DTensor) else value).untyped_storage()
+                storage = local(value).untyped_storage()
                 if storage._cdata not in self._sizes:
                     weakref.finalize(storage, self._note, None, 0, storage._cdata)
                     self._note(storage, storage.nbytes())
