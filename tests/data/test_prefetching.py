@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule
 from rich.console import Console
 from torch import Tensor, nn
@@ -98,6 +99,16 @@ class Marks(Callback):
 
 def copies_of_batches(seen: Any) -> list[Any]:
     return [copy for copy in seen.copies if copy.nbytes == NBYTES]
+
+
+class Samples:
+    """What a custom batch is: an object with a method ``to``, which knows nothing of non-blocking copies."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def to(self, device: Any) -> Samples:
+        return Samples(self.x.to(device), self.y.to(device))
 
 
 # --- what it is for -----------------------------------------------------------------------------------------------
@@ -210,6 +221,31 @@ def test_small_tensors_take_the_usual_way(cuda, tmp_path):
     assert prefetching.WORTHWHILE == NBYTES
 
 
+@pytest.mark.parametrize("kind", [list, tuple, dict, Tensor, Samples])
+def test_a_batch_of_any_kind_is_sent_if_it_has_a_large_tensor(cuda, kind):
+    ways = {
+        list: lambda x, y: [y, x],
+        tuple: lambda x, y: (y, x),
+        dict: lambda x, y: {"y": y, "x": x},
+        Tensor: lambda x, y: x,
+        Samples: Samples,
+    }
+    x, y = make_batches(1)[0]
+    move = prefetching.Prefetching(torch.device("cuda", 0)).around(move_data_to_device)
+    for large in (x, x[1:]):
+        with cuda.watch() as seen:
+            move(ways[kind](large, y), torch.device("cuda", 0))
+        assert [copy.stream > 0 for copy in seen.copies if copy.nbytes == large.nbytes] == [large is x]
+
+
+def test_tensors_of_other_kinds_take_the_usual_way(cuda, monkeypatch):
+    monkeypatch.setattr(prefetching, "WORTHWHILE", 0)
+    move = prefetching.Prefetching(torch.device("cuda", 0)).around(move_data_to_device)
+    with cuda.watch() as seen:
+        move([torch.ones(3).requires_grad_(), nn.Parameter(torch.ones(3)), torch.ones(3)], torch.device("cuda", 0))
+    assert [copy.stream > 0 for copy in seen.copies] == [False, False, True]
+
+
 def test_batches_that_are_on_the_device_stay_there(cuda, tmp_path):
     batches = [[part.cuda() for part in batch] for batch in make_batches()]
     trainer = make(tmp_path)
@@ -271,7 +307,7 @@ class Keeping(Probe):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.kept.append(batch[0][1:])  # a view has the memory, too
+        self.kept.append(batch[0][1:] if batch_idx % 2 else batch[0])  # a view has the memory, too
         return loss + self.net(self.kept.pop(0)).mean() if len(self.kept) > 2 else loss
 
 
@@ -353,16 +389,6 @@ def test_nothing_is_held_after_a_run_that_has_failed(cuda, tmp_path):
 
 
 # --- nothing else changes -----------------------------------------------------------------------------------------
-
-
-class Samples:
-    """What a custom batch is: an object with a method ``to``, which knows nothing of non-blocking copies."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def to(self, device: Any) -> Samples:
-        return Samples(self.x.to(device), self.y.to(device))
 
 
 class Hooked(Probe):

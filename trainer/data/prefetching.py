@@ -53,12 +53,14 @@ class Prefetching(TorchFunctionMode):
         self.let_go()
 
     def around(self, call: Call) -> Call:
-        """``call``, in this context."""
+        """``call``, whose first argument is a batch, in this context. A batch that shows to be small needs none."""
         return partial(self._run, call)
 
-    def _run(self, call: Call, *args: Any) -> Any:
+    def _run(self, call: Call, batch: Any, *args: Any) -> Any:
+        if _is_small(batch):
+            return call(batch, *args)
         with self:
-            return call(*args)
+            return call(batch, *args)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -93,6 +95,15 @@ class Prefetching(TorchFunctionMode):
         if copy.device == self._device:
             self._sent.append(copy.detach())  # an object of our own: nobody can count who else holds that one
         return copy
+
+
+def _is_small(batch: Any) -> bool:
+    """Whether a batch of the commonest kinds (a tensor; a list, tuple or dict of them) has only small tensors."""
+    kind = type(batch)
+    for part in batch if kind in (list, tuple) else batch.values() if kind is dict else (batch,):
+        if type(part) is not Tensor or part.nbytes >= WORTHWHILE:
+            return False
+    return True
 
 
 def _is_worthwhile(tensor: Tensor) -> bool:
