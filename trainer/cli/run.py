@@ -143,6 +143,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         from trainer.callbacks import OverflowReport, ScaleMonitor
         from trainer.cli.fused import fusing
         from trainer.record.recorder import RunRecorder
+        from trainer.trainer import Trainer
 
         merge_recipes()
         if settings["seed"] is not None:
