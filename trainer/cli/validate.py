@@ -530,8 +530,9 @@ def _check_weights(plain: dict[str, Any]) -> None:
     if weights is None:
         return
     if not isinstance(weights, str) or not weights.strip() or not weights.isprintable():
+        shown = repr(weights) if isinstance(weights, str) else describe(weights)
         raise UsageError(
-            f"weights is {describe(weights)}, expected the folder of a run, a checkpoint, a state dict, a .safetensors"
+            f"weights is {shown}, expected the folder of a run, a checkpoint, a state dict, a .safetensors"
             " file, or null."
         )
     if command not in ("fit", "compare", "tune", "checks"):
