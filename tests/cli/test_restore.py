@@ -234,3 +234,17 @@ def test_a_run_and_what_follows_it(project, capsys):
     assert main(["test", "ckpt=on/checkpoints/last.ckpt", "precision=32", "-q", "hydra.run.dir=tested"]) == 0
     assert result("tested")["precision"] == "32-true"
     assert result("tested")["metrics"]["test_loss"] < loss
+
+
+def test_a_run_of_an_older_version_has_nothing_to_compile_and_may_be_compiled(run):
+    assert "compile" not in composed("test", f"ckpt={run}").callbacks
+    assert composed("fit", f"ckpt={run}", "compile=reduce-overhead").callbacks.compile.mode == "reduce-overhead"
+
+
+def test_a_run_that_was_compiled_goes_on_with_it_or_without_it(run):
+    config = run / ".hydra" / "config.yaml"
+    compile_it = "callbacks: {compile: {_target_: trainer.callbacks.Compile, mode: max-autotune}}"
+    config.write_text(CONFIG.replace("callbacks: {}", compile_it), encoding="utf-8")
+    assert composed("fit", f"ckpt={run}").callbacks.compile.mode == "max-autotune"
+    assert composed("fit", f"ckpt={run}", "compile=none").callbacks.compile is None
+    assert composed("fit", f"ckpt={run}", "compile=default").callbacks.compile.mode == "default"

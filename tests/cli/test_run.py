@@ -380,3 +380,21 @@ def test_a_run_whose_reader_has_gone_says_so(python):
     assert said in err
     assert said in Path("run/fit.log").read_text()
     assert result(Path("run"))["status"] == "interrupted"
+
+
+def test_a_run_is_compiled(project, capsys):
+    assert main(["fit", *LINE, "compile=default", "hydra.run.dir=one"]) != 0  # a single layer is not worth it
+    assert "There is nothing to compile in Line: it has no forward, and no part with more" in capsys.readouterr().err
+    module = Path("line_fit.py").read_text(encoding="utf-8").replace("self.net(x), y", "self(x), y")
+    forward = "    def forward(self, x):\n        return self.net(x)\n\n    def loss("
+    write(project, {"called.py": module.replace("    def loss(", forward)})
+    called = [*LINE, "model._target_=called.Line", "logger=none", "trainer.max_epochs=2"]
+    eager = ["callbacks.compile.backend=eager", "callbacks.compile.mode=null"]
+    for folder, settings in (("plain", []), ("compiled", ["compile=reduce-overhead", *eager])):
+        assert main(["fit", *called, *settings, f"hydra.run.dir={folder}"]) == 0
+    torch.compiler.reset()
+    plain, compiled = result(Path("plain")), result(Path("compiled"))
+    assert "compile" not in plain
+    assert compiled["compile"]["modules"] == ["forward"]
+    assert compiled["compile"]["compilations"] >= 1
+    assert compiled["metrics"] == plain["metrics"]

@@ -52,6 +52,8 @@ class RunSummary(RecordView):
             - ``samples_per_step``: By the first batch of an epoch.
             - ``peak_memory``: Bytes. ``gpu``: on CUDA the most that tensors occupied on rank zero's device during
               this fit; ``process``: elsewhere the most physical memory that the process has ever held.
+            - ``compile``: Where the callback Compile is used: ``modules`` and settings, ``compilations``,
+              ``recompilations`` and ``reasons`` for them, ``graph_breaks``, ``seconds``.
             - ``metrics``: The last value of everything in ``trainer.callback_metrics``, as floats.
             - ``monitor``: ``metric`` and ``mode`` that checkpoints, else early stopping, go by, or None.
             - ``paths``: ``run``, ``record``, and as far as they exist ``best_checkpoint``,
@@ -111,9 +113,18 @@ def _counters(record: RunRecord) -> dict[str, Any]:
         "time": None if seconds is None else f"{_duration(seconds)} (training {_duration(training or 0.0)})",
         "samples/s": None if rate is None else f"{rate:,.1f}",
         "peak memory": None if record.peak_memory is None else f"{record.peak_memory / 2**20:,.0f} MiB",
+        "compiled": _compiled(record.compile) if record.compile else None,
         "scale": None if record.scale is None else f"{record.scale:,.10g}",
         "skipped steps": record.skipped_steps,
     }
+
+
+def _compiled(facts: Mapping[str, Any]) -> str:
+    number, anew = facts["compilations"], facts["recompilations"]
+    mode = f" ({facts['mode']})" if facts.get("mode") not in (None, "default") else ""
+    again = f", {anew} of them because something had changed" if anew else ""
+    graphs = "1 graph" if number == 1 else f"{number} graphs"
+    return f"{', '.join(facts['modules'])}{mode}: {graphs} in {facts['seconds']:.1f} s{again}"
 
 
 def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:

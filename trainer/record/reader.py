@@ -78,6 +78,7 @@ class RunRecord:
         paths: Where it has written what.
         gpu: ``capability`` and ``tf32`` of the GPU; empty on another device.
         throughput: What the callback Throughput has measured; empty without it.
+        compile: What the callback Compile has had compiled; empty without it.
     """
 
     command = Fact(str)
@@ -107,6 +108,7 @@ class RunRecord:
         self.overrides = [str(word) for word in words] if isinstance(words, list) else []
         self.environment, self.paths = self._mapping("environment"), self._mapping("paths")
         self.gpu, self.throughput = self._mapping("gpu"), self._mapping("throughput")
+        self.compile = self._mapping("compile")
 
     @cached_property
     def metrics(self) -> dict[str, float]:
