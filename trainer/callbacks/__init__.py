@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.activation_checkpointing import ActivationCheckpointing
     from trainer.callbacks.alignment_advisor import AlignmentAdvisor
     from trainer.callbacks.anomaly_detection import AnomalyDetection
+    from trainer.callbacks.best_checkpoint import BestCheckpoint
     from trainer.callbacks.curves import Curves
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_check import GradientCheck
@@ -30,6 +31,7 @@ __all__ = [
     "ActivationCheckpointing",
     "AnomalyDetection",
     "AlignmentAdvisor",
+    "BestCheckpoint",
     "Curves",
     "GradientAccumulation",
     "GradientCheck",
@@ -51,6 +53,7 @@ _HOMES = {
     "ActivationCheckpointing": "trainer.callbacks.activation_checkpointing",
     "AnomalyDetection": "trainer.callbacks.anomaly_detection",
     "AlignmentAdvisor": "trainer.callbacks.alignment_advisor",
+    "BestCheckpoint": "trainer.callbacks.best_checkpoint",
     "Curves": "trainer.callbacks.curves",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientCheck": "trainer.callbacks.gradient_check",
