@@ -161,8 +161,9 @@ def test_a_real_fit(tmp_path, summary, trainer_class):
     trainer = real_fit(trainer_class, summary, tmp_path)
     values = summary.summary
     assert (values["status"], values["epochs"], values["steps"]) == ("completed", 2, 6)
-    assert values["paths"]["best_checkpoint"] == trainer.checkpoint_callback.best_model_path
-    assert Path(values["paths"]["best_checkpoint"]).exists()
+    assert values["paths"]["last_checkpoint"] == trainer.checkpoint_callback.best_model_path  # it monitors nothing
+    assert Path(values["paths"]["last_checkpoint"]).exists()
+    assert "best_checkpoint" not in values["paths"]
     assert Path(values["paths"]["curves"]).exists()
     assert values["paths"]["loggers"] == [trainer.log_dir]
     written = json.loads(Path(values["paths"]["record"]).read_text())

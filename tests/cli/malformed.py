@@ -224,7 +224,11 @@ LATE: list[tuple[str, list[str], str]] = [
     ("a rate below 0", [*IT, "optimizer.lr=-1"], "torch.optim.SGD refuses its arguments: Invalid learning rate: -1."),
     ("an unknown argument of SGD", [*IT, "+optimizer.momentun=1"], "no argument 'momentun'. Did you mean 'momentum'?"),
     ("a mode nobody knows", [*IT, "callbacks=early_stopping", "callbacks.early_stopping.mode=up"], "refuses its"),
-    ("no monitor", [*IT, "callbacks.model_checkpoint.save_top_k=3"], "ModelCheckpoint refuses its arguments"),
+    (
+        "no monitor",
+        [*IT, "callbacks.model_checkpoint.save_top_k=3", "callbacks.model_checkpoint.monitor=null"],
+        "BestCheckpoint refuses its arguments",
+    ),
     ("no GPU", [*IT, "trainer.accelerator=tpu"], "ask for what is not installed"),
     ("a scale below 0", [*IT, "precision=16", "precision.init_scale=-1"], "init_scale"),
     ("anomalies, barebones", [*IT, "trainer.barebones=true", "trainer.detect_anomaly=true"], "detect_anomaly"),

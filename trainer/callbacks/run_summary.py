@@ -56,6 +56,7 @@ class RunSummary(RecordView):
               ``recompilations`` and ``reasons`` for them, ``graph_breaks``, ``seconds``.
             - ``metrics``: The last value of everything in ``trainer.callback_metrics``, as floats.
             - ``monitor``: ``metric`` and ``mode`` that checkpoints, else early stopping, go by, or None.
+            - ``best_score``: What it was at the best checkpoint; None where checkpoints go by no metric.
             - ``paths``: ``run``, ``record``, and as far as they exist ``best_checkpoint``,
               ``last_checkpoint``, ``curves`` and ``loggers`` (a list). All absolute.
     """
@@ -96,6 +97,11 @@ def _table(record: RunRecord) -> Table:
         if name not in _TOLD:
             table.add_row(Text(name), f"{record.metrics[name]:.4g}")
     table.add_section()
+    if record.monitor is not None and record.best_score is not None:
+        metric, mode = record.monitor
+        table.add_row(
+            "best by", Text(f"{metric}, the {'lowest' if mode == 'min' else 'highest'}: {record.best_score:.4g}")
+        )
     for name, value in _paths(record.paths):
         table.add_row(name, Text(value))
     return table
