@@ -111,6 +111,14 @@ def test_weights_of_thousands_do_not_overflow_in_the_first_window(ranks: Ranks, 
         assert_same(mine, other, TOLERANCES["16-mixed"])
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_first_batch_without_a_loss_after_a_sanity_check_is_not_waited_for(ranks: Ranks, late: bool) -> None:
+    """All that this process has seen of the module under FSDP2 are forwards that no backward pass follows."""
+    setup = Setup(val_every=3, none=frozenset({(1, 0, 0)}), late=late)
+    for mine, other in zip(*traces(ranks, setup, "fsdp"), strict=True):
+        assert_same(mine, other, TOLERANCES["32-true"])
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(

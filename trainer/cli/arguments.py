@@ -197,7 +197,11 @@ def _read_override(word: str, arguments: Arguments) -> None:
         word = f"+{word}"
     elif bare in ("precision", "hydra.sweeper.params.precision") and not value.startswith("{"):
         word = f"{key}={canonical_precisions(value)}"
-    elif bare in ("ckpt", "ckpt_path") and re.search(r"[=\\ ]", value) and not re.search(r"[,'\"]|^\$\{", value):
+    elif (
+        bare in ("ckpt", "ckpt_path", "weights")
+        and re.search(r"[=\\ ]", value)
+        and not re.search(r"[,'\"]|^\$\{", value)
+    ):
         word = f"{key}='{value}'"  # such as epoch=3-step=80.ckpt, or C:\\runs\\last.ckpt
     arguments.overrides.append(word)
 

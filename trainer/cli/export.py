@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.consolidate import absent, carry_out, existing, is_checkpoint_folder, two
+from trainer.cli.consolidate import absent, carry_out, existing, two
+from trainer.record.checkpoints import is_checkpoint_folder
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import Arguments

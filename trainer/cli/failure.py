@@ -29,6 +29,7 @@ from trainer.errors import (
     NonFiniteError,
     ResumeError,
     TrainerError,
+    UnsafeCheckpointError,
     is_out_of_memory,
 )
 
@@ -360,6 +361,11 @@ _BY_KIND: tuple[tuple[Any, Any], ...] = (
         " callbacks.nonfinite_guard.policy=skip leaves such steps out and goes on.",
     ),
     (LossScaleCollapse, ""),
+    (
+        UnsafeCheckpointError,
+        "The command line has neither: load the file with a program of your own, by torch.load(..., weights_only="
+        "False), leave out what it asks for, torch.save the rest to another file, and give that.",
+    ),
     ((FileNotFoundError, NotADirectoryError), _about_missing_file),
     (PermissionError, "Expected a file or a folder that this user may read, and a run's folder that it may write."),
     (ModuleNotFoundError, _about_missing_module),

@@ -68,8 +68,9 @@ begin with, memory and disks, and which precision to use here. `checks json` wri
 status is 1 when something is broken: torch cannot be imported, or nothing can be written.
 
 With a recipe it predicts the memory that the training takes on each device: on one, by DDP, and sharded by FSDP. A
-step is run on tensors without values, so neither a GPU nor the memory is needed. It also names the lines of the
-model that would make the host wait for a GPU, and what autocast computes in another dtype there than on this CPU.
+step is run on tensors without values, so neither a GPU nor the memory is needed; a recipe that reads weights from
+files, such as finetune, reads them here, too, and needs host memory for them. It also names the lines of the model
+that would make the host wait for a GPU, and what autocast computes in another dtype there than on this CPU.
 
   python -m trainer checks +recipe=gpt model=gpt_1b precision=bf16-mixed
   python -m trainer checks +recipe=gpt model=gpt_1b checks.devices=64 checks.gpu_memory=80GiB
@@ -160,7 +161,9 @@ _TRAIN = """\
   Go on from the last checkpoint of a run, with its config, for longer:
     python -m trainer fit ckpt=outputs/resnet50/DATE_TIME trainer.max_epochs=20
   Go on from a checkpoint with a config that you name:
-    python -m trainer fit +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt"""
+    python -m trainer fit +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt
+  Begin a new run with the weights of another, or of a file (.ckpt, .pt, .safetensors), as far as they fit:
+    python -m trainer fit +recipe=resnet50 weights=outputs/resnet50/DATE_TIME optimizer.lr=0.001"""
 
 _COMPARE = """\
     python -m trainer compare +recipe=resnet50 precision=32,16-mixed,bf16-mixed
@@ -208,6 +211,7 @@ _GROUPS = {
     "scheduler": "of the learning rate",
     "trainer": "the devices",
     "callbacks": "",
+    "compile": "torch.compile, for the whole run",
     "logger": "",
     "compare": "what compare asks of the runs",
     "tune": "what tune tries",

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer import machine
+from trainer.precision.scaler import gradients_of
 
 _COUNTED = ("cuda", "xpu")
 """Devices whose allocator says what it has given away, what it keeps, and what is left."""
@@ -80,7 +81,7 @@ def measure(
     parameters = [*of_module, *(p for o in optimizers for group in o.param_groups for p in group["params"])]
     found: dict[str, Iterable[Any]] = {
         "weights": parameters,
-        "gradients": [parameter.grad for parameter in parameters],
+        "gradients": [gradient for optimizer in optimizers for gradient in gradients_of(optimizer)],
         "optimizer": [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))],
         "buffers": [] if module is None else module.buffers(),
         "batch": batch,

@@ -364,6 +364,7 @@ class FitLoop:
         norm, self.grad_norms = total_norm(self.grad_norms), {}
         outcome = self.outcome = StepOutcome(bool(skipped), scale, next_scale, norm, stepped, skipping)
         self.progress.skipped_steps += outcome.skipped
+        self.progress.has_learned |= len(skipping) < len(stepped)
         if not self.hooks.on_after_optimizer_step.is_empty:
             for index in stepped:
                 self.hooks.on_after_optimizer_step(self.optimizers[index], outcome)

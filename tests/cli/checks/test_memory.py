@@ -178,6 +178,30 @@ def test_the_command(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "fused"),
+    [
+        (["optimizer=adamw"], ["single", "ddp", "fsdp"]),
+        (["optimizer=sgd", "~optimizer.betas"], ["single", "ddp"]),  # torch has no fused SGD of sharded parameters
+        (["optimizer=adamw", "trainer._target_=lightning.Trainer"], []),
+    ],
+    ids=["AdamW", "SGD", "Lightning's Trainer"],
+)
+def test_the_step_is_fused_where_fit_takes_a_fused_one(settings, fused, capsys):
+    """A step with foreach has copies while it works; both are asked for here, in the open and by name."""
+
+    def peaks(*more: str) -> dict[str, int]:
+        gpt = ["+recipe=gpt", "model.layers=8", "model.width=256", "data.context=8", "data.batch_size=1"]
+        words = [*gpt, "precision=32-true", "callbacks=none", "checks.devices=2", *settings, *more]
+        assert main(["checks", "json", *words]) == 0
+        needs = json.loads(capsys.readouterr().out)["memory_of_recipe"]["needs"]
+        return {need["strategy"]: need["peak"] for need in needs}
+
+    chosen, foreach = peaks(), peaks("+optimizer.foreach=true")
+    assert [name for name in chosen if chosen[name] < foreach[name]] == fused
+    assert [name for name in chosen if chosen[name] == foreach[name]] == [n for n in chosen if n not in fused]
+
+
 @pytest.mark.parametrize("recipe", ["mlp", "unet"])
 def test_a_training_step_that_calls_the_module(recipe, capsys):
     assert main(["checks", "json", f"+recipe={recipe}", "checks.gpu_memory=8GiB"]) == 0

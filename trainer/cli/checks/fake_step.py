@@ -22,13 +22,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.callbacks.sync_detector import HostWaits, Wait
+from trainer.engine.parts import local
 from trainer.engine.sharding.wrap import find_blocks
 from trainer.precision import MixedPrecision, cuda_autocast_ops
 from trainer.precision.autocast_ops import ops_that_differ
@@ -237,7 +237,7 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
         """Where the values are that count; None for a tensor that does not."""
-        return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        return local(tensor).untyped_storage()
 
     def _note(self, storage: Any, size: int, key: int | None = None) -> None:
         key = storage._cdata if key is None else key

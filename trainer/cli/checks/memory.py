@@ -147,6 +147,7 @@ def _measure(
     from trainer.cli.build import check, make
     from trainer.cli.checks.fake_step import look, measure
     from trainer.cli.folders import merge_recipes
+    from trainer.cli.fused import fusing
     from trainer.cli.targets import Allowlist
 
     if settings["data"] is None or settings["model"] is None:
@@ -154,6 +155,7 @@ def _measure(
     merge_recipes()
     allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
     check({name: settings[name] for name in ("precision", "callbacks", "data", "model")}, "", allowlist)
+    trainer_class = allowlist.locate(settings["trainer"]["_target_"], "trainer")
     data = make(settings["data"], "data", allowlist)
     data.prepare_data()
     data.setup("fit")
@@ -171,7 +173,8 @@ def _measure(
                 checkpointing.on_fit_start(None, module)
                 checkpointing.on_train_start(None, module)
 
-    build: Callable[[], Any] = partial(make, settings["model"], "model", allowlist)
+    fuse = fusing(trainer_class, "cpu")  # where the tensors without values say they are
+    build: Callable[[], Any] = partial(make, settings["model"], "model", allowlist, fuse)
     try:
         ops = look(build, batch, precision, waits)
         single = measure(build, batch, precision, prepare, None)
