@@ -118,6 +118,7 @@ def _counters(record: RunRecord) -> dict[str, Any]:
         "optimizer steps": None if record.steps is None else f"{record.steps:,}",
         "time": None if seconds is None else f"{_duration(seconds)} (training {_duration(training or 0.0)})",
         "samples/s": None if rate is None else f"{rate:,.1f}",
+        "MFU": None if (mfu := record.throughput.get("mfu")) is None else f"{mfu:.1%}",
         "peak memory": None if record.peak_memory is None else f"{record.peak_memory / 2**20:,.0f} MiB",
         "compiled": _compiled(record.compile) if record.compile else None,
         "scale": None if record.scale is None else f"{record.scale:,.10g}",
