@@ -141,6 +141,24 @@ EARLY: list[tuple[str, list[str], str]] = [
     ("a rate that is no number", [*IT, "optimizer.lr=nan"], "optimizer.lr is nan, expected a finite number."),
     ("a rate without end", [*IT, "optimizer.lr=inf"], "optimizer.lr is inf, expected a finite number."),
     ("momentum that is no number", [*IT, "optimizer.momentum=nan"], "optimizer.momentum is nan, expected a finite"),
+    ("a rate below 0", [*IT, "optimizer.lr=-1"], "optimizer.lr is -1, expected at least 0."),
+    ("momentum below 0", [*IT, "optimizer.momentum=-0.5"], "optimizer.momentum is -0.5, expected at least 0."),
+    (
+        "a rate from the environment",
+        [*IT, "optimizer.lr=${oc.env:NO_RATE,'0.01'}"],
+        "optimizer.lr is the text '0.01', expected a number. What comes from the environment is text: ${oc.decode:",
+    ),
+    (
+        "a batch from the environment",
+        [*IT, "data.batch_size=${oc.env:NO_SIZE,'4'}"],
+        "data.batch_size is the text '4', expected a number. What comes from the environment is text: ${oc.decode:",
+    ),
+    (
+        "an argument that the config lacks",
+        [*TYPED, "model.batch=2"],
+        "There is no setting 'model.batch'. To add a new setting, write +model.batch=2.",
+    ),
+    ("one that is like another", [*IT, "data.max_batch_size=2"], "Did you mean 'data.batch_size'?"),
     (
         "a batch without end",
         [*IT, "data.batch_size=inf"],
@@ -221,7 +239,16 @@ LATE: list[tuple[str, list[str], str]] = [
         "a LightningModule",
     ),
     ("a class that is not there", [*IT, "model._target_=line_fit.Lien"], "has no 'Lien'. Did you mean 'Line'?"),
-    ("a rate below 0", [*IT, "optimizer.lr=-1"], "torch.optim.SGD refuses its arguments: Invalid learning rate: -1."),
+    (
+        "arguments of another optimizer",
+        [*IT, "optimizer=adamw", "optimizer._target_=torch.optim.SGD"],
+        "To do without them: ~optimizer.betas ~optimizer.eps",
+    ),
+    (
+        "a number from the environment",
+        [*TYPED, "model.width=${oc.env:NO_WIDTH,'4'}"],
+        "typed.Typed expects a whole number. What comes from the environment is text: ${oc.decode:${oc.env:NAME}}",
+    ),
     ("an unknown argument of SGD", [*IT, "+optimizer.momentun=1"], "no argument 'momentun'. Did you mean 'momentum'?"),
     ("a mode nobody knows", [*IT, "callbacks=early_stopping", "callbacks.early_stopping.mode=up"], "refuses its"),
     (
