@@ -255,6 +255,17 @@ def test_killed_at_any_rename_the_old_one_or_the_new_one_is_there(
     assert weight[0, 0].item() == pytest.approx({0: 0.9, 1: 0.9, 2: 1.9}[renames], abs=1e-3)
 
 
+def test_killed_while_one_is_removed_it_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "c" / "a.ckpt")
+    write(tmp_path / "c" / "b.ckpt")
+    with monkeypatch.context() as killing:
+        killing.setattr(sharded_files, "discard", lambda part: None)  # right after it was renamed
+        sharded_files.remove(tmp_path / "c" / "a.ckpt")
+    assert len(names(tmp_path / "c")) == 2
+    with held(tmp_path / "c"):  # as the next run does
+        assert names(tmp_path / "c") == ["b.ckpt"]
+
+
 def test_a_file_takes_a_folders_place_and_the_other_way_round(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt")
     files.write(lambda stream: torch.save(checkpoint(), stream), tmp_path / "a.ckpt")

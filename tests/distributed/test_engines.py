@@ -165,6 +165,12 @@ def test_a_fit_goes_on_under_the_other_engine(
         close(trace.state, whole.state, TOLERANCES[setup.precision], "optimizer")
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_test_leaves_a_synchronised_batch_norm_what_it_is(ranks: Ranks, engine: str) -> None:
+    for classes in ranks.call("tests.distributed.setups:classes_after_test", engine):
+        assert classes == ["Linear", "SyncBatchNorm"]
+
+
 SHARES = {"hsdp": 4, "2d": 2}
 """Of how many shares the data is, on four processes."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.data.samples import batch_size, tensors_in
 from trainer.record.flops import FlopCounter, is_compiled, peak_flops
-from trainer.record.measures import replicas_of, tensor_cores_of
+from trainer.record.measures import data_parallel_size_of, tensor_cores_of
 
 
 class Throughput(Callback):
@@ -166,7 +166,7 @@ class Throughput(Callback):
         if self._resumed is not None:
             self._stop(trainer)
         if self._samples and self._seconds > 0:
-            self.rates.append(self._samples * replicas_of(trainer) / self._seconds)
+            self.rates.append(self._samples * data_parallel_size_of(trainer) / self._seconds)
             self.measured_batches += self._batches
         self._warmup = 0  # an epoch too short for it
 

@@ -100,7 +100,7 @@ class FitLoop:
         self.hooks, self.batches, self.transfer = hooks, batches, transfer
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
-        self.window.start_run(self.engine.replicas)
+        self.window.start_run(self.engine.data_parallel_size)
         self.schedules, self.choose_path = schedules, as_it_is
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
         self.take_optimizers()
@@ -394,7 +394,7 @@ class FitLoop:
 
         It is dropped on several processes, whose gradients are not averaged yet, and where an optimizer has a closure.
         """
-        window, is_alone = self.window, self.engine.replicas == 1
+        window, is_alone = self.window, self.engine.data_parallel_size == 1
         if window.is_open and window.backwards and is_alone and not any(map(takes_closure, self.optimizers)):
             window.close(self.optimizers, self.engine)
             self.update_weights()

@@ -70,10 +70,10 @@ def why_nothing_was_learned(trainer: Any) -> str | None:
     )
 
 
-def replicas_of(trainer: Any) -> int:
+def data_parallel_size_of(trainer: Any) -> int:
     """How many processes have batches of their own."""
     engine = getattr(trainer, "engine", None)  # `lightning.Trainer` has none
-    return int(trainer.world_size if engine is None else engine.replicas)
+    return int(trainer.world_size if engine is None else engine.data_parallel_size)
 
 
 def devices_of(trainer: Any) -> str:
