@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.anomaly_detection import AnomalyDetection
     from trainer.callbacks.compile import Compile
     from trainer.callbacks.curves import Curves
+    from trainer.callbacks.fast_settings import FastSettings
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
@@ -33,6 +34,7 @@ __all__ = [
     "AlignmentAdvisor",
     "Compile",
     "Curves",
+    "FastSettings",
     "GradientAccumulation",
     "GradientCheck",
     "GradientClipping",
@@ -55,6 +57,7 @@ _HOMES = {
     "AlignmentAdvisor": "trainer.callbacks.alignment_advisor",
     "Compile": "trainer.callbacks.compile",
     "Curves": "trainer.callbacks.curves",
+    "FastSettings": "trainer.callbacks.fast_settings",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientCheck": "trainer.callbacks.gradient_check",
     "GradientClipping": "trainer.callbacks.gradient_clipping",
