@@ -95,6 +95,12 @@ def test_what_was_compiled(tmp_path, facts, expected):
     assert rows(summary)["compiled"] == expected
 
 
+@pytest.mark.parametrize(("on", "expected"), [(["TF32", "channels_last"], "TF32, channels_last"), ([], "none")])
+def test_fast_settings_that_were_on(tmp_path, summary, on, expected):
+    summary.show(record(tmp_path, fast_settings=on))
+    assert rows(summary)["fast settings"] == expected
+
+
 def test_what_is_told_is_kept(tmp_path, summary):
     shown = record(tmp_path)
     summary.show(shown)

@@ -238,7 +238,8 @@ def test_a_run_and_what_follows_it(project, capsys):
 
 
 def test_a_run_of_an_older_version_has_nothing_to_compile_and_may_be_compiled(run):
-    assert "compile" not in composed("test", f"ckpt={run}").callbacks
+    assert composed("test", f"ckpt={run}").callbacks == {}
+    assert composed("fit", f"ckpt={run}", "tuning=fast").callbacks.fast_settings.tf32 is True
     assert composed("fit", f"ckpt={run}", "compile=reduce-overhead").callbacks.compile.mode == "reduce-overhead"
 
 

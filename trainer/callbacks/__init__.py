@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.best_checkpoint import BestCheckpoint
     from trainer.callbacks.compile import Compile
     from trainer.callbacks.curves import Curves
+    from trainer.callbacks.fast_settings import FastSettings
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
@@ -36,6 +37,7 @@ __all__ = [
     "BestCheckpoint",
     "Compile",
     "Curves",
+    "FastSettings",
     "GradientAccumulation",
     "GradientCheck",
     "GradientClipping",
@@ -60,6 +62,7 @@ _HOMES = {
     "BestCheckpoint": "trainer.callbacks.best_checkpoint",
     "Compile": "trainer.callbacks.compile",
     "Curves": "trainer.callbacks.curves",
+    "FastSettings": "trainer.callbacks.fast_settings",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientCheck": "trainer.callbacks.gradient_check",
     "GradientClipping": "trainer.callbacks.gradient_clipping",

@@ -54,6 +54,7 @@ class RunSummary(RecordView):
               this fit; ``process``: elsewhere the most physical memory that the process has ever held.
             - ``compile``: Where the callback Compile is used: ``modules`` and settings, ``compilations``,
               ``recompilations`` and ``reasons`` for them, ``graph_breaks``, ``seconds``.
+            - ``fast_settings``: Where the callback FastSettings is used: those that were on.
             - ``metrics``: The last value of everything in ``trainer.callback_metrics``, as floats.
             - ``monitor``: ``metric`` and ``mode`` that checkpoints, else early stopping, go by, or None.
             - ``best_score``: What it was at the best checkpoint; None where checkpoints go by no metric.
@@ -120,6 +121,7 @@ def _counters(record: RunRecord) -> dict[str, Any]:
         "samples/s": None if rate is None else f"{rate:,.1f}",
         "MFU": None if (mfu := record.throughput.get("mfu")) is None else f"{mfu:.1%}",
         "peak memory": None if record.peak_memory is None else f"{record.peak_memory / 2**20:,.0f} MiB",
+        "fast settings": None if record.fast_settings is None else ", ".join(record.fast_settings) or "none",
         "compiled": _compiled(record.compile) if record.compile else None,
         "scale": None if record.scale is None else f"{record.scale:,.10g}",
         "skipped steps": record.skipped_steps,

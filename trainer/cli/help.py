@@ -212,6 +212,7 @@ _GROUPS = {
     "trainer": "the devices",
     "callbacks": "",
     "compile": "torch.compile, for the whole run",
+    "tuning": "fast: TF32, cudnn.benchmark, channels_last, expandable segments",
     "logger": "",
     "compare": "what compare asks of the runs",
     "tune": "what tune tries",

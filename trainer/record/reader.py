@@ -90,6 +90,7 @@ class RunRecord:
         paths: Where it has written what.
         gpu: ``capability`` and ``tf32`` of the GPU; empty on another device.
         throughput: What the callback Throughput has measured; empty without it.
+        fast_settings: Which were on, by the callback FastSettings; None without it.
         compile: What the callback Compile has had compiled; empty without it.
     """
 
@@ -122,6 +123,8 @@ class RunRecord:
         self.environment, self.paths = self._mapping("environment"), self._mapping("paths")
         self.gpu, self.throughput = self._mapping("gpu"), self._mapping("throughput")
         self.compile = self._mapping("compile")
+        told = facts.get("fast_settings")
+        self.fast_settings = [str(name) for name in told] if isinstance(told, list) else None
 
     @cached_property
     def metrics(self) -> dict[str, float]:

@@ -202,6 +202,28 @@ def test_the_step_is_fused_where_fit_takes_a_fused_one(settings, fused, capsys):
     assert [name for name in chosen if chosen[name] == foreach[name]] == [n for n in chosen if n not in fused]
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], ["TF32", "cudnn.benchmark", "channels_last", "expandable segments"]),
+        (["precision=16-mixed", "trainer.benchmark=true"], ["channels_last", "expandable segments"]),
+        (["precision=auto", "trainer.deterministic=true", "tuning=fast"], []),
+        (["tuning=fast", "callbacks.fast_settings.tf32=false"], ["TF32"]),
+    ],
+)
+def test_what_a_run_leaves_on_the_table(settings, expected, capsys, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["checks", "json", "+recipe=unet", "checks.gpu_memory=8GiB", *settings]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert sorted(facts["missed"]) == sorted(expected)
+    told = [remark for remark in facts["remarks"] if "on the table" in remark]
+    assert len(told) == bool(expected)
+    for name in expected:
+        assert f"{name} (" in told[0]
+        assert told[0].endswith("tuning=fast turns on what is safe.")
+
+
 @pytest.mark.parametrize("recipe", ["mlp", "unet"])
 def test_a_training_step_that_calls_the_module(recipe, capsys):
     assert main(["checks", "json", f"+recipe={recipe}", "checks.gpu_memory=8GiB"]) == 0
