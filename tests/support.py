@@ -222,6 +222,19 @@ def native_fp16(**options: Any) -> MixedPrecision:
     return MixedPrecision("float16", cpu_kernels="native", **options)
 
 
+class OnMPS(Tensor):
+    """A tensor that says it is on an MPS device, and has no double precision, as there."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == Tensor.device.__get__:  # made anew at each look
+            return torch.device("mps", 0)
+        given = (*args, *(kwargs or {}).values())
+        if function is Tensor.double or any(one is torch.float64 for one in given):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype.")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
 class Clock:
     """Time that passes only when told to; a number of seconds when called."""
 

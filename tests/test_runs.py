@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
 from torch import nn
 
 from tests.parity import Classifier, data, run_both
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.callbacks import NonFiniteGuard, RunSummary
 from trainer.compat.errors import TunerExit
 
 FUNCTIONS = ("fit", "validate", "test", "predict")
@@ -169,6 +174,51 @@ def test_a_tuner_that_has_what_it_wants_ends_the_run_well() -> None:
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
+
+
+def overflowing(steps: int) -> LightningModule:
+    """Fits two columns; the gradients of its first ``steps`` batches are infinite."""
+
+    class Overflowing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * (float("inf") if self.trainer.global_step < steps else 1.0)
+
+    return Overflowing()
+
+
+def test_a_fit_whose_every_step_was_skipped_says_so_and_has_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    summary = RunSummary(console=Console(file=io.StringIO(), width=300))
+    trainer, module = make_trainer(tmp_path, precision="16-mixed", callbacks=[summary]), overflowing(3)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.fit(module, loader_of(make_batches(3)))
+    (said,) = [message for message in caplog.messages if "No weight was updated" in message]
+    assert "all 3 optimizer steps were skipped" in said
+    assert "is at 8192" in said
+    assert all(value.equal(before[name]) for name, value in module.state_dict().items())
+    assert (summary.summary["status"], trainer.skipped_steps) == ("failed", 3)
+    assert summary.summary["error"] == said
+
+
+def test_one_step_of_a_run_is_enough_also_of_one_that_goes_on(tmp_path: Path) -> None:
+    loader = loader_of(make_batches(3))
+    first = make_trainer(tmp_path, precision="16-mixed")
+    first.fit(overflowing(2), loader)
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    summary = RunSummary(console=Console(file=io.StringIO()))
+    second = make_trainer(tmp_path, precision="16-mixed", max_epochs=2, callbacks=[summary])
+    second.fit(overflowing(6), loader, ckpt_path=tmp_path / "first.ckpt")  # every step of this part is skipped
+    assert (summary.summary["status"], second.skipped_steps) == ("completed", 5)
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer step 0 of epoch 0 was skipped")
+def test_steps_that_are_skipped_in_float32_count_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[NonFiniteGuard("skip")])
+    trainer.fit(overflowing(3), loader_of(make_batches(3)))
+    (said,) = [message for message in caplog.messages if "No weight was updated" in message]
+    assert "all 3 optimizer steps were skipped" in said
+    assert "callbacks.nonfinite_guard.policy=stop" in said
 
 
 # --- predictions --------------------------------------------------------------------------------------------------

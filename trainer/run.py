@@ -30,8 +30,10 @@ from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
 from trainer.compat.signals import Signals
+from trainer.data.prefetching import Prefetching
 from trainer.errors import ConfigurationError
 from trainer.preparation import Preparation
+from trainer.record.measures import why_nothing_was_learned
 from trainer.record.recorder import RunRecorder
 from trainer.state.metrics import to_scalars
 
@@ -160,6 +162,8 @@ class Run:
             with self._signals.saving():
                 trainer.loop.run()
             _ = trainer.fit_loop.done  # says why
+            if problem := why_nothing_was_learned(trainer):
+                rank_zero_info(problem)  # no warning: a test of one step is in its right
         else:
             assert trainer.state.stage is not None
             loop = trainer.eval_loops[trainer.state.stage]
@@ -210,6 +214,8 @@ class Run:
         # after the set-up, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         engine.precision.check_optimizers(engine.optimizers)
+        if trainer.prefetch_batches and engine.device.type == "cuda":  # others copy by the stream that computes
+            trainer.data.prefetching = Prefetching(engine.device)
         preparation = self.preparation = Preparation(trainer, self.session)
         if fitting:
             preparation.hooks.on_fit_start()
@@ -282,6 +288,8 @@ class Run:
         assert preparation is not None
         trainer.process.begin_validation()
         trainer.state.stage = RunningStage.VALIDATING
+        if trainer.data.prefetching is not None:
+            trainer.data.prefetching.let_go()  # the last batch of training would only take memory
         if not trainer.loop.window.is_open:
             preparation.hooks.of_module("on_validation_model_zero_grad")()  # gradients would only take memory
         loop = trainer.eval_loops[RunningStage.VALIDATING]
@@ -333,6 +341,8 @@ class Run:
             with suppress(ConfigurationError):  # perhaps raised by the metrics
                 trainer.published.take(metrics.current(on_step=True))
             metrics.end_batch()  # the batch may be large
+        if trainer.data.prefetching is not None:
+            trainer.data.prefetching.close()
         trainer.published.take_to_cpu()
         try:
             trainer.engine.teardown()  # raises if a save in the background has failed

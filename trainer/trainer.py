@@ -88,6 +88,10 @@ class Trainer(TrainerBase):
         pad_evaluation: not Lightning's. If True, several processes validate and test equally many samples, some of
             which are counted twice, as in Lightning: for modules that exchange something in each batch. By default
             each sample is counted once.
+        prefetch_batches: not Lightning's. On CUDA, 1 lets a batch go to the GPU while the step before it runs, by a
+            stream of its own; nothing is loaded, computed or drawn at random in another order. It takes the memory of
+            one batch more. 0: each batch waits for the step before it. Without effect on other devices, and on steps
+            that draw their own batches.
 
     Attributes:
         scaler: the one loss scaler, from construction to the end; disabled where the precision scales nothing.
@@ -148,6 +152,7 @@ class Trainer(TrainerBase):
         exact_resume: bool = True,
         dataloader_timeout: float = 1800.0,
         pad_evaluation: bool = False,
+        prefetch_batches: int = 1,
     ) -> None:
         given = dict(locals())
         arguments.check(given, **registered_names())
@@ -186,6 +191,7 @@ class Trainer(TrainerBase):
         self.exact_resume = exact_resume
         self.dataloader_timeout = dataloader_timeout
         self.pad_evaluation = pad_evaluation
+        self.prefetch_batches = prefetch_batches
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
         self.profiler = defaults.build_profiler(profiler)

@@ -72,6 +72,7 @@ def test_the_state_inside_an_epoch():
     state = progress.state_dict()
     assert state == {
         "epoch": 3, "batch_idx": 6, "batches": 37, "optimizer_steps": 18, "own_steps": 3, "skipped_steps": 2,
+        "has_learned": False,
         "windows": 18, "closing": False, "zero_grads": 0, "schedule_steps": 0, "epoch_start": [0] * 6,
         "is_last_batch": True, "cut_short": 0, "is_followed_up": True, "owes_validation": False, "has_validated": False,
     }  # fmt: skip

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from trainer.callbacks.activation_checkpointing import ActivationCheckpointing
     from trainer.callbacks.alignment_advisor import AlignmentAdvisor
     from trainer.callbacks.anomaly_detection import AnomalyDetection
+    from trainer.callbacks.best_checkpoint import BestCheckpoint
+    from trainer.callbacks.compile import Compile
     from trainer.callbacks.curves import Curves
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_check import GradientCheck
@@ -31,6 +33,8 @@ __all__ = [
     "ActivationCheckpointing",
     "AnomalyDetection",
     "AlignmentAdvisor",
+    "BestCheckpoint",
+    "Compile",
     "Curves",
     "GradientAccumulation",
     "GradientCheck",
@@ -53,6 +57,8 @@ _HOMES = {
     "ActivationCheckpointing": "trainer.callbacks.activation_checkpointing",
     "AnomalyDetection": "trainer.callbacks.anomaly_detection",
     "AlignmentAdvisor": "trainer.callbacks.alignment_advisor",
+    "BestCheckpoint": "trainer.callbacks.best_checkpoint",
+    "Compile": "trainer.callbacks.compile",
     "Curves": "trainer.callbacks.curves",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientCheck": "trainer.callbacks.gradient_check",

@@ -222,6 +222,7 @@ _GROUPS = {
     "scheduler": "of the learning rate",
     "trainer": "the devices",
     "callbacks": "",
+    "compile": "torch.compile, for the whole run",
     "logger": "",
     "compare": "what compare asks of the runs",
     "tune": "what tune tries",

@@ -27,7 +27,7 @@ from trainer.cli.restore import recipe_of
 from trainer.cli.sweep import worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
-from trainer.errors import ConfigurationError, FolderInUseError, did_you_mean, memory_at
+from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.record.environment import environment
 from trainer.record.reader import RunRecord
 from trainer.record.run_file import RunFile
@@ -148,6 +148,8 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         merge_recipes()
         if settings["seed"] is not None:
             L.seed_everything(settings["seed"], workers=True, verbose=False)
+        shared = {name: settings[name] for name in ("optimizer", "scheduler") if _is_taken(name, settings)}
+        check(shared, "", allowlist)  # first, so that a mistake is named where it can be changed
         check({name: settings[name] for name in _MADE} | {"trainer": arguments}, "", allowlist)
         trainer_class = allowlist.locate(target, "trainer")
 
@@ -204,6 +206,12 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     if is_first() and not is_quiet() and (said := getattr(arguments["precision"], "said", "")):
         print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
     return module, data, trainer
+
+
+def _is_taken(name: str, settings: dict[str, Any]) -> bool:
+    """Whether the model takes the node ``name`` of the config, by an interpolation."""
+    node, model = settings.get(name), settings["model"]
+    return isinstance(node, dict) and isinstance(model, dict) and node in model.values()
 
 
 def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -264,6 +272,11 @@ def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, 
     if command == "fit" and settings["weights"] is not None:
         more["weights"] = settings["weights"]
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **more)
+    if command == "fit" and not record.facts.get("pruned"):
+        from trainer.record.measures import why_nothing_was_learned
+
+        if problem := why_nothing_was_learned(trainer):
+            raise TrainerError(problem)
 
 
 def _last_line(run: RunRecord) -> str:

@@ -55,6 +55,7 @@ class TrainerBase(LightningTrainer):
     resume: str | None
     exact_resume: bool
     pad_evaluation: bool
+    prefetch_batches: int
     log_metric: Callable[..., None]
     """Logs a value as the module's ``self.log`` does, with its arguments, whatever overrides that; for callbacks."""
 

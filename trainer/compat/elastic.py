@@ -133,6 +133,7 @@ def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, A
         return own
     change.translate(trainer.progress, done)
     state: dict[str, Any]
+    states = states[:: len(states) // noted["processes"]]  # one of each group that shared its samples
     state, lost = trainer.process.taken_over(states)
     if state["data"]:
         state["data"] = loaders.taken_over([one["data"] for one in states], done, state["rng"])

@@ -35,6 +35,7 @@ from trainer.engine.sharding.wrap import Blocks, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
 from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler
+from trainer.state.metric_objects import exchange_over
 
 
 class FSDP2Strategy(DDPStrategy):
@@ -273,6 +274,7 @@ class ParallelStrategy(FSDP2Strategy):
     def __init__(self, data_parallel_size: int | str, tensor_parallel_size: int | str, **options: Any) -> None:
         super().__init__(blocks=(), **options)
         self._sizes = data_parallel_size, tensor_parallel_size
+        self._put_metrics_back: Callable[[], None] | None = None
 
     def make_mesh(self) -> DeviceMesh:
         """(data_parallel, tensor_parallel)."""
@@ -293,6 +295,18 @@ class ParallelStrategy(FSDP2Strategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which share of the data this process gets: the same as the others of its group."""
         return {"num_replicas": self.data_mesh.size(), "rank": self.data_mesh.get_local_rank()}
+
+    def setup(self, trainer: Any) -> None:
+        """As usual; metric objects count the batches of a group of processes once."""
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        self._put_metrics_back = exchange_over(self.data_mesh.get_group(), self.lightning_module)
+
+    def teardown(self) -> None:
+        """As usual."""
+        if self._put_metrics_back is not None:
+            self._put_metrics_back()
+        super().teardown()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As usual; over the processes whose batches differ, unless ``group`` says otherwise."""

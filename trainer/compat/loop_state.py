@@ -152,6 +152,7 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     # one of them is 0, except in checkpoints from before 1.6.5, which have both
     progress.optimizer_steps = max(automatic["total"]["completed"], manual["total"]["completed"])
     progress.own_steps = manual["total"]["completed"] - manual["total"]["ready"]
+    progress.has_learned = progress.optimizer_steps > 0  # as far as it says
     windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
     # inside an epoch Lightning counts a window after all that may write a checkpoint; by hand, each batch is one
     closed = total["processed"] if manual["total"]["completed"] else progress.optimizer_steps

@@ -174,8 +174,8 @@ class AccumulationWindow:
             loss, weight: as in :meth:`share`; the loss is None where this process has none.
             engine: adds up over the processes.
         """
-        if self._replicas > 1 and self._shared_unit is None and not (self.is_first and self.is_last):
-            self._find_unit(loss is not None, weight, engine)
+        if not (self.is_first and self.is_last):
+            self.find_unit(loss is not None, weight, engine)
         if loss is not None:
             self._count(weight)
         if self._replicas > 1 and self.is_last:
@@ -186,8 +186,16 @@ class AccumulationWindow:
                 self.factor, self.correction = self.factor * self.correction, 1.0
         return None if loss is None else self._times_factor(loss)
 
-    def _find_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
-        """Agree on the mean weight of these batches, if any has a loss. Waits for the device, once in a run."""
+    def find_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
+        """Agree on the mean weight of the processes' batches, if any has a loss. Waits for the device, once in a run.
+
+        Args:
+            has_loss: whether this process's has one.
+            weight: of that; None for 1.
+            engine: adds up over the processes, all of which come here at the same batch.
+        """
+        if self._replicas == 1 or self._shared_unit is not None:
+            return
         weight = self._weight_of(weight)
         weight = 1.0 if weight is None else weight
         total, count, _ = engine.begin_sum(weight if has_loss else 0.0, float(has_loss), 0.0)()

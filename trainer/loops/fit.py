@@ -209,6 +209,8 @@ class FitLoop:
             if window.is_first:
                 self.clear_gradients()
             loss = self.share_of(output)
+            outputs = outputs_of(loss, output)
+            del output  # a backward pass has its memory
             if loss is not None:
                 self.run_backward(self.gradients.scale(loss))
             else:
@@ -217,7 +219,7 @@ class FitLoop:
             self.update_weights()
         elif window.is_last and batch is not None:
             self.progress.optimizer_steps += len(self.optimizers)  # counted, though there was nothing to learn from
-        self.end_batch(outputs_of(loss, output), batch, batch_idx)
+        self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """In the place of ``train_batch``: the forward pass and its hooks, for buffers that follow the data (SWA)."""
@@ -362,6 +364,7 @@ class FitLoop:
         norm, self.grad_norms = total_norm(self.grad_norms), {}
         outcome = self.outcome = StepOutcome(bool(skipped), scale, next_scale, norm, stepped, skipping)
         self.progress.skipped_steps += outcome.skipped
+        self.progress.has_learned |= len(skipping) < len(stepped)
         if not self.hooks.on_after_optimizer_step.is_empty:
             for index in stepped:
                 self.hooks.on_after_optimizer_step(self.optimizers[index], outcome)

@@ -25,6 +25,7 @@ from trainer.record.measures import (
     paths_of,
     replicas_of,
     training_loss,
+    why_nothing_was_learned,
 )
 from trainer.record.reader import RunRecord
 from trainer.record.run_file import RUN, RunFile
@@ -263,10 +264,11 @@ class RunRecorder(Callback):
         self._stop(self._now(trainer))
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Completes the record of a fit that went through."""
+        """Completes the record of a fit that went through. Where no weight was ever updated, it has failed."""
         self._is_fitting = False
         if trainer.is_global_zero:
-            self._tell(trainer, "completed", None, facts_of(trainer))
+            problem = why_nothing_was_learned(trainer)
+            self._tell(trainer, "failed" if problem else "completed", problem, facts_of(trainer))
             self._complete()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:

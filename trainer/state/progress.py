@@ -42,6 +42,7 @@ class FitProgress:
         whoever writes Lightning's count (``compat/loop_state.py``).
         skipped_steps: weight updates skipped because a gradient was not finite. The fit loop, when the outcome is
             known.
+        has_learned: whether an optimizer has stepped and was not skipped. The fit loop, when the outcome is known.
         updates: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
             window's last batch (after that batch is logged).
         zero_grads: windows whose old gradients have been cleared, which is after their first forward. The fit loop.
@@ -68,6 +69,7 @@ class FitProgress:
     optimizer_steps: int = 0
     own_steps: int = 0
     skipped_steps: int = 0
+    has_learned: bool = False
     updates: int = 0
     zero_grads: int = 0
     schedule_steps: int = 0
@@ -151,6 +153,7 @@ class FitProgress:
             "optimizer_steps": self.optimizer_steps,
             "own_steps": self.own_steps,
             "skipped_steps": self.skipped_steps,
+            "has_learned": self.has_learned,
             "windows": self.updates + (self.closing and not follows),
             "closing": self.closing and follows,
             "zero_grads": self.zero_grads,
@@ -181,6 +184,7 @@ class FitProgress:
         self.batches = self.batches_started = state["batches"]
         self.optimizer_steps, self.own_steps = state["optimizer_steps"], state.get("own_steps", 0)
         self.skipped_steps = state["skipped_steps"]
+        self.has_learned = state.get("has_learned", state["optimizer_steps"] > 0)
         self.updates = state["windows"]
         self.is_last_batch = state.get("is_last_batch", False)
         self.is_followed_up = state.get("is_followed_up", True)

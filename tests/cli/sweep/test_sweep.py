@@ -44,6 +44,16 @@ def test_a_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     assert "Everything is in jobs" in done.stdout
 
 
+@pytest.mark.slow
+def test_a_job_that_learned_nothing_has_failed_and_is_not_the_best(project, python):
+    settings = ["precision=16", "precision.init_scale=1e30,1", "optimizer.lr=1e-9", "objective.metric=val_loss"]
+    done = python.trainer("fit", "-m", *LINE, *settings, "trainer.max_epochs=1", "hydra.sweep.dir=jobs")
+    assert done.returncode == 1, done.stderr
+    results = json.loads(Path("jobs/summary.json").read_text())
+    assert [(job["status"], job["best"]) for job in results] == [("failed", False), ("completed", True)]
+    assert "Job 0 failed: TrainerError: No weight was updated: all 4 optimizer steps were skipped" in done.stdout
+
+
 def result(job: int, **more) -> dict:
     usual = {
         "job": job,
