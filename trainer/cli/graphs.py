@@ -324,10 +324,10 @@ def _runner(file: Path) -> Callable[[Inputs], list[Tensor]]:
     if find_spec(_RUNTIME) is None:
         from onnx.reference import ReferenceEvaluator
 
-        session: Any = ReferenceEvaluator(file)
+        session: Any = ReferenceEvaluator(str(file))
         names = list(session.input_names)
     else:
-        session = import_module(_RUNTIME).InferenceSession(file, providers=["CPUExecutionProvider"])
+        session = import_module(_RUNTIME).InferenceSession(str(file), providers=["CPUExecutionProvider"])
         names = [one.name for one in session.get_inputs()]
 
     def run(inputs: Inputs) -> list[Tensor]:

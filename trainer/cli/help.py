@@ -23,7 +23,7 @@ SUMMARY = {
     "report": "make one HTML page of a run or a sweep",
     "consolidate": "make one file of a checkpoint that is a folder",
     "shard": "make a folder of a checkpoint that is one file",
-    "export": "write the weights of a checkpoint as safetensors",
+    "export": "write what was trained as ONNX, a graph of torch.export, or safetensors",
     "trust": "let configs name the classes of a package, from now on",
     "completion": "print a script that has the shell complete commands and settings",
 }
