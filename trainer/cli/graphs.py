@@ -322,9 +322,7 @@ def _write_onnx(graph: Any, part: Path) -> Callable[[Inputs], list[Tensor]]:
 
 def _runner(file: Path) -> Callable[[Inputs], list[Tensor]]:
     if find_spec(_RUNTIME) is None:
-        from onnx.reference import ReferenceEvaluator
-
-        session: Any = ReferenceEvaluator(str(file))
+        session: Any = import_module("onnx.reference").ReferenceEvaluator(str(file))
         names = list(session.input_names)
     else:
         session = import_module(_RUNTIME).InferenceSession(str(file), providers=["CPUExecutionProvider"])
