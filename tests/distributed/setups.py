@@ -34,8 +34,6 @@ from tests.support import native_fp16
 from trainer import CheckpointFiles, FSDP2Strategy, Trainer
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
 
-ENGINES = ("single", "ddp", "fsdp")
-ENGINES_OF_FOUR = ("hsdp", "2d")
 """On four processes: two copies of two shards; and tensor parallelism in two groups, over which the rest is sharded."""
 
 OPTIMIZERS = {

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from tests.distributed import sharded_callbacks_worker as worker
 from tests.distributed.test_ddp import run
 from tests.distributed.worker import BATCH, Shard, samples
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 from trainer import Trainer
 from trainer.callbacks import GradientCheck, HalveOnOutOfMemory
@@ -25,7 +25,7 @@ from trainer.errors import UnsupportedError
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13"),
+    needs_fsdp2,
 ]
 
 DIAGNOSED = tuple(worker.diagnosis(Path()))

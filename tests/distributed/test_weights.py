@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.weights_worker import Net
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 from trainer.checkpoint import conversion
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13"),
+    needs_fsdp2,
 ]
 
 
