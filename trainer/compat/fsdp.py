@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies.model_parallel import _setup_device_mesh
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
@@ -243,7 +244,10 @@ class FSDP2Strategy(DDPStrategy):
         self._failed = True
 
     def teardown(self) -> None:
-        """Put the module back: plain tensors, on the CPU. After a failure it stays sharded, until another run."""
+        """Put the module back: plain tensors, on the CPU, where the optimizers' states go, too.
+
+        After a failure it stays sharded, until another run.
+        """
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         sharded, self.sharded = self.sharded, None
@@ -253,6 +257,7 @@ class FSDP2Strategy(DDPStrategy):
             if self._syncs:
                 assert self._layer_sync is not None
                 self._layer_sync.revert(sharded.root)
+        _optimizers_to_device(self.optimizers, torch.device("cpu"))  # each process its parts
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
