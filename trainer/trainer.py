@@ -37,7 +37,7 @@ from trainer.compat import (
     resuming,
 )
 from trainer.compat.averaging import training_weights
-from trainer.compat.base import TrainerBase
+from trainer.compat.base import TrainerBase, shown_as_lightnings
 from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.data import DataSource
 from trainer.compat.environment import defaults_from_environment, log_devices, registered_names
@@ -276,6 +276,7 @@ class Trainer(TrainerBase):
 
     # --- what users call --------------------------------------------------------------------------------------
 
+    @shown_as_lightnings
     def fit(
         self,
         model: LightningModule,

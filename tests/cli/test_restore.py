@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.cli.conftest import write
@@ -234,3 +235,35 @@ def test_a_run_and_what_follows_it(project, capsys):
     assert main(["test", "ckpt=on/checkpoints/last.ckpt", "precision=32", "-q", "hydra.run.dir=tested"]) == 0
     assert result("tested")["precision"] == "32-true"
     assert result("tested")["metrics"]["test_loss"] < loss
+
+
+def test_a_run_of_an_older_version_has_nothing_to_compile_and_may_be_compiled(run):
+    assert composed("test", f"ckpt={run}").callbacks == {}
+    assert composed("fit", f"ckpt={run}", "tuning=fast").callbacks.fast_settings.tf32 is True
+    assert composed("fit", f"ckpt={run}", "compile=reduce-overhead").callbacks.compile.mode == "reduce-overhead"
+
+
+def test_a_run_that_was_compiled_goes_on_with_it_or_without_it(run):
+    config = run / ".hydra" / "config.yaml"
+    compile_it = "callbacks: {compile: {_target_: trainer.callbacks.Compile, mode: max-autotune}}"
+    config.write_text(CONFIG.replace("callbacks: {}", compile_it), encoding="utf-8")
+    assert composed("fit", f"ckpt={run}").callbacks.compile.mode == "max-autotune"
+    assert composed("fit", f"ckpt={run}", "compile=none").callbacks.compile is None
+    assert composed("fit", f"ckpt={run}", "compile=default").callbacks.compile.mode == "default"
+
+
+@pytest.mark.parametrize(
+    ("monitor", "epoch", "goal"), [("auto", 0, {"metric": "val_loss", "mode": "min"}), ("null", 2, None)]
+)
+def test_what_no_metric_has_chosen_is_not_called_the_best(project, monitor, epoch, goal):
+    """The learning rate makes the line worse from epoch to epoch."""
+    settings = ["optimizer.lr=2", "trainer.max_epochs=3", f"callbacks.model_checkpoint.monitor={monitor}"]
+    more = ["logger=none", "callbacks.learning_rate_monitor=null", "hydra.run.dir=run"]
+    assert main(["fit", "+recipe=line", *settings, *more]) == 0
+    told = json.loads(Path("run/run.json").read_text())
+    assert told["monitor"] == goal
+    assert ("best_checkpoint" in told["paths"]) == (goal is not None)
+    assert "last_checkpoint" in told["paths"]
+    assert told["objective"] == (None if goal is None else goal | {"value": told["metrics"]["val_loss"]})
+    assert torch.load(restore.find(Path("run")), weights_only=True)["epoch"] == epoch
+    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["epoch"] == 2

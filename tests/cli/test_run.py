@@ -80,7 +80,8 @@ def test_what_a_comparison_wants_to_know(monkeypatch):
     assert told["monitor"] == {"metric": "val_loss", "mode": "min"}
     assert "throughput" not in told
     throughput = "++callbacks.throughput._target_=trainer.callbacks.Throughput"
-    assert main(["fit", *LINE, throughput, "logger=none", "hydra.run.dir=measured"]) == 0
+    settings = ["callbacks.model_checkpoint.monitor=null", "logger=none", "hydra.run.dir=measured"]
+    assert main(["fit", *LINE, throughput, *settings]) == 0
     told = result(Path("measured"))
     assert told["monitor"] is None
     assert told["throughput"]["measured_batches"] == 2 + 4
@@ -119,8 +120,9 @@ def test_a_run_with_a_step_that_was_not_skipped_is_completed():
     assert (result()["status"], result()["skipped_steps"]) == ("completed", 1)
 
 
-def test_a_development_run_of_one_batch_may_skip_its_step():
-    assert main(["fit", *LINE, *SKIPPED, "+debug=fast_dev_run"]) == 0
+@pytest.mark.parametrize("few", ["+debug=fast_dev_run", "trainer.fast_dev_run=3", "trainer.limit_train_batches=2"])
+def test_a_trial_run_may_skip_its_steps(few):
+    assert main(["fit", *LINE, *SKIPPED, few]) == 0
 
 
 def test_auto_reports_what_it_became(monkeypatch, capsys):
@@ -380,3 +382,21 @@ def test_a_run_whose_reader_has_gone_says_so(python):
     assert said in err
     assert said in Path("run/fit.log").read_text()
     assert result(Path("run"))["status"] == "interrupted"
+
+
+def test_a_run_is_compiled(project, capsys):
+    assert main(["fit", *LINE, "compile=default", "hydra.run.dir=one"]) != 0  # a single layer is not worth it
+    assert "There is nothing to compile in Line: it has no forward, and no part with more" in capsys.readouterr().err
+    module = Path("line_fit.py").read_text(encoding="utf-8").replace("self.net(x), y", "self(x), y")
+    forward = "    def forward(self, x):\n        return self.net(x)\n\n    def loss("
+    write(project, {"called.py": module.replace("    def loss(", forward)})
+    called = [*LINE, "model._target_=called.Line", "logger=none", "trainer.max_epochs=2"]
+    eager = ["callbacks.compile.backend=eager", "callbacks.compile.mode=null"]
+    for folder, settings in (("plain", []), ("compiled", ["compile=reduce-overhead", *eager])):
+        assert main(["fit", *called, *settings, f"hydra.run.dir={folder}"]) == 0
+    torch.compiler.reset()
+    plain, compiled = result(Path("plain")), result(Path("compiled"))
+    assert "compile" not in plain
+    assert compiled["compile"]["modules"] == ["forward"]
+    assert compiled["compile"]["compilations"] >= 1
+    assert compiled["metrics"] == plain["metrics"]

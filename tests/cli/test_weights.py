@@ -95,18 +95,19 @@ def test_each_job_of_a_sweep(project: Path) -> None:
     assert torch.equal(*(weights(f"{run}/checkpoints/last.ckpt")["net.weight"] for run in ("first", "swept/0")))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["ckpt=first", "weights=first"], "Got weights=first and ckpt=first/checkpoints/last.ckpt, expected one of them"),
-        (["weights=first"], "weights=first brings no config along. Choose a recipe, such as `python -m trainer fit"
-                            " +recipe=line`"),
-        (["+recipe=line", "weights=first", "trainer._target_=lightning.Trainer"],
-         "weights is for trainer.Trainer, and trainer._target_ is lightning.Trainer: leave one of them out."),
-        (["+recipe=line", "weights=numbers.pt"], "numbers.pt has no weights in it: it is a mapping of loss."),
-        (["+recipe=line", "weights=other.pt"], "No name in other.pt is one of the Line's. It has a; expected net.weight"),
-    ],
-)  # fmt: skip
+MISTAKES = [
+    (["ckpt=first", "weights=first"], "Got weights=first and ckpt=first/checkpoints/last.ckpt, expected one of them"),
+    (["weights=first"], "brings no config along. Choose a recipe, such as `python -m trainer fit +recipe=line`"),
+    (
+        ["+recipe=line", "weights=first", "trainer._target_=lightning.Trainer"],
+        "weights is for trainer.Trainer, and trainer._target_ is lightning.Trainer: leave one of them out.",
+    ),
+    (["+recipe=line", "weights=numbers.pt"], "numbers.pt has no weights in it: it is a mapping of loss."),
+    (["+recipe=line", "weights=other.pt"], "No name in other.pt is one of the Line's. It has a; expected net."),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES)
 def test_mistakes(project: Path, capfd: Any, words: list[str], said: str) -> None:
     fit("first")
     torch.save({"loss": 1.0}, "numbers.pt")

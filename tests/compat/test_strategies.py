@@ -8,16 +8,17 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecision
+from torch.distributed.fsdp import MixedPrecision
 
 from tests.parity import ours
+from tests.support import needs_fsdp2
 from trainer import FSDP2Strategy
 from trainer.callbacks import GradientCheck, HalveOnOutOfMemory
 from trainer.compat.fsdp import ParallelStrategy, ShardedEngine, _refuse_fused_sgd
 from trainer.engine.sharding.gradients import ShardedGradients
 from trainer.errors import ConfigurationError, UnsupportedError
 
-pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13")
+pytestmark = needs_fsdp2
 
 
 def test_fsdp_by_name_and_by_object() -> None:

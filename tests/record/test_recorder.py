@@ -103,6 +103,7 @@ def test_what_is_written(tmp_path, recorder, clock):
         "devices": "2 x CPU",
         "gpu": None,
         "monitor": None,
+        "best_score": None,
         "epochs": 2,
         "steps": 8,
         "skipped_steps": 1,

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from trainer.callbacks.activation_checkpointing import ActivationCheckpointing
     from trainer.callbacks.alignment_advisor import AlignmentAdvisor
     from trainer.callbacks.anomaly_detection import AnomalyDetection
+    from trainer.callbacks.best_checkpoint import BestCheckpoint
+    from trainer.callbacks.compile import Compile
     from trainer.callbacks.curves import Curves
+    from trainer.callbacks.fast_settings import FastSettings
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
@@ -31,7 +34,10 @@ __all__ = [
     "ActivationCheckpointing",
     "AnomalyDetection",
     "AlignmentAdvisor",
+    "BestCheckpoint",
+    "Compile",
     "Curves",
+    "FastSettings",
     "GradientAccumulation",
     "GradientCheck",
     "GradientClipping",
@@ -53,7 +59,10 @@ _HOMES = {
     "ActivationCheckpointing": "trainer.callbacks.activation_checkpointing",
     "AnomalyDetection": "trainer.callbacks.anomaly_detection",
     "AlignmentAdvisor": "trainer.callbacks.alignment_advisor",
+    "BestCheckpoint": "trainer.callbacks.best_checkpoint",
+    "Compile": "trainer.callbacks.compile",
     "Curves": "trainer.callbacks.curves",
+    "FastSettings": "trainer.callbacks.fast_settings",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientCheck": "trainer.callbacks.gradient_check",
     "GradientClipping": "trainer.callbacks.gradient_clipping",

@@ -52,8 +52,12 @@ class RunSummary(RecordView):
             - ``samples_per_step``: By the first batch of an epoch.
             - ``peak_memory``: Bytes. ``gpu``: on CUDA the most that tensors occupied on rank zero's device during
               this fit; ``process``: elsewhere the most physical memory that the process has ever held.
+            - ``compile``: Where the callback Compile is used: ``modules`` and settings, ``compilations``,
+              ``recompilations`` and ``reasons`` for them, ``graph_breaks``, ``seconds``.
+            - ``fast_settings``: Where the callback FastSettings is used: those that were on.
             - ``metrics``: The last value of everything in ``trainer.callback_metrics``, as floats.
             - ``monitor``: ``metric`` and ``mode`` that checkpoints, else early stopping, go by, or None.
+            - ``best_score``: What it was at the best checkpoint; None where checkpoints go by no metric.
             - ``paths``: ``run``, ``record``, and as far as they exist ``best_checkpoint``,
               ``last_checkpoint``, ``curves`` and ``loggers`` (a list). All absolute.
     """
@@ -94,6 +98,11 @@ def _table(record: RunRecord) -> Table:
         if name not in _TOLD:
             table.add_row(Text(name), f"{record.metrics[name]:.4g}")
     table.add_section()
+    if record.monitor is not None and record.best_score is not None:
+        metric, mode = record.monitor
+        table.add_row(
+            "best by", Text(f"{metric}, the {'lowest' if mode == 'min' else 'highest'}: {record.best_score:.4g}")
+        )
     for name, value in _paths(record.paths):
         table.add_row(name, Text(value))
     return table
@@ -110,10 +119,21 @@ def _counters(record: RunRecord) -> dict[str, Any]:
         "optimizer steps": None if record.steps is None else f"{record.steps:,}",
         "time": None if seconds is None else f"{_duration(seconds)} (training {_duration(training or 0.0)})",
         "samples/s": None if rate is None else f"{rate:,.1f}",
+        "MFU": None if (mfu := record.throughput.get("mfu")) is None else f"{mfu:.1%}",
         "peak memory": None if record.peak_memory is None else f"{record.peak_memory / 2**20:,.0f} MiB",
+        "fast settings": None if record.fast_settings is None else ", ".join(record.fast_settings) or "none",
+        "compiled": _compiled(record.compile) if record.compile else None,
         "scale": None if record.scale is None else f"{record.scale:,.10g}",
         "skipped steps": record.skipped_steps,
     }
+
+
+def _compiled(facts: Mapping[str, Any]) -> str:
+    number, anew = facts["compilations"], facts["recompilations"]
+    mode = f" ({facts['mode']})" if facts.get("mode") not in (None, "default") else ""
+    again = f", {anew} of them because something had changed" if anew else ""
+    graphs = "1 graph" if number == 1 else f"{number} graphs"
+    return f"{', '.join(facts['modules'])}{mode}: {graphs} in {facts['seconds']:.1f} s{again}"
 
 
 def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:

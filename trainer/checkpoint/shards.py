@@ -93,6 +93,9 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
         checkpoint: from :func:`trainer.checkpoint.state.dump`.
         names: of each optimizer's parameters, in its order; [] where they are not known.
         is_first: whether this is process 0, which writes what is not sharded.
+
+    Raises:
+        CheckpointError: there is a tensor on the meta device in it already.
     """
     tree = dict(checkpoint)
     if "optimizer_states" in tree:
@@ -100,8 +103,14 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
     tensors: dict[str, Tensor] = {}
 
     def take(place: Place, value: Tensor) -> Tensor:
+        if value.is_meta:
+            raise CheckpointError(
+                f"Got {'.'.join(place)} on the meta device in a checkpoint, expected values: in a checkpoint that is a"
+                " folder, such tensors stand for those in other files. Give it memory and values, leave it out in"
+                " on_save_checkpoint, or write files: CheckpointFiles(sharded=False)."
+            )
         if not isinstance(value, DTensor):
-            if value.is_meta or not is_plain(value) or place[0] not in ("state_dict", "optimizer_states"):
+            if not is_plain(value) or place[0] not in ("state_dict", "optimizer_states"):
                 return value
             if place[0] == "optimizer_states" and not value.dim():
                 return value  # a step: a number

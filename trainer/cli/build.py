@@ -17,11 +17,13 @@ from typing import Any
 
 from trainer.cli.arguments import UsageError
 from trainer.cli.processes import environment
-from trainer.cli.schema import describe, either
+from trainer.cli.schema import as_number, describe, either
 from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.errors import did_you_mean
 
 _SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
+
+_COMPILERS = ("torch.compile", "trainer.callbacks.Compile", "trainer.callbacks.compile.Compile")
 
 _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
 """Whatever calls ``torch.load``, such as torchvision for pretrained weights, then loads weights only."""
@@ -96,7 +98,7 @@ def _check_special(node: dict[str, Any], key: str) -> None:
 def _check_harmless(node: dict[str, Any], key: str, allowlist: Allowlist) -> None:
     """Refuse settings that name programs, which are run then."""
     target, name = node["_target_"], "options"
-    if target == "torch.compile" and name in node and not {"torch", target}.intersection(allowlist.packages):
+    if target in _COMPILERS and name in node and not {"torch", target}.intersection(allowlist.packages):
         raise UsageError(
             f"{key}.{name} is {describe(node[name])}, which can name a compiler for {target} to run. A config may not."
             f" Write a function of your own that calls it, and name that; or write 'allowed_packages=[{target}]' on the"
@@ -115,12 +117,13 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
     given = {name: value for name, value in node.items() if name not in _SPECIAL}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for name in given:
-        if not isinstance(name, str) or (name not in known and not takes_any):
-            raise UsageError(
-                f"{key}: {target} has no argument {name!r}.{did_you_mean(str(name), known)}"
-                f" It takes {', '.join(known) or 'none'}."
-            )
+    unknown = [name for name in given if not isinstance(name, str) or (name not in known and not takes_any)]
+    for name in unknown:
+        near = did_you_mean(str(name), known)
+        without = "" if near else f" To do without {'it' if len(unknown) == 1 else 'them'}: {_without(unknown, key)}"
+        raise UsageError(
+            f"{key}: {target} has no argument {name!r}.{near} It takes {', '.join(known) or 'none'}.{without}"
+        )
     try:
         signature.bind_partial(*positional, **given)
         if not node.get("_partial_", False):
@@ -132,6 +135,11 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
         parameter = parameters.get(name)
         if parameter is not None and name in hints:
             _check_kind(value, hints[name], parameter.default, f"{key}.{name}", target)
+
+
+def _without(names: list[Any], key: str) -> str:
+    """What to write on the command line, so that a node is without ``names``, which an option or a recipe may set."""
+    return " ".join(f"~{key}.{name}" for name in names)
 
 
 def _hints(found: Any) -> Mapping[str, Any]:
@@ -163,7 +171,11 @@ def _check_kind(value: Any, hint: Any, default: Any, key: str, target: str) -> N
     if type(value) not in accepted and not (isinstance(value, bool) and int in accepted):
         named = [_KINDS[typing.get_origin(member) or member] for member in members]
         shown = sorted(dict.fromkeys(named), key="null".__eq__)  # which comes last
-        raise UsageError(f"{key} is {describe(value)}, but {target} expects {either(shown)}.")
+        raise UsageError(f"{key} is {describe(value)}, but {target} expects {either(shown)}.{_decoded(value, kinds)}")
+
+
+def _decoded(value: Any, kinds: set[Any]) -> str:
+    return as_number(value) if kinds & {int, float} else ""
 
 
 def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[Any]], Any] | None = None) -> Any:

@@ -6,20 +6,15 @@ stopping, go by. Its value is the one at the end of the run.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.cli.arguments import UsageError
 from trainer.cli.schema import describe
 from trainer.errors import did_you_mean
-from trainer.record.reader import RunRecord
+from trainer.record.reader import RunRecord, direction_of
 
 MODES = ("min", "max")
-
-_LOWER_IS_BETTER = frozenset(
-    ("bits", "bpc", "cer", "err", "error", "fid", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer")
-)
 
 
 def check(node: Any) -> None:
@@ -55,7 +50,8 @@ def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) ->
 
 def monitored(callbacks: Any) -> dict[str, Any] | None:
     """Metric and mode that the checkpoints, else the early stopping, among a config's ``callbacks`` go by, if any."""
-    nodes = [node for node in (callbacks or {}).values() if isinstance(node, Mapping) and node.get("monitor")]
+    named = (node for node in (callbacks or {}).values() if isinstance(node, Mapping) and node.get("monitor"))
+    nodes = [node for node in named if node["monitor"] != "auto"]  # which the run will find out
     nodes.sort(key=lambda node: "Checkpoint" not in str(node.get("_target_")))
     return {"metric": nodes[0]["monitor"], "mode": nodes[0].get("mode", "min")} if nodes else None
 
@@ -76,4 +72,4 @@ def best(runs: Sequence[RunRecord]) -> RunRecord | None:
 
 def is_lower_better(name: str) -> bool:
     """Whether the name of a metric says that less of it is better."""
-    return "loss" in name.lower() or not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
+    return direction_of(name) == "min"

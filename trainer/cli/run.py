@@ -143,10 +143,13 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         from trainer.callbacks import OverflowReport, ScaleMonitor
         from trainer.cli.fused import fusing
         from trainer.record.recorder import RunRecorder
+        from trainer.trainer import Trainer
 
         merge_recipes()
         if settings["seed"] is not None:
             L.seed_everything(settings["seed"], workers=True, verbose=False)
+        shared = {name: settings[name] for name in ("optimizer", "scheduler") if _is_taken(name, settings)}
+        check(shared, "", allowlist)  # first, so that a mistake is named where it can be changed
         check({name: settings[name] for name in _MADE} | {"trainer": arguments}, "", allowlist)
         trainer_class = allowlist.locate(target, "trainer")
 
@@ -203,6 +206,12 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     if is_first() and not is_quiet() and (said := getattr(arguments["precision"], "said", "")):
         print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
     return module, data, trainer
+
+
+def _is_taken(name: str, settings: dict[str, Any]) -> bool:
+    """Whether the model takes the node ``name`` of the config, by an interpolation."""
+    node, model = settings.get(name), settings["model"]
+    return isinstance(node, dict) and isinstance(model, dict) and node in model.values()
 
 
 def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.arguments import Argument, Kind, describe, either
 from trainer.cli.keys import SETTINGS
 
-__all__ = ["DEFAULTS", "SETTINGS", "TrainerSettings", "as_typed", "describe", "either", "mistake"]
+__all__ = ["DEFAULTS", "SETTINGS", "TrainerSettings", "as_number", "as_typed", "describe", "either", "mistake"]
 
 DEFAULTS = {name: argument.default for name, argument in SETTINGS.items()}
 
@@ -48,6 +48,15 @@ def as_typed(name: str, value: Any) -> Any:
         assert isinstance(typed, dict)
         return typed[name]
     return value
+
+
+def as_number(value: Any) -> str:
+    """What to do where ``value`` is text and was to be a number; "" where it is no number either."""
+    try:
+        float(value if isinstance(value, str) else "")
+    except ValueError:
+        return ""
+    return " What comes from the environment is text: ${oc.decode:${oc.env:NAME}} makes a number of it."
 
 
 def mistake(settings: Mapping[str, Any]) -> str | None:

@@ -23,7 +23,7 @@ from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import SETTINGS, flatten, keys, options
 from trainer.cli.leaves import Leaf, leaves
 from trainer.cli.restore import recipe_of
-from trainer.cli.schema import as_typed, describe, either, mistake
+from trainer.cli.schema import as_number, as_typed, describe, either, mistake
 from trainer.cli.targets import targets
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
@@ -299,6 +299,9 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     same_end = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
     if same_end and len(same_end) <= 3:
         return f" Did you mean {' or '.join(map(repr, same_end))}?"
+    node = key.rpartition(".")[0]
+    if f"{node}._target_" in names:  # a class may have arguments that the config does not say
+        names = [name for name in names if name.startswith(f"{node}.")]
     last = {name.rpartition(".")[2]: name for name in names}
     near = difflib.get_close_matches(key, names, n=1) or [
         last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)
@@ -455,10 +458,21 @@ def _check_values(plain: dict[str, Any]) -> None:
         least = {"batch_size": 1, "num_workers": 0}.get(name)
         if least is not None and not (isinstance(value, int) and least <= value < 2**63):
             raise UsageError(f"{key} is {describe(value)}, expected a whole number of at least {least}.")
+    for key, name, value, _ in leaves(plain["data"], "data"):
+        if name in ("batch_size", "num_workers") and (hint := as_number(value)):
+            raise UsageError(f"{key} is the text {value!r}, expected a number.{hint}")
     for group in ("optimizer", "scheduler"):
+        for key, _, value, _ in leaves(plain.get(group), group):
+            if hint := as_number(value):
+                raise UsageError(f"{key} is the text {value!r}, expected a number.{hint}")
         for key, _, value, _ in _numbers(plain.get(group), group):
             if not math.isfinite(value):
                 raise UsageError(f"{key} is {describe(value)}, expected a finite number.")
+    optimizer = plain.get("optimizer")
+    if isinstance(optimizer, dict) and str(optimizer.get("_target_")).startswith("torch.optim."):
+        for name in ("lr", "weight_decay", "eps", "momentum"):  # torch says the same, when it is loaded
+            if isinstance(value := optimizer.get(name), int | float) and value < 0:
+                raise UsageError(f"optimizer.{name} is {describe(value)}, expected at least 0.")
 
 
 def _numbers(node: Any, key: str) -> Iterator[Leaf]:
@@ -530,8 +544,9 @@ def _check_weights(plain: dict[str, Any]) -> None:
     if weights is None:
         return
     if not isinstance(weights, str) or not weights.strip() or not weights.isprintable():
+        shown = repr(weights) if isinstance(weights, str) else describe(weights)
         raise UsageError(
-            f"weights is {describe(weights)}, expected the folder of a run, a checkpoint, a state dict, a .safetensors"
+            f"weights is {shown}, expected the folder of a run, a checkpoint, a state dict, a .safetensors"
             " file, or null."
         )
     if command not in ("fit", "compare", "tune", "checks"):

@@ -366,13 +366,13 @@ class ShardedEngine(LightningEngine):
         return state.template(self.strategy.lightning_module, place, shape, dtype)
 
     @property
-    def replicas(self) -> int:
+    def data_parallel_size(self) -> int:
         """How many processes have batches of their own."""
         return self.strategy.data_mesh.size()
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
         """Add up over the processes that have batches of their own."""
-        sums, copies = super().begin_sum(*values), self.world_size // self.replicas
+        sums, copies = super().begin_sum(*values), self.world_size // self.data_parallel_size
         return sums if copies == 1 else lambda: [value / copies for value in sums()]
 
     def refuse(self, callbacks: Iterable[Any]) -> None:

@@ -29,9 +29,9 @@ class SplitBatches:
     The loss of a part counts as many samples as the part has, so the sum of the gradients is that of the whole batch's
     loss, if that is a mean over samples; with a ``"weight"`` beside the loss, whatever it is a mean over.
 
-    On several processes each runs as many parts as it needs, without exchanging anything; gradients are averaged after
-    the window's last part, by a backward pass that adds zeros. So one process that splits does not keep the
-    others waiting.
+    On several processes each runs as many parts as it needs, without exchanging anything but what their first batch
+    weighs; gradients are averaged after the window's last part, by a backward pass that adds zeros. So one process that
+    splits does not keep the others waiting.
 
     Args:
         loop: the fit loop whose batches these are.
@@ -101,6 +101,8 @@ class SplitBatches:
             waiting.popleft()
             if loss is not None:
                 total = loss if total is None else total + loss
+        if total is None:
+            self._loop.window.find_unit(False, None, self._loop.engine)
         return total, output
 
     def _run_part(self, part: Any, batch_idx: int, fraction: float) -> tuple[Tensor | None, Any]:
@@ -119,6 +121,7 @@ class SplitBatches:
                 return None, output
             if window.batch_weight is not None and weight is None:
                 weight = window.batch_weight * fraction
+            window.find_unit(True, weight, loop.engine)
             loss = window.share(loss if weight is not None or fraction == 1.0 else loss * fraction, weight)
             scaled = loop.gradients.scale(loss)
             loop.hooks.on_before_backward(scaled)

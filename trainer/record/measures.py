@@ -11,6 +11,9 @@ from torch import Tensor
 
 from trainer import machine
 
+_TOO_MANY = 3
+"""Skipped steps, and no other, that are no longer how a loss scale finds its level; as for the overflow report."""
+
 
 def facts_of(trainer: Any) -> dict[str, Any]:
     """What ``run.json`` says of a Trainer as it is now, with what its callbacks add by a method ``run_facts``."""
@@ -26,6 +29,7 @@ def facts_of(trainer: Any) -> dict[str, Any]:
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "peak_memory": _peak_memory(device),
         "monitor": monitor_of(trainer),
+        "best_score": best_score_of(trainer),
     }
     if (sharding := getattr(trainer.strategy, "sharding", None)) is not None:
         facts["sharding"] = sharding
@@ -45,15 +49,13 @@ def facts_of(trainer: Any) -> dict[str, Any]:
 def why_nothing_was_learned(trainer: Any) -> str | None:
     """What to say of a fit in which every step was skipped, so that it ends with the weights it began with; else None.
 
-    None of a ``fast_dev_run`` as well: its one step is often one by which the loss scale finds its level.
+    None of a ``fast_dev_run`` as well, and of fewer than three steps: so many are how a loss scale finds its level.
     """
     progress = getattr(trainer, "progress", None)  # `lightning.Trainer` has none
-    if progress is None or not progress.skipped_steps or progress.has_learned or trainer.fast_dev_run:
+    if progress is None or progress.has_learned or progress.skipped_steps < _TOO_MANY or trainer.fast_dev_run:
         return None
-    steps = (
-        f"all {trainer.global_step} optimizer steps were" if trainer.global_step > 1 else "the one optimizer step was"
-    )
-    said = f"No weight was updated: {steps} skipped, because gradients were not finite."
+    steps = trainer.global_step
+    said = f"No weight was updated: all {steps} optimizer steps were skipped, because gradients were not finite."
     scale = loss_scale(trainer)
     if scale is None:
         return f"{said} NonFiniteGuard('stop'), callbacks.nonfinite_guard.policy=stop, says where the first one was."
@@ -68,10 +70,10 @@ def why_nothing_was_learned(trainer: Any) -> str | None:
     )
 
 
-def replicas_of(trainer: Any) -> int:
+def data_parallel_size_of(trainer: Any) -> int:
     """How many processes have batches of their own."""
     engine = getattr(trainer, "engine", None)  # `lightning.Trainer` has none
-    return int(trainer.world_size if engine is None else engine.replicas)
+    return int(trainer.world_size if engine is None else engine.data_parallel_size)
 
 
 def devices_of(trainer: Any) -> str:
@@ -95,13 +97,22 @@ def monitor_of(trainer: Any) -> dict[str, str] | None:
     return None
 
 
+def best_score_of(trainer: Any) -> float | None:
+    """What the monitored metric was at the best checkpoint; None where the checkpoints go by none."""
+    score = getattr(trainer.checkpoint_callback, "best_model_score", None)
+    return None if score is None else float(score)
+
+
 def paths_of(trainer: Any) -> dict[str, str | list[str]]:
-    """Where checkpoints and loggers have written, as absolute paths; what does not exist is left out."""
+    """Where checkpoints and loggers have written, as absolute paths; what does not exist is left out.
+
+    A ModelCheckpoint that monitors nothing calls its newest file the best. Here it is the last.
+    """
     checkpoints = trainer.checkpoint_callback
-    found = {
-        "best_checkpoint": getattr(checkpoints, "best_model_path", None),
-        "last_checkpoint": getattr(checkpoints, "last_model_path", None),
-    }
+    best, last = (getattr(checkpoints, f"{name}_model_path", None) for name in ("best", "last"))
+    if not getattr(checkpoints, "monitor", None):
+        best, last = None, last or best
+    found = {"best_checkpoint": best, "last_checkpoint": last}
     paths: dict[str, str | list[str]] = {name: os.path.abspath(path) for name, path in found.items() if path}
     # CSV and TensorBoard loggers share one folder.
     if loggers := list(dict.fromkeys(os.path.abspath(folder) for folder in folders_of_loggers(trainer))):

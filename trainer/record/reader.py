@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -21,6 +22,16 @@ from trainer.record.curve import Curve, read_rows
 from trainer.record.run_file import RUN, read
 
 Value = TypeVar("Value")
+
+_LOWER_IS_BETTER = frozenset((
+    "bits", "bpc", "cer", "err", "error", "fid", "frechet", "mae", "mape", "mse", "nll", "perplexity", "ppl",
+    "rmse", "wer",
+))  # fmt: skip
+_HIGHER_IS_BETTER = frozenset((
+    "acc", "acc1", "acc5", "accuracy", "ap", "auc", "auprc", "auroc", "bleu", "dice", "f1", "fbeta", "iou",
+    "jaccard", "kappa", "map", "mcc", "miou", "ndcg", "precision", "psnr", "r2", "recall", "rouge", "score",
+    "ssim", "top1", "top5",
+))  # fmt: skip
 
 _ROWS = ("metrics.csv", "*/metrics.csv", "lightning_logs/*/metrics.csv")
 
@@ -72,12 +83,15 @@ class RunRecord:
         train_seconds: Time of training without validations.
         samples_per_step: Training samples of an optimizer step over all processes, by an epoch's first batch.
         samples_per_second: Training samples per second: by the callback Throughput, else the mean of the fit.
+        best_score: What the metric was, at the best checkpoint, that the checkpoints go by.
         metrics: The last value of each metric.
         overrides: The words of its command line that set something.
         environment: What `trainer.record.environment` has found.
         paths: Where it has written what.
         gpu: ``capability`` and ``tf32`` of the GPU; empty on another device.
         throughput: What the callback Throughput has measured; empty without it.
+        fast_settings: Which were on, by the callback FastSettings; None without it.
+        compile: What the callback Compile has had compiled; empty without it.
     """
 
     command = Fact(str)
@@ -98,6 +112,7 @@ class RunRecord:
     train_seconds = Fact(float)
     samples_per_step = Fact(int)
     samples_per_second = Fact(float)
+    best_score = Fact(float)
 
     def __init__(self, facts: Mapping[str, Any], folder: Path, now: float | None = None) -> None:
         self.facts = facts
@@ -107,6 +122,9 @@ class RunRecord:
         self.overrides = [str(word) for word in words] if isinstance(words, list) else []
         self.environment, self.paths = self._mapping("environment"), self._mapping("paths")
         self.gpu, self.throughput = self._mapping("gpu"), self._mapping("throughput")
+        self.compile = self._mapping("compile")
+        told = facts.get("fast_settings")
+        self.fast_settings = [str(name) for name in told] if isinstance(told, list) else None
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -277,6 +295,14 @@ def jobs_of(sweep: Path, since: float = 0.0) -> list[RunRecord]:
     folders = [file.parent for file in sweep.rglob(RUN) if changed(file) >= since]
     jobs = [run for run in map(read_run, folders) if run.job is not None]
     return sorted(jobs, key=lambda run: run.job or 0)
+
+
+def direction_of(name: str) -> str | None:
+    """Which way a metric of this name is better, "min" or "max"; None where its name does not say so."""
+    words = {*re.split(r"[^a-z0-9]+", name.lower()), *re.split(r"[^a-z]+", name.lower())}
+    if "loss" in name.lower() or words & _LOWER_IS_BETTER:
+        return "min"
+    return "max" if words & _HIGHER_IS_BETTER else None
 
 
 def without_twins(names: Iterable[str]) -> list[str]:

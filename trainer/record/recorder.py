@@ -18,12 +18,12 @@ from trainer.data.samples import batch_size
 from trainer.errors import memory_at
 from trainer.record.environment import environment
 from trainer.record.measures import (
+    data_parallel_size_of,
     facts_of,
     folder_of_files,
     memory_in_use,
     monitor_of,
     paths_of,
-    replicas_of,
     training_loss,
     why_nothing_was_learned,
 )
@@ -316,11 +316,13 @@ class RunRecorder(Callback):
         if self._scale is not None and told.get("scale") is not None:
             told["scale"] = self._scale  # of the last step: after a collapse the scaler's own is that from before it
         if self._first_size:
-            told["samples_per_step"] = self._first_size * trainer.accumulate_grad_batches * replicas_of(trainer)
+            told["samples_per_step"] = (
+                self._first_size * trainer.accumulate_grad_batches * data_parallel_size_of(trainer)
+            )
         if self._began is not None:
             now = self._ended or self._clock()
             training = (self._paused or now) - self._zero - self._seconds_before
-            samples = self._samples_so_far() * replicas_of(trainer)
+            samples = self._samples_so_far() * data_parallel_size_of(trainer)
             rate = told.get("throughput", {}).get("samples_per_second")  # the callback Throughput's, without warm-up
             told |= {
                 "seconds": now - self._began,

@@ -1,0 +1,113 @@
+"""Checkpoints that find out which metric to go by."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.callbacks import BestCheckpoint
+from trainer.record.measures import best_score_of, paths_of
+
+
+class Logs(Regression):
+    """Logs in each validation what is given for its epoch; in training ``train_loss``, and ``acc`` where asked to."""
+
+    def __init__(self, trains_acc: bool = False, **values: list[float]) -> None:
+        super().__init__()
+        self.values, self.trains_acc = values, trains_acc
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        if self.trains_acc:
+            self.log("train_acc", 0.5)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for name, values in self.values.items():
+            self.log(name, values[self.current_epoch], batch_size=4)
+
+
+def fitted(module: Logs, folder: Path, epochs: int, resume: Any = None, **options: Any) -> tuple[Any, BestCheckpoint]:
+    saver = BestCheckpoint(folder / "checkpoints", filename="{epoch}", **{"monitor": "auto", **options})
+    trainer = make_trainer(folder, callbacks=[saver], enable_checkpointing=True, max_epochs=epochs)
+    trainer.fit(module, loader_of(make_batches(2)), loader_of(make_batches(1)), ckpt_path=resume)
+    return trainer, saver
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen", "best"),
+    [
+        ({"val_acc": [0.5, 0.9, 0.7]}, ("val_acc", "max"), 1),
+        ({"val_acc": [0.5, 0.9, 0.7], "val_loss": [3.0, 2.0, 1.0]}, ("val_loss", "min"), 2),
+        ({"val_f1": [0.5, 0.1, 0.2], "val_aux_loss": [3.0, 1.0, 2.0]}, ("val_aux_loss", "min"), 1),
+        ({"lr": [1.0, 2.0, 3.0], "accuracy": [0.9, 0.5, 0.1]}, ("accuracy", "max"), 0),
+        ({"val_error": [0.9, 0.1, 0.5]}, ("val_error", "min"), 1),
+    ],
+)
+def test_the_best_of_what_validation_logs_is_kept(
+    tmp_path: Path, values: dict[str, list[float]], chosen: tuple[str, str], best: int
+) -> None:
+    trainer, saver = fitted(Logs(**values), tmp_path, 3, save_last=True)
+    assert (saver.monitor, saver.mode) == chosen
+    assert sorted(file.name for file in (tmp_path / "checkpoints").glob("*.ckpt")) == [
+        f"epoch={best}.ckpt",
+        "last.ckpt",
+    ]
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6  # of 3 epochs
+    assert best_score_of(trainer) == pytest.approx(values[chosen[0]][best])
+    paths = paths_of(trainer)
+    assert Path(str(paths["best_checkpoint"])).name == f"epoch={best}.ckpt"
+    assert Path(str(paths["last_checkpoint"])).name == "last.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (Logs(), {}),
+        (Logs(trains_acc=True, val_size=[3.0, 2.0, 1.0]), {}),  # a name that says nothing; a metric of training
+        (Logs(val_loss=[1.0, 2.0, 3.0]), {"monitor": None}),
+        (Logs(val_loss=[1.0, 2.0, 3.0]), {"every_n_train_steps": 1}),  # one is written before there is a choice
+    ],
+)
+def test_with_nothing_to_go_by_the_newest_is_kept_and_called_the_last(
+    tmp_path: Path, module: Logs, options: dict[str, Any]
+) -> None:
+    trainer, saver = fitted(module, tmp_path, 3, **options)
+    assert saver.monitor is None
+    (newest,) = (tmp_path / "checkpoints").glob("*.ckpt")
+    assert paths_of(trainer)["last_checkpoint"] == str(newest)
+    assert "best_checkpoint" not in paths_of(trainer)
+    assert best_score_of(trainer) is None
+
+
+def test_the_choice_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fitted(Logs(val_acc=[0.5, 0.9]), tmp_path, 2)
+    (said,) = [message for message in caplog.messages if "best checkpoint" in message]
+    assert "the one with the highest val_acc" in said
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_resumed_run_keeps_to_the_choice_and_the_best_so_far(tmp_path: Path) -> None:
+    values = [0.5, 0.9, 0.7, 0.8]
+    fitted(Logs(val_acc=values), tmp_path, 3, save_last=True)
+    both = Logs(val_acc=values, val_loss=[1.0, 1.0, 1.0, 0.1])  # from scratch it would be val_loss
+    _, saver = fitted(both, tmp_path, 4, save_last=True, resume=tmp_path / "checkpoints" / "last.ckpt")
+    assert (saver.monitor, saver.mode, Path(saver.best_model_path).name) == ("val_acc", "max", "epoch=1.ckpt")
+    assert saver.best_model_score == pytest.approx(0.9)
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    (key,) = [key for key in saved["loops"]["amp_trainer"]["callbacks"] if "BestCheckpoint" in key]
+    assert "'monitor': 'auto'" in key  # one state, before and after the choice
+
+
+def test_a_metric_that_is_named_is_monitored_as_by_lightning(tmp_path: Path) -> None:
+    values = {"val_loss": [1.0, 3.0, 2.0], "val_acc": [0.1, 0.2, 0.3]}
+    _, saver = fitted(Logs(**values), tmp_path, 3, monitor="val_acc", mode="min")
+    assert (saver.monitor, Path(saver.best_model_path).name) == ("val_acc", "epoch=0.ckpt")
+    assert inspect.signature(BestCheckpoint) == inspect.signature(ModelCheckpoint)

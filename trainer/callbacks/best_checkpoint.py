@@ -1,0 +1,97 @@
+"""Checkpoints of which the best is kept, where nobody has said by which metric."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
+
+from trainer.record.reader import direction_of, without_twins
+
+AUTO = "auto"
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's ModelCheckpoint, which finds out what to monitor: with ``monitor="auto"``, by the first validation.
+
+    Of the metrics that the validation has logged it takes a loss, ``val_loss`` before others; without one, the first
+    whose name says which way it is better (accuracy, f1, error, perplexity, ...). ``mode`` follows from the name. Where
+    there is none, or a checkpoint had to be written before the first validation was over, the newest is kept, as with
+    ``monitor=None``; with a ``save_top_k`` above 1 all are.
+
+    With ``save_last=True`` the last checkpoint is written each time it is due; Lightning writes it only where the
+    metric was among the best. A resumed run keeps to the choice. All else, arguments included, is Lightning's.
+    """
+
+    @functools.wraps(ModelCheckpoint.__init__)  # type: ignore[misc]  # the signature, for configs are held against it
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._chooses = self.monitor == AUTO
+        self._known: dict[str, Any] = {}
+        if self._chooses:
+            self.monitor = None  # until there is something to choose from
+
+    @property
+    def state_key(self) -> str:
+        """As Lightning's; of one that chooses, the same before and after the choice."""
+        if not self._chooses:
+            return super().state_key
+        every = {"every_n_train_steps": self._every_n_train_steps, "every_n_epochs": self._every_n_epochs}
+        return self._generate_state_key(monitor=AUTO, **every, train_time_interval=self._train_time_interval)
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Note what there was, to tell what the validation adds."""
+        self._known = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Choose, where that is still to be done; then save, where it is time to."""
+        if self._chooses and self.monitor is None and not self.best_model_path and not trainer.sanity_checking:
+            metrics = trainer.callback_metrics
+            self._choose(name for name, value in metrics.items() if self._known.get(name) is not value)
+        super().on_validation_end(trainer, pl_module)
+        if not self._should_save_on_train_epoch_end(trainer):
+            self._save_last(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Save, where it is time to."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if self._should_save_on_train_epoch_end(trainer):
+            self._save_last(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Lightning's, and the mode."""
+        return {**super().state_dict(), "mode": self.mode}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the choice as well."""
+        if self._chooses and state_dict["monitor"] is not None:
+            self._monitor(state_dict["monitor"], state_dict["mode"])
+        super().load_state_dict(state_dict)
+
+    def _save_last(self, trainer: Any) -> None:
+        """Write the last checkpoint, unless Lightning has just done so."""
+        is_due = self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+        if self.save_last is True and is_due and not self._should_skip_saving_checkpoint(trainer):
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def _choose(self, logged: Iterable[str]) -> None:
+        names = [name for name in without_twins(logged) if direction_of(name)]
+        names.sort(key=lambda name: (name != "val_loss", "loss" not in name.lower()))
+        if not names:
+            return
+        direction = direction_of(names[0])
+        assert direction is not None
+        self._monitor(names[0], direction)
+        rank_zero_info(
+            f"The best checkpoint is the one with the {'lowest' if direction == 'min' else 'highest'} {names[0]}: the"
+            " first validation has logged it, and nothing else is set (monitor='auto')."
+        )
+
+    def _monitor(self, metric: str, mode: str) -> None:
+        self.monitor, self.mode = metric, mode
+        self.kth_value = torch.tensor(torch.inf if mode == "min" else -torch.inf)
