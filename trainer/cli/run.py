@@ -6,8 +6,8 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,8 @@ def run(config: DictConfig) -> float | None:
             record.facts["environment"] = environment()
         module, data, trainer = assemble(settings, folder, record)
         started = time.monotonic()  # importing and building is not what a run is compared by
-        _execute(settings, record, module, data, trainer)
+        with _last_has_to_exist(settings):
+            _execute(settings, record, module, data, trainer)
         _complete(record, trainer, started, "completed")
     except (KeyboardInterrupt, SystemExit) as error:
         _complete(record, trainer, started, "interrupted")
@@ -273,6 +274,25 @@ def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, 
 
         if problem := why_nothing_was_learned(trainer):
             raise TrainerError(problem)
+
+
+@contextmanager
+def _last_has_to_exist(settings: dict[str, Any]) -> Iterator[None]:
+    """Where a command is for the last checkpoint and there is none, raise, where Lightning warns and starts anew."""
+    if settings["ckpt_path"] == "last":
+        warnings.filterwarnings("error", r'\.\w+\(ckpt_path="last"\) is set, but there is no last checkpoint')
+    try:
+        yield
+    except UserWarning as warned:
+        if "no last checkpoint" not in str(warned):
+            raise
+        nodes = [node for node in (settings["callbacks"] or {}).values() if isinstance(node, dict)]
+        folders = ", ".join(str(node["dirpath"]) for node in nodes if node.get("dirpath") and "save_last" in node)
+        raise UsageError(
+            f"ckpt_path is last, and there is none in {folders or 'any folder of this run'}. To go on with a run, or to"
+            f" use its weights: python -m trainer {settings['command']} ckpt=RUN, its folder. With resume=auto the same"
+            " fit goes on where it stopped, and starts anew where there is nothing."
+        ) from warned
 
 
 def _last_line(run: RunRecord) -> str:
