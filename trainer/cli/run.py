@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import warnings
@@ -22,11 +23,12 @@ from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, value_of
-from trainer.cli.processes import end_with_parent, imports_only, is_first, is_quiet
+from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first, is_quiet
 from trainer.cli.restore import recipe_of
 from trainer.cli.sweep import worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
+from trainer.cli.workdir import go_on_command
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean
 from trainer.record.environment import environment
 from trainer.record.reader import RunRecord
@@ -96,6 +98,7 @@ def run(config: DictConfig) -> float | None:
         _complete(record, trainer, started, "completed")
     except (KeyboardInterrupt, SystemExit) as error:
         _complete(record, trainer, started, "interrupted")
+        _say_how_to_go_on(folder, config, trainer)
         if isinstance(error.__context__, BrokenPipeError):  # rich makes an exit of it
             log.error("Nobody reads what the run prints any more, as after `| head`, so it has ended; -q prints less.")
         if isinstance(error.__context__, KeyboardInterrupt):  # what the Trainer makes of a Ctrl-C
@@ -211,6 +214,20 @@ def _is_taken(name: str, settings: dict[str, Any]) -> bool:
     """Whether the model takes the node ``name`` of the config, by an interpolation."""
     node, model = settings.get(name), settings["model"]
     return isinstance(node, dict) and isinstance(model, dict) and node in model.values()
+
+
+def _say_how_to_go_on(folder: Path, config: DictConfig, trainer: Any) -> None:
+    """After a fit that was interrupted: the command that goes on, unless it is a job, of which its sweep will speak."""
+    has_saved = any(folder.rglob("*.ckpt")) and not getattr(trainer, "fast_dev_run", False)
+    words = [word for word in HydraConfig.get().overrides.task if not word.startswith("command=")]
+    if config.command != "fit" or not is_first() or PARENT in os.environ or not has_saved:
+        return
+    if any(
+        word.lstrip("+").startswith(("ckpt=", "ckpt_path=")) for word in words
+    ):  # that is where it would begin again
+        return
+    near = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    print(f"To go on: {go_on_command('fit', words, near, 'hydra.run.dir')}", file=sys.stderr, flush=True)
 
 
 def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
