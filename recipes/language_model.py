@@ -59,8 +59,6 @@ class LanguageModel(L.LightningModule):
         dropout: probability that a value is set to zero in training.
         tie_weights: let the output layer use the token embedding's weights.
         positions: ``"learned"`` or ``"rotary"`` (see `GPT`).
-        compile: have ``torch.compile`` compile the blocks, each by itself: one compilation serves them all, and a
-            strategy can shard each of them.
         sample_length: tokens that `predict_step` writes.
         temperature: of what is written: below 1 likely tokens become likelier; 0 takes the likeliest.
         sample_seed: of what is written, and of nothing else.
@@ -88,7 +86,6 @@ class LanguageModel(L.LightningModule):
         dropout: float = 0.0,
         tie_weights: bool = False,
         positions: Positions = "learned",
-        compile: bool = False,
         sample_length: int = 500,
         temperature: float = 0.7,
         sample_seed: int = 0,
@@ -107,7 +104,6 @@ class LanguageModel(L.LightningModule):
             positions=positions,
         )
         self.context = context
-        self.compile_blocks = compile
         self.tokenizer_path = tokenizer
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
@@ -136,8 +132,6 @@ class LanguageModel(L.LightningModule):
         if device.type != "meta" and not is_sharded_first:
             self.net.to_empty(device=device)
             self.init_weights()
-        for block in self.net.blocks if self.compile_blocks else ():
-            block.compile()
 
     def init_weights(self) -> None:
         """Draw the network's weights: the same on every process, and whether they are sharded or not."""

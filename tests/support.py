@@ -8,16 +8,19 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from trainer import Trainer
 from trainer.precision import MixedPrecision
 
+needs_fsdp2 = pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13")
 AUTOCAST_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -222,6 +225,19 @@ def native_fp16(**options: Any) -> MixedPrecision:
     return MixedPrecision("float16", cpu_kernels="native", **options)
 
 
+class OnMPS(Tensor):
+    """A tensor that says it is on an MPS device, and has no double precision, as there."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == Tensor.device.__get__:  # made anew at each look
+            return torch.device("mps", 0)
+        given = (*args, *(kwargs or {}).values())
+        if function is Tensor.double or any(one is torch.float64 for one in given):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype.")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
 class Clock:
     """Time that passes only when told to; a number of seconds when called."""
 
@@ -276,7 +292,7 @@ class FakeTrainer:
         self.checkpoint_callback = self.lightning_module = self.settled_outcome = None
         self.callback_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, Any] = {}
-        self.progress = SimpleNamespace(skipped_steps=0)
+        self.progress = SimpleNamespace(skipped_steps=0, has_learned=True)
         self.state = SimpleNamespace(fn=TrainerFn.FITTING)
         for name, value in values.items():
             setattr(self, name, value)

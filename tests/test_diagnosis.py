@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,10 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_trainer
+from trainer.callbacks import HalveOnOutOfMemory
 from trainer.diagnosis import explain
+from trainer.engine import memory
 from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
 
 
@@ -197,6 +201,157 @@ def test_memory_that_runs_out_in_an_evaluation(trainer: Any) -> None:
     (told,) = caught.value.__notes__
     assert "at batch_idx 0 (test_dataloader), which has 4 samples" in told
     assert "accumulate" not in told
+
+
+def in_forward(module: Any, loss: Tensor) -> Tensor:
+    raise cuda_error()
+
+
+def in_backward(module: Any, loss: Tensor) -> Tensor:
+    def fail(gradient: Tensor) -> None:
+        raise cuda_error()
+
+    loss.register_hook(fail)
+    return loss
+
+
+def in_step(module: Any, loss: Tensor) -> Tensor:
+    def fail(*_: Any) -> None:
+        raise cuda_error()
+
+    module.trainer.engine.optimizers[0].register_step_pre_hook(fail)
+    return loss
+
+
+class Failing(Regression):
+    """Runs out of memory in its second batch, where it is told to."""
+
+    def __init__(self, fail: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(optimizer=OPTIMIZERS["adam"])
+        self.fail = fail
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return self.fail(self, loss) if batch_idx else loss
+
+
+@pytest.mark.parametrize(
+    ("fail", "moment", "gradients"),
+    [
+        (in_forward, "the forward pass", 0),
+        (in_backward, "the backward pass", 0),
+        (in_step, "the optimizer's step", 780),
+    ],
+)
+def test_it_says_in_which_moment_memory_ran_out(trainer: Any, fail: Any, moment: str, gradients: int) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(Failing(fail), loader_of(make_batches(4)))
+    assert f", in {moment}.\n" in caught.value.__notes__[0]
+    kinds = caught.value.memory.kinds  # type: ignore[attr-defined]
+    assert kinds == {"weights": 780, "gradients": gradients, "optimizer": 2 * 780 + 6 * 4, "buffers": 0, "batch": 148}
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_it_counts_while_activations_are_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, halves: bool) -> None:
+    module, alive, original = Greedy(cuda_error), list[bool](), memory.measure
+
+    def watched(*arguments: Any) -> Any:
+        assert module.held is not None
+        alive.append(module.held() is not None)
+        return original(*arguments)
+
+    monkeypatch.setattr(memory, "measure", watched)
+    callbacks = [HalveOnOutOfMemory(split=lambda batch, start, stop: batch)] if halves else []
+    trainer = make_trainer(tmp_path, callbacks=callbacks)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(module, loader_of([[x[:1], y[:1], gain] for x, y, gain in make_batches(4)]))
+    assert alive == [True]
+
+
+def test_it_says_that_a_module_is_too_large(trainer: Any) -> None:
+    class Large(Regression):
+        def configure_optimizers(self) -> Any:
+            raise cuda_error()
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(Large(), loader_of(make_batches(4)))
+    told = caught.value.__notes__[0]
+    assert told.startswith("Memory ran out before the first batch, on cpu (at its peak")
+    assert "Alive were: weights 780 bytes, activations and all else in the process" in told
+
+
+GIBIBYTE = 2**30
+
+
+@pytest.fixture
+def full(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated GPU has little left."""
+    sizes = {"memory_allocated": 60, "memory_reserved": 76, "max_memory_allocated": 70}
+    for name, size in sizes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device=None, size=size: size * GIBIBYTE)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (GIBIBYTE, 80 * GIBIBYTE))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_text("blocks"))
+
+
+def fail_on_gpu(folder: Path, **options: Any) -> Any:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        make_trainer(folder, accelerator="gpu", **options).fit(Failing(in_step), loader_of(make_batches(4)))
+    return caught.value
+
+
+def test_a_gpu_says_what_was_alive_and_leaves_a_snapshot(cuda: Any, full: None, tmp_path: Path) -> None:
+    error = fail_on_gpu(tmp_path, logger=True)
+    folder = tmp_path / "lightning_logs" / "version_0"
+    first, alive, snapshot, advice = error.__notes__[0].splitlines()
+    assert first == (
+        "Memory ran out at batch_idx 1 of epoch 0 (train_dataloader), which has 4 samples, on cuda:0 (at its peak"
+        " tensors took 70.0 GiB, of 80.0 GiB), in the optimizer's step."
+    )
+    assert alive == (
+        "Alive were: weights 780 bytes, gradients 780 bytes, the optimizer's states 2 KiB, the batch 148 bytes,"
+        " activations and other tensors 60.0 GiB. Beside them: reserved by torch, but unused 16.0 GiB, taken outside of"
+        " torch (CUDA itself, other processes) 3.0 GiB. The batch is [Tensor[4, 6] float32, Tensor[4, 3] float32,"
+        " Tensor[] float32]."
+    )
+    assert snapshot == (
+        f"Which blocks there were is in {folder / 'memory_snapshot.pickle'}: open it at https://pytorch.org/memory_viz."
+    )
+    assert advice.startswith("Try PYTORCH_ALLOC_CONF=expandable_segments:True in the environment")
+    assert (folder / "memory_snapshot.pickle").read_text() == "blocks"
+    told = json.loads((folder / "run.json").read_text())["out_of_memory"]
+    assert told == error.memory.facts()
+    assert (told["gradients"], told["unused"], told["total"]) == (780, 16 * GIBIBYTE, 80 * GIBIBYTE)
+
+
+def test_a_run_without_a_folder_leaves_no_snapshot(cuda: Any, full: None, tmp_path: Path) -> None:
+    assert "memory_viz" not in fail_on_gpu(tmp_path).__notes__[0]
+    assert list(tmp_path.rglob("*.pickle")) == []
+
+
+def test_nothing_is_raised_where_it_cannot_be_told(
+    cuda: Any, full: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
+    error = fail_on_gpu(tmp_path, logger=True)
+    first, snapshot, advice = error.__notes__[0].splitlines()
+    assert first.startswith("Memory ran out at batch_idx 1 of epoch 0 (train_dataloader), which has 4 samples, on cuda")
+    assert snapshot == "A snapshot of the memory could not be written: CUDA error: unspecified launch failure."
+    assert advice.startswith("Try batches of 2")
+    assert not hasattr(error, "memory")
+
+
+@pytest.mark.parametrize("taken", [63, 62])
+def test_where_states_take_most_of_it_they_are_to_be_spread(
+    cuda: Any, full: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, taken * 100))
+    told = fail_on_gpu(tmp_path).__notes__[0]
+    assert ("Try strategy='fsdp'" in told) == (taken * 50 < 780 + 780 + 1584)
 
 
 def test_which_errors_are_about_memory() -> None:

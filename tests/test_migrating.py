@@ -30,7 +30,13 @@ def test_every_argument() -> None:
     theirs = inspect.signature(LightningTrainer.__init__).parameters
     assert named_in("Arguments") == theirs.keys() - {"self"}
     mine = inspect.signature(Trainer.__init__).parameters
-    ours = {"resume": None, "exact_resume": True, "dataloader_timeout": 1800.0, "pad_evaluation": False}
+    ours = {
+        "resume": None,
+        "exact_resume": True,
+        "dataloader_timeout": 1800.0,
+        "pad_evaluation": False,
+        "prefetch_batches": 1,
+    }
     assert {name: p.default for name, p in mine.items()} == {name: p.default for name, p in theirs.items()} | ours
 
 

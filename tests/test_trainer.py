@@ -80,7 +80,13 @@ def count(module: Any = None, train: Any = None, val: Any = None, **arguments: A
 
 def test_the_arguments_are_lightnings() -> None:
     theirs, mine = (inspect.signature(one.__init__).parameters for one in (LightningTrainer, Trainer))
-    ours = [("resume", None), ("exact_resume", True), ("dataloader_timeout", 1800.0), ("pad_evaluation", False)]
+    ours = [
+        ("resume", None),
+        ("exact_resume", True),
+        ("dataloader_timeout", 1800.0),
+        ("pad_evaluation", False),
+        ("prefetch_batches", 1),
+    ]
     kind = inspect.Parameter.KEYWORD_ONLY
     assert [(p.name, p.default, p.kind) for p in mine.values()] == [
         *((p.name, p.default, p.kind) for p in theirs.values()),

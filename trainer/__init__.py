@@ -21,17 +21,30 @@ if TYPE_CHECKING:
     from trainer.precision import LossScaler, Precision
     from trainer.state.outcome import StepOutcome
     from trainer.trainer import Trainer
+    from trainer.weights import LoadedWeights, load_weights
 
-__all__ = ["CheckpointFiles", "FSDP2Strategy", "LossScaler", "Precision", "StepOutcome", "Trainer", "__version__"]
+__all__ = [
+    "CheckpointFiles",
+    "FSDP2Strategy",
+    "LoadedWeights",
+    "LossScaler",
+    "Precision",
+    "StepOutcome",
+    "Trainer",
+    "__version__",
+    "load_weights",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointFiles": "trainer.compat.checkpoint_io",
     "FSDP2Strategy": "trainer.compat.fsdp",
+    "LoadedWeights": "trainer.weights",
     "LossScaler": "trainer.precision.scaler",
     "Precision": "trainer.precision.base",
     "StepOutcome": "trainer.state.outcome",
     "Trainer": "trainer.trainer",
+    "load_weights": "trainer.weights",
 }
 
 

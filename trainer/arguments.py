@@ -336,6 +336,12 @@ _TABLE = (
     Argument(
         "pad_evaluation", False, "true: processes evaluate equally many samples, some twice, as Lightning", SWITCH
     ),
+    Argument(
+        "prefetch_batches",
+        1,
+        "batches that go to a GPU while the step before them runs; 0: none",
+        (WHOLE.at_least(0)._replace(most=1),),
+    ),
 )
 
 ARGUMENTS = {argument.name: argument for argument in _TABLE}

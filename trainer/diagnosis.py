@@ -5,19 +5,24 @@ Nothing here runs while all goes well. How long workers are waited for is in ``t
 
 from __future__ import annotations
 
-import gc
 import re
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer import machine
-from trainer.data.samples import batch_size
+from trainer.data.samples import batch_size, tensors_in
 from trainer.data.workers import DEAD_WORKER
+from trainer.engine import memory
+from trainer.engine.memory import Usage
 from trainer.errors import DataLoaderError, is_out_of_memory
 from trainer.machine import readable
+
+Folder = Callable[[], Path | None]
 
 _HUNG = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _RAISED = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory thread)")
@@ -28,14 +33,16 @@ _SHAPES = re.compile(
 )
 
 
-def explain(error: BaseException, trainer: Any) -> DataLoaderError | None:
+def explain(error: BaseException, trainer: Any, folder: Folder | None = None) -> DataLoaderError | None:
     """Say more about ``error``, which has ended a run.
 
     Args:
         error: with its traceback. Where a dataset has raised it, or memory has run out, it is given a note
             (``__notes__``), which a traceback shows below the message: it stays what it is for those who catch it.
-            One about memory lets go of what its traceback held.
+            One about memory has what was alive as its attribute ``memory``
+            (:class:`~trainer.engine.memory.Usage`), and lets go of what its traceback held.
         trainer: whose run it was; still in the state in which the error found it.
+        folder: says where the run writes, for a snapshot of a GPU's memory; None for none.
 
     Returns:
         What to raise in its place, where a worker process has died or does not answer; None for ``error`` itself.
@@ -50,7 +57,7 @@ def explain(error: BaseException, trainer: Any) -> DataLoaderError | None:
     elif isinstance(error, RuntimeError) and _WAITED.search(text):
         _explain_waiting(error, trainer)
     elif is_out_of_memory(error):
-        add_note(error, _about_memory(trainer))
+        _explain_memory(error, trainer, folder)
         let_go(error)
     elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text) and trainer.active_metrics is not None:
         add_note(error, f"It was raised by {_where(trainer)}: {describe_batch(trainer.active_metrics.batch)}.")
@@ -127,16 +134,6 @@ def let_go(error: BaseException) -> None:
         one = one.__cause__ or one.__context__
 
 
-def free_memory(device: torch.device) -> None:
-    """Give back what nobody uses any more; for the moment after an error about memory."""
-    if device.type == "cpu":
-        gc.collect(1)  # what a step has left behind; all of it takes a second, and the system has room to swap
-        return
-    gc.collect()
-    if device.type in ("cuda", "mps", "xpu"):
-        torch.get_device_module(device).empty_cache()
-
-
 def describe_batch(batch: Any) -> str:
     """What a batch consists of.
 
@@ -153,42 +150,132 @@ def describe_batch(batch: Any) -> str:
     return type(batch).__name__
 
 
-def _about_memory(trainer: Any) -> str:
-    device = trainer.engine.device
-    metrics = trainer.active_metrics
-    size = None if metrics is None else batch_size(metrics.batch) or None
+def _explain_memory(error: BaseException, trainer: Any, folder: Folder | None) -> None:
+    """Note when memory ran out, what was alive, and what to do. As far as can be told: nothing is raised."""
+    metrics, device = trainer.active_metrics, trainer.engine.device
+    batch = None if metrics is None else metrics.batch
+    size = (None if batch is None else batch_size(batch)) or None
+    usage = None
+    with suppress(Exception):
+        usage = memory.measure(
+            device, trainer.lightning_module, trainer.engine.optimizers, [] if batch is None else tensors_in(batch)
+        )
+        error.__dict__["memory"] = usage
+    moment = _moment(error)
+    where = "before the first batch" if moment == _SET_UP else f"at {_where(trainer)}"
     samples = "" if size is None else f", which has {size} sample{'s' * (size != 1)}"
-    lines = [f"Memory ran out at {_where(trainer)}{samples}, on {device}{_peak(device)}."]
-    training = trainer.training
-    windows = trainer.accumulate_grad_batches
-    if training and size != 1:
+    during = f", in {moment}" if moment else ""
+    lines = [f"Memory ran out {where}{samples}, on {device}{_peak(usage)}{during}."]
+    if usage is not None:
+        lines.append(_alive(usage, device.type == "cpu"))
+    if batch is not None:
+        lines[-1] += f" The batch is {describe_batch(batch)}."
+    if folder is not None:
+        lines += _leave_snapshot(trainer, folder)
+    if advice := _advice(trainer, usage, size):
+        lines.append(advice)
+    add_note(error, "\n".join(lines))
+
+
+_SET_UP = "the set-up"
+_MOMENTS = {
+    "_set_up": _SET_UP,
+    "transfer_batch_to_device": "the batch's way to the device",
+    "training_step": "the forward pass",
+    "validation_step": "the forward pass",
+    "test_step": "the forward pass",
+    "predict_step": "the forward pass",
+    "backward": "the backward pass",
+    "update_weights": "the weight update",
+    "step": "the optimizer's step",
+}
+"""What runs, by the name of a function that is under way."""
+
+_ONLY_IN: dict[str, str | tuple[str, ...]] = {
+    "_set_up": "trainer.run",
+    "update_weights": "trainer.loops",
+    "step": ("torch.optim", "trainer.engine"),
+}
+"""The modules in which a name means that; others mean it everywhere."""
+
+
+def _moment(error: BaseException) -> str:
+    """What ran, by the innermost line of the traceback that tells; "" where none does."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name, module = frame.f_code.co_name, str(frame.f_globals.get("__name__"))
+        if module.startswith(_ONLY_IN.get(name, "")):
+            found = _MOMENTS.get(name, found)
+    return found
+
+
+def _alive(usage: Usage, is_cpu: bool) -> str:
+    """``Alive were: weights 4.0 GiB, ...``."""
+    names = {"optimizer": "the optimizer's states", "batch": "the batch"}
+    told = [f"{names.get(kind, kind)} {readable(size)}" for kind, size in usage.kinds.items() if size]
+    if usage.rest is not None:
+        rest = "activations and all else in the process" if is_cpu else "activations and other tensors"
+        told.append(f"{rest} {readable(usage.rest)}")
+    text = f"Alive were: {', '.join(told) or 'no tensors'}."
+    beside = [
+        f"{what} {readable(size)}"
+        for what, size in (
+            ("reserved by torch, but unused", usage.unused),
+            ("taken outside of torch (CUDA itself, other processes)", usage.elsewhere),
+        )
+        if size
+    ]
+    return f"{text} Beside them: {', '.join(beside)}." if beside else text
+
+
+def _peak(usage: Usage | None) -> str:
+    if usage is None or not usage.total:
+        return ""
+    if usage.peak is None:
+        return f" (of {readable(usage.total)})"
+    what = "the process" if usage.unused is None else "tensors"
+    return f" (at its peak {what} took {readable(usage.peak)}, of {readable(usage.total)})"
+
+
+def _leave_snapshot(trainer: Any, folder: Folder) -> list[str]:
+    """A line about torch's snapshot of the memory, where there is one."""
+    name = f"memory_snapshot_rank_{trainer.global_rank}.pickle" if trainer.world_size > 1 else "memory_snapshot.pickle"
+    try:
+        place = folder()
+        if place is not None and memory.write_snapshot(trainer.engine.device, file := place / name):
+            return [f"Which blocks there were is in {file}: open it at https://pytorch.org/memory_viz."]
+    except Exception as problem:  # what the user has to see is that memory has run out
+        return [f"A snapshot of the memory could not be written: {problem}."]
+    return []
+
+
+def _advice(trainer: Any, usage: Usage | None, size: int | None) -> str:
+    """What to do, the most promising first."""
+    training, tries = trainer.training, list[str]()
+    if usage is not None and usage.is_fragmented and usage.elsewhere is not None and not memory.expands_segments():
+        tries.append("PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, which leaves no gaps.")
+    if training and usage is not None and usage.is_mostly_states:
+        tries.append(
+            "strategy='fsdp' on several devices: weights, gradients and the optimizer's states take most of the memory,"
+            " and there each device has its share of them; a smaller batch changes little."
+        )
+    if size != 1:
         smaller = "a smaller batch" if size is None else f"batches of {size // 2}"
-        lines.append(
-            f"Try {smaller} with accumulate_grad_batches={windows * 2}, which learns from as many samples a step; or"
-            " callbacks=[HalveOnOutOfMemory()] (trainer.callbacks), which does the same by itself when memory runs out."
+        tries.append(
+            f"{smaller} with accumulate_grad_batches={trainer.accumulate_grad_batches * 2}, which learns from as many"
+            " samples a step; or callbacks=[HalveOnOutOfMemory()] (trainer.callbacks), which does the same by itself"
+            " when memory runs out."
+            if training
+            else "a smaller batch."
         )
-    elif size != 1:
-        lines.append("Try a smaller batch.")
     if training and str(trainer.precision).startswith(("32", "64")):
-        lines.append("precision='bf16-mixed' halves what activations take.")
+        tries.append("precision='bf16-mixed', which halves what activations take.")
     if training:
-        lines.append(
-            "callbacks=[ActivationCheckpointing('net.layer*')] computes activations a second time in the place of"
-            " keeping them."
+        tries.append(
+            "callbacks=[ActivationCheckpointing('net.layer*')], which computes activations a second time in the place"
+            " of keeping them."
         )
-    return "\n".join([lines[0], " ".join(lines[1:])]).rstrip()
-
-
-def _peak(device: torch.device) -> str:
-    if device.type == "cuda":
-        used, held = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        return f" (at its peak tensors took {readable(used)}, torch held {readable(held)}, of {readable(total)})"
-    if device.type == "mps":
-        used, total = torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory()
-        return f" (torch holds {readable(used)}, recommended are up to {readable(total)})"
-    used, most = machine.peak_memory(), machine.memory().most
-    return f" (at its peak the process took {readable(used)}, of {readable(most)})" if used and most else ""
+    return " ".join(f"Try {one}" for one in tries)
 
 
 # --- where a run is -------------------------------------------------------------------------------------------

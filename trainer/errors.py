@@ -145,6 +145,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
+def memory_at(error: BaseException) -> dict[str, Any]:
+    """What a run's record says of an error about memory: ``out_of_memory``, with what was alive, in bytes; else {}."""
+    usage = error.__dict__.get("memory")
+    return {} if usage is None or not is_out_of_memory(error) else {"out_of_memory": usage.facts()}
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """The sentence `` Did you mean 'x'?`` for the nearest known word, or an empty string.
 

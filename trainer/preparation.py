@@ -263,12 +263,15 @@ class Preparation:
                 own = self._profiling.hook(getattr(own, "__self__", self._module), name, own)
             return None if own is None else Hook(name, scope, module=own)
 
+        transfer: Callable[..., Any] | None = hook("transfer_batch_to_device")
+        if (prefetching := self._trainer.data.prefetching) is not None:
+            move, transfer = prefetching.around(move), None if transfer is None else prefetching.around(transfer)
         return Transfer(
             engine.device,
             engine.precision.convert_batch if converts else None,
             move,
             hook("on_before_batch_transfer"),
-            hook("transfer_batch_to_device"),
+            transfer,
             hook("on_after_batch_transfer"),
         )
 

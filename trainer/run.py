@@ -30,9 +30,11 @@ from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
 from trainer.compat.signals import Signals
+from trainer.data.prefetching import Prefetching
 from trainer.errors import ConfigurationError
 from trainer.preparation import Preparation
 from trainer.record.measures import why_nothing_was_learned
+from trainer.record.recorder import RunRecorder
 from trainer.state.metrics import to_scalars
 
 STAGES = {
@@ -97,7 +99,7 @@ class Run:
                 self._trainer.engine.kill()
             sys.exit(1)
         except BaseException as error:
-            named = diagnosis.explain(error, self._trainer)
+            named = diagnosis.explain(error, self._trainer, self._folder)
             with self._signals.ending(error):
                 self._fail(named or error)
             if named is not None:
@@ -113,6 +115,7 @@ class Run:
         given: dict[RunningStage, Any],
         datamodule: LightningDataModule | None,
         ckpt_path: str | Path | None,
+        weights: str | Path | None = None,
     ) -> LightningModule:
         """Take in what a run is about. Returns the module.
 
@@ -121,6 +124,7 @@ class Run:
             given: dataloaders by stage. The first may be a datamodule.
             datamodule: in the place of dataloaders.
             ckpt_path: as given to ``fit``.
+            weights: likewise.
         """
         trainer, first = self._trainer, next(iter(given.values()))
         arguments.refuse_other_package("datamodule", datamodule)
@@ -136,7 +140,7 @@ class Run:
         trainer.data.attach(module, given, datamodule)
         if trainer.state.fn is TrainerFn.FITTING:
             trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # those of an earlier `validate`
-        self._connector.select(ckpt_path, model_given=model is not None)
+        self._connector.select(ckpt_path, model_given=model is not None, weights=weights)
         return module
 
     # --- in each process of the run ---------------------------------------------------------------------------
@@ -210,6 +214,8 @@ class Run:
         # after the set-up, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         engine.precision.check_optimizers(engine.optimizers)
+        if trainer.prefetch_batches and engine.device.type == "cuda":  # others copy by the stream that computes
+            trainer.data.prefetching = Prefetching(engine.device)
         preparation = self.preparation = Preparation(trainer, self.session)
         if fitting:
             preparation.hooks.on_fit_start()
@@ -282,6 +288,8 @@ class Run:
         assert preparation is not None
         trainer.process.begin_validation()
         trainer.state.stage = RunningStage.VALIDATING
+        if trainer.data.prefetching is not None:
+            trainer.data.prefetching.let_go()  # the last batch of training would only take memory
         if not trainer.loop.window.is_open:
             preparation.hooks.of_module("on_validation_model_zero_grad")()  # gradients would only take memory
         loop = trainer.eval_loops[RunningStage.VALIDATING]
@@ -333,6 +341,8 @@ class Run:
             with suppress(ConfigurationError):  # perhaps raised by the metrics
                 trainer.published.take(metrics.current(on_step=True))
             metrics.end_batch()  # the batch may be large
+        if trainer.data.prefetching is not None:
+            trainer.data.prefetching.close()
         trainer.published.take_to_cpu()
         try:
             trainer.engine.teardown()  # raises if a save in the background has failed
@@ -340,6 +350,12 @@ class Run:
             self.session.close()
             trainer.data.release()
             self._signals.teardown()
+
+    def _folder(self) -> Path | None:
+        """Of the run's record; None where it leaves none."""
+        recorder = ordering.first_of(self._trainer.callbacks, RunRecorder)
+        folder: Path | None = None if recorder is None else recorder.folder_of_run(self._trainer)
+        return folder
 
     def _fail(self, error: BaseException) -> None:
         """The run has raised ``error``: tell callbacks, datamodule, strategy and loggers, then release everything."""

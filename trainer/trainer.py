@@ -37,7 +37,7 @@ from trainer.compat import (
     resuming,
 )
 from trainer.compat.averaging import training_weights
-from trainer.compat.base import TrainerBase
+from trainer.compat.base import TrainerBase, shown_as_lightnings
 from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.data import DataSource
 from trainer.compat.environment import defaults_from_environment, log_devices, registered_names
@@ -55,6 +55,7 @@ from trainer.state.metrics import PublishedMetrics, Recorder
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
+from trainer.weights import LoadedWeights
 
 Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """What ``plugins`` may hold. A precision is no plugin here: it is the argument ``precision``."""
@@ -87,9 +88,14 @@ class Trainer(TrainerBase):
         pad_evaluation: not Lightning's. If True, several processes validate and test equally many samples, some of
             which are counted twice, as in Lightning: for modules that exchange something in each batch. By default
             each sample is counted once.
+        prefetch_batches: not Lightning's. On CUDA, 1 lets a batch go to the GPU while the step before it runs, by a
+            stream of its own; nothing is loaded, computed or drawn at random in another order. It takes the memory of
+            one batch more. 0: each batch waits for the step before it. Without effect on other devices, and on steps
+            that draw their own batches.
 
     Attributes:
         scaler: the one loss scaler, from construction to the end; disabled where the precision scales nothing.
+        loaded_weights: what ``fit(weights=...)`` has loaded; None before that, and where a fit has none.
 
     Raises:
         ConfigurationError: an argument out of range, one given twice, or arguments that exclude each other.
@@ -146,6 +152,7 @@ class Trainer(TrainerBase):
         exact_resume: bool = True,
         dataloader_timeout: float = 1800.0,
         pad_evaluation: bool = False,
+        prefetch_batches: int = 1,
     ) -> None:
         given = dict(locals())
         arguments.check(given, **registered_names())
@@ -184,12 +191,14 @@ class Trainer(TrainerBase):
         self.exact_resume = exact_resume
         self.dataloader_timeout = dataloader_timeout
         self.pad_evaluation = pad_evaluation
+        self.prefetch_batches = prefetch_batches
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
         self.data = DataSource(self)
         self.process = ProcessState(self)
+        self.loaded_weights: LoadedWeights | None = None
         self._detect_anomaly = detect_anomaly
         self._gradient_clip_val = gradient_clip_val
         self._gradient_clip_algorithm = gradient_clip_algorithm
@@ -267,6 +276,7 @@ class Trainer(TrainerBase):
 
     # --- what users call --------------------------------------------------------------------------------------
 
+    @shown_as_lightnings
     def fit(
         self,
         model: LightningModule,
@@ -275,6 +285,7 @@ class Trainer(TrainerBase):
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         """Train.
 
@@ -287,11 +298,14 @@ class Trainer(TrainerBase):
             weights_only: False to load a checkpoint that holds more than tensors and plain containers, which may
                 run any code: for files of your own. Objects among the hyper-parameters need it only where the
                 module's ``on_load_checkpoint`` uses them; otherwise they are passed over.
+            weights: not Lightning's. Begin with the weights of another run: its folder, a checkpoint, a state dict, or
+                a file of safetensors, as for :func:`trainer.load_weights`, after ``configure_model``. A run that goes
+                on from a checkpoint of its own, by ``resume="auto"``, has them already. Not with ``ckpt_path``.
         """
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
         self.should_stop = False
         with self._runner.started(TrainerFn.FITTING):
-            module = self._runner.attach(model, given, datamodule, ckpt_path)
+            module = self._runner.attach(model, given, datamodule, ckpt_path, weights)
             self.engine.launch(self._runner, module, weights_only)
 
     def validate(

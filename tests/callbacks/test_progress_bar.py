@@ -227,6 +227,18 @@ def test_loss_of_the_training_step_stands_in(clock):
     assert written(bar) == "epoch 1/3  batch 4/4  loss 0.5000  acc 1  50.0 it/s\n"
 
 
+def test_a_loss_that_the_next_step_writes_over_is_shown_as_it_was(clock):
+    bar = on_lines()
+    trainer = FakeTrainer(bar, clock, scaler=False)
+    bar.on_train_start(trainer, None)
+    trainer.progress_bar_metrics = {}
+    of_a_cuda_graph = torch.tensor(0.5)
+    trainer.train_epoch(outputs={"loss": of_a_cuda_graph})
+    of_a_cuda_graph.fill_(7.0)  # by a validation, say
+    trainer.end_epoch()
+    assert "loss 0.5000" in written(bar)
+
+
 def test_infinite_data_and_epochs(clock):
     bar = on_lines(seconds_between_lines=0.09)
     trainer = FakeTrainer(bar, clock, batches=float("inf"), max_epochs=-1, scaler=False)

@@ -79,6 +79,28 @@ def test_table(tmp_path, summary):
     }
 
 
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"mode": "default", "recompilations": 0, "compilations": 1}, "net, forward: 1 graph in 12.3 s"),
+        (
+            {"mode": "max-autotune", "recompilations": 2, "compilations": 3},
+            "net, forward (max-autotune): 3 graphs in 12.3 s, 2 of them because something had changed",
+        ),
+    ],
+)
+def test_what_was_compiled(tmp_path, facts, expected):
+    summary = RunSummary(console=Console(file=io.StringIO(), width=200))
+    summary.show(record(tmp_path, compile=facts | {"modules": ["net", "forward"], "seconds": 12.34}))
+    assert rows(summary)["compiled"] == expected
+
+
+@pytest.mark.parametrize(("on", "expected"), [(["TF32", "channels_last"], "TF32, channels_last"), ([], "none")])
+def test_fast_settings_that_were_on(tmp_path, summary, on, expected):
+    summary.show(record(tmp_path, fast_settings=on))
+    assert rows(summary)["fast settings"] == expected
+
+
 def test_what_is_told_is_kept(tmp_path, summary):
     shown = record(tmp_path)
     summary.show(shown)

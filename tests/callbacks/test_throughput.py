@@ -10,6 +10,7 @@ from tests.support import FakeTrainer, Regression, fit_and_watch, loader_of, mak
 from trainer.callbacks import Throughput
 from trainer.callbacks.throughput import checksums
 from trainer.precision import MixedPrecision
+from trainer.record.flops import FlopCounter
 
 
 def fit(clock, callback, epochs, fetch=0.0, validate_after=(3,), **options):
@@ -144,3 +145,78 @@ def test_training_is_what_it_is_without(tmp_path):
     _, without = fit_and_watch(tmp_path, Regression(), batches, max_epochs=2)
     _, measured = fit_and_watch(tmp_path, Regression(), batches, max_epochs=2, callbacks=[Throughput()])
     assert measured.losses == without.losses
+
+
+@pytest.fixture
+def h100(cuda, monkeypatch):
+    """The simulated GPU is one whose peak is known."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
+
+
+FLOPS = 2 * 6 * 16 * 2 + 2 * 16 * 3 * 3
+"""Of a sample: two products of the first layer, whose input wants no gradient, and three of the second."""
+
+
+@pytest.mark.parametrize(("precision", "peak"), [("bf16-mixed", 989.4e12), ("32-true", 66.9e12)])
+def test_the_share_of_the_peak(h100, tmp_path, precision, peak):
+    callback = Throughput(warmup_batches=1)
+    trainer = make_trainer(tmp_path, accelerator="gpu", precision=precision, max_epochs=2, callbacks=[callback])
+    trainer.fit(Regression(), loader_of(make_batches(4)))
+    assert callback.flops_per_sample == FLOPS
+    assert callback.mfu == pytest.approx(FLOPS * callback.samples_per_second / peak)
+    told = callback.run_facts()["throughput"]
+    assert (told["mfu"], told["flops_per_sample"]) == (callback.mfu, FLOPS)
+
+
+def test_the_share_of_the_peak_with_a_number_of_ones_own(h100, tmp_path):
+    callback = Throughput(flops_per_sample=1e6)
+    make_trainer(tmp_path, accelerator="gpu", callbacks=[callback]).fit(Regression(), loader_of(make_batches(4)))
+    assert callback.mfu == pytest.approx(1e6 * callback.samples_per_second / 66.9e12)
+
+
+def test_counting_changes_nothing(h100, tmp_path):
+    weights = []
+    for callbacks in ([Throughput()], []):
+        module = Regression()
+        trainer = make_trainer(tmp_path, accelerator="gpu", precision="16-mixed", callbacks=callbacks)
+        trainer.fit(module, loader_of(make_batches(4)))
+        weights.append([parameter.detach().cpu() for parameter in module.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_only_the_first_batch_is_counted(h100, tmp_path, monkeypatch):
+    batches = []
+
+    class Counting(Regression):
+        def training_step(self, batch, batch_idx):
+            modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+            batches.append(any(isinstance(mode, FlopCounter) for mode in modes))
+            return super().training_step(batch, batch_idx)
+
+    options = {"accelerator": "gpu", "max_epochs": 2}
+    make_trainer(tmp_path, callbacks=[Throughput()], **options).fit(Counting(), loader_of(make_batches(4)))
+    assert batches == [True, *[False] * 7]
+
+
+def test_counting_ends_with_a_run_that_fails(h100, tmp_path):
+    class Fails(Regression):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError
+
+    before = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    trainer = make_trainer(tmp_path, accelerator="gpu", callbacks=[Throughput()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Fails(), loader_of(make_batches(4)))
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == before
+
+
+def test_where_the_peak_is_not_known_nothing_is_counted(cuda, tmp_path):
+    callback = Throughput()
+    make_trainer(tmp_path, accelerator="gpu", callbacks=[callback]).fit(Regression(), loader_of(make_batches(4)))
+    assert (callback.flops_per_sample, callback.mfu) == (None, None)
+
+
+@pytest.mark.parametrize("flops", [0, -1.0])
+def test_operations_that_are_none(flops):
+    with pytest.raises(ValueError, match="expected a number above 0"):
+        Throughput(flops_per_sample=flops)

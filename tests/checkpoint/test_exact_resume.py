@@ -38,7 +38,8 @@ def setups(draw: Any) -> Setup:
     manual, metrics = draw(st.booleans()), draw(st.booleans())
     validate_every = draw(st.sampled_from([0, *range(1, batches + 3)]))
     loader = draw(st.sampled_from(["map", "map", "stateful", "iterable"]))
-    watches = not manual and (metrics or (0 < validate_every <= batches and loader != "iterable"))
+    # a plateau goes by the validation where there is one: by the end of the first epoch, then
+    watches = not manual and validate_every <= batches and (metrics or (validate_every > 0 and loader != "iterable"))
     return Setup(
         batches=batches,
         epochs=epochs,

@@ -116,6 +116,20 @@ def test_names_that_meet_are_told_apart(tmp_path: Path) -> None:
     assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
 
 
+def test_a_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
+    """It would be taken for one of another file, and the checkpoint could not be read."""
+    made = checkpoint()
+    for place in (made["state_dict"], made["hyper_parameters"], made["loops"][OUR_KEY]["progress"]):
+        place["later"] = torch.empty(2, device="meta")
+        with pytest.raises(CheckpointError, match=r"Got [a-z_.]+\.later on the meta device .*sharded=False"):
+            shards.taken_apart(made)
+        del place["later"]
+    module = Regression(optimizer=torch.optim.AdamW)
+    module.on_save_checkpoint = lambda made: made.update(extra={"later": torch.empty(2, device="meta")})
+    with pytest.raises(CheckpointError, match=r"Got extra\.later on the meta device"):
+        fit(tmp_path, module=module)
+
+
 def test_folder_to_file_and_back(tmp_path: Path) -> None:
     made = write(tmp_path / "a.ckpt")
     assert conversion.consolidate(tmp_path / "a.ckpt", tmp_path / "b.ckpt") == []
@@ -196,19 +210,15 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_one_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = write(tmp_path / "a.ckpt")
-    monkeypatch.setattr(shards, "_Summed", Full)
+    monkeypatch.setattr(shards, "_Stream", Full)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "a.ckpt", 2.0)
     assert names(tmp_path) == ["a.ckpt"]
     assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
 
 
-class Full(shards._Summed):
+class Full(shards._Stream):
     """A file on a disk that is full."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self._file = self
 
     def write(self, data: Any) -> int:
         self.error = OSError(errno.ENOSPC, "No space left on device")
@@ -243,6 +253,17 @@ def test_killed_at_any_rename_the_old_one_or_the_new_one_is_there(
     files.verify(tmp_path / "c" / "a.ckpt")
     weight = shards.read_whole(tmp_path / "c" / "a.ckpt")["state_dict"]["weight"]
     assert weight[0, 0].item() == pytest.approx({0: 0.9, 1: 0.9, 2: 1.9}[renames], abs=1e-3)
+
+
+def test_killed_while_one_is_removed_it_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "c" / "a.ckpt")
+    write(tmp_path / "c" / "b.ckpt")
+    with monkeypatch.context() as killing:
+        killing.setattr(sharded_files, "discard", lambda part: None)  # right after it was renamed
+        sharded_files.remove(tmp_path / "c" / "a.ckpt")
+    assert len(names(tmp_path / "c")) == 2
+    with held(tmp_path / "c"):  # as the next run does
+        assert names(tmp_path / "c") == ["b.ckpt"]
 
 
 def test_a_file_takes_a_folders_place_and_the_other_way_round(tmp_path: Path) -> None:
@@ -416,7 +437,7 @@ def test_a_run_saves_removes_links_and_goes_on(tmp_path: Path, asynchronous: boo
 
 
 def test_a_run_is_stopped_by_a_full_disk_also_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_Summed", Full)
+    monkeypatch.setattr(shards, "_Stream", Full)
     for asynchronous in (False, True):
         io = CheckpointFiles(sharded=True, asynchronous=asynchronous)
         with pytest.raises(

@@ -14,6 +14,7 @@ from tests.cli.conftest import write
 from trainer.cli import main, restore
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.validate import validate
+from trainer.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -141,7 +142,9 @@ def test_which_checkpoint_without_a_record(run):
 
 def test_the_best_checkpoint_of_an_older_version_is_not_known(run):
     (run / "run.json").rename(run / "result.json")
-    with pytest.raises(UsageError, match=r"written by an older version .*name one, such as ckpt=.*epoch=1-step=8.ckpt"):
+    with pytest.raises(
+        ConfigurationError, match=r"written by an older version .*name one, such as ckpt=.*epoch=1-step=8.ckpt"
+    ):
         restore.find(run)
     assert restore.find(run, latest=True).name == "last.ckpt"
 
@@ -232,6 +235,21 @@ def test_a_run_and_what_follows_it(project, capsys):
     assert main(["test", "ckpt=on/checkpoints/last.ckpt", "precision=32", "-q", "hydra.run.dir=tested"]) == 0
     assert result("tested")["precision"] == "32-true"
     assert result("tested")["metrics"]["test_loss"] < loss
+
+
+def test_a_run_of_an_older_version_has_nothing_to_compile_and_may_be_compiled(run):
+    assert composed("test", f"ckpt={run}").callbacks == {}
+    assert composed("fit", f"ckpt={run}", "tuning=fast").callbacks.fast_settings.tf32 is True
+    assert composed("fit", f"ckpt={run}", "compile=reduce-overhead").callbacks.compile.mode == "reduce-overhead"
+
+
+def test_a_run_that_was_compiled_goes_on_with_it_or_without_it(run):
+    config = run / ".hydra" / "config.yaml"
+    compile_it = "callbacks: {compile: {_target_: trainer.callbacks.Compile, mode: max-autotune}}"
+    config.write_text(CONFIG.replace("callbacks: {}", compile_it), encoding="utf-8")
+    assert composed("fit", f"ckpt={run}").callbacks.compile.mode == "max-autotune"
+    assert composed("fit", f"ckpt={run}", "compile=none").callbacks.compile is None
+    assert composed("fit", f"ckpt={run}", "compile=default").callbacks.compile.mode == "default"
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,25 @@ def test_a_package_that_a_logger_lacks_is_named(capsys):
     assert "None" not in err
 
 
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_memory_that_runs_out_is_told_and_recorded(capsys, monkeypatch, command):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.nn.functional, "mse_loss", fail)
+    more = ["trainer.num_sanity_val_steps=0", "logger=none", "hydra.run.dir=run"]
+    assert main([command, *LINE, *more]) == 1
+    told = capsys.readouterr().err
+    assert told.count("Memory ran out") == told.count("Alive were: weights 8 bytes, ") == 1
+    assert "in the forward pass." in told
+    tries = "accumulate_grad_batches, which" in told, "python -m trainer tune batch_size" in told
+    assert tries == (command == "fit", command == "fit")
+    assert "Try a smaller data.batch_size" in told or command == "fit"
+    found = result(Path("run"))
+    assert found["status"] == "failed"
+    assert (found["out_of_memory"]["weights"], found["out_of_memory"]["gradients"]) == (8, 0)
+
+
 def test_debug_shows_the_traceback_of_the_run(capsys, monkeypatch):
     assert main(["fit", *LINE, "model.fail_at=2", "--debug"]) == 1
     err = capsys.readouterr().err
@@ -397,3 +416,21 @@ def test_a_run_whose_reader_has_gone_says_so(python):
     assert said in err
     assert said in Path("run/fit.log").read_text()
     assert result(Path("run"))["status"] == "interrupted"
+
+
+def test_a_run_is_compiled(project, capsys):
+    assert main(["fit", *LINE, "compile=default", "hydra.run.dir=one"]) != 0  # a single layer is not worth it
+    assert "There is nothing to compile in Line: it has no forward, and no part with more" in capsys.readouterr().err
+    module = Path("line_fit.py").read_text(encoding="utf-8").replace("self.net(x), y", "self(x), y")
+    forward = "    def forward(self, x):\n        return self.net(x)\n\n    def loss("
+    write(project, {"called.py": module.replace("    def loss(", forward)})
+    called = [*LINE, "model._target_=called.Line", "logger=none", "trainer.max_epochs=2"]
+    eager = ["callbacks.compile.backend=eager", "callbacks.compile.mode=null"]
+    for folder, settings in (("plain", []), ("compiled", ["compile=reduce-overhead", *eager])):
+        assert main(["fit", *called, *settings, f"hydra.run.dir={folder}"]) == 0
+    torch.compiler.reset()
+    plain, compiled = result(Path("plain")), result(Path("compiled"))
+    assert "compile" not in plain
+    assert compiled["compile"]["modules"] == ["forward"]
+    assert compiled["compile"]["compilations"] >= 1
+    assert compiled["metrics"] == plain["metrics"]

@@ -55,6 +55,7 @@ MISTAKES = {
     "exact_resume": {"x": "true or false."},
     "dataloader_timeout": {-1.0: "at least 0.", float("inf"): "at most 1000000000.", "1h": "a number."},
     "pad_evaluation": {"x": "true or false."},
+    "prefetch_batches": {-1: "at least 0.", 2: "at most 1."},
 }
 JUDGED_ELSEWHERE = {"precision", "logger", "callbacks", "plugins", "default_root_dir", "model_registry"}
 IN_PYTHON = {r"\bnull\b": "None", r"\btrue\b": "True", r"\bfalse\b": "False", r"'\{hours: 12\}'": "{'hours': 12}"}

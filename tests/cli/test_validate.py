@@ -206,6 +206,7 @@ def test_keys_of_ones_own_in_a_file(project, text):
         ],
         ["trainer.resume=null", "trainer.exact_resume=true"],
         ["trainer.strategy={_target_: lightning.pytorch.strategies.DDPStrategy}"],
+        ["trainer._target_=lightning.Trainer"],
     ],
 )
 def test_values_that_are_fine(project, settings):

@@ -118,6 +118,7 @@ def test_a_config_is_printed_as_for_lightnings_trainer(call: Any, capsys: pytest
         assert end.value.code == 0
         printed.append(yaml.safe_load(capsys.readouterr().out))
     ours = {"resume": None, "exact_resume": True, "dataloader_timeout": 1800.0, "pad_evaluation": False}
+    ours |= {"prefetch_batches": 1}
     assert {name: printed[1]["trainer"].pop(name) for name in ours} == ours
     assert printed[0] == printed[1]
 

@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecision
+from torch.distributed.fsdp import MixedPrecision
 
 from tests.parity import ours
+from tests.support import needs_fsdp2
 from trainer import FSDP2Strategy
 from trainer.callbacks import GradientCheck, HalveOnOutOfMemory
 from trainer.compat.fsdp import ParallelStrategy, ShardedEngine, _refuse_fused_sgd
 from trainer.engine.sharding.gradients import ShardedGradients
 from trainer.errors import ConfigurationError, UnsupportedError
 
-pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13")
+pytestmark = needs_fsdp2
 
 
 def test_fsdp_by_name_and_by_object() -> None:
@@ -93,3 +96,17 @@ def test_fused_sgd_is_refused() -> None:
     _refuse_fused_sgd(torch.optim.AdamW(parameters, fused=True))
     with pytest.raises(UnsupportedError, match="foreach=True"):
         _refuse_fused_sgd(torch.optim.SGD(parameters, lr=0.1, fused=True))
+
+
+def test_a_run_leaves_no_states_of_optimizers_on_the_gpu(cuda: Any) -> None:
+    """As with Lightning's strategies. Sharded tensors are not simulated there: these are plain ones."""
+    strategy = FSDP2Strategy(accelerator=CPUAccelerator(), cluster_environment=LightningEnvironment())
+    weight = nn.Parameter(torch.ones(2, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    strategy.optimizers = [optimizer]
+    assert optimizer.state[weight]["exp_avg"].device.type == "cuda"
+    strategy.teardown()
+    assert {value.device.type for value in optimizer.state[weight].values()} == {"cpu"}
+    assert optimizer.state[weight]["exp_avg"].tolist() == pytest.approx([0.1, 0.1])

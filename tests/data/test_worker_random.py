@@ -14,7 +14,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from trainer.data import worker_random
-from trainer.data.worker_random import Carrier, WorkerRandom
+from trainer.data.worker_random import WorkerRandom, WorkerStates
 from trainer.state import random_states
 
 OWN = random.Random(1)
@@ -39,26 +39,50 @@ def started(starts: dict[int, Any] | None = None) -> WorkerRandom:
     return worker
 
 
+def arrived(marked: Any) -> Any:
+    """What a worker has sent, in the main process."""
+    return pickle.loads(pickle.dumps(marked))
+
+
 @pytest.mark.parametrize("names", [[], ["python"], ["numpy"], ["torch"], ["own"], list(DRAWS)], ids=str)
-def test_it_sends_the_states_that_have_changed_and_another_goes_on_from_them(names: list[str]) -> None:
-    worker = started()
-    assert worker.collate("first").changes == {}
+def test_the_states_that_have_changed_arrive_and_another_worker_goes_on_from_them(names: list[str]) -> None:
+    worker, states = started(), WorkerStates({})
+    assert states.take(arrived(worker.collate("first"))) == "first"
+    assert states.state_dict() == {}
     for name in names:
         DRAWS[name]()
-    sent = pickle.loads(pickle.dumps(worker.collate("second")))
-    assert (sent.batch, sent.worker, list(sent.changes)) == ("second", 2, names)
-    assert worker.collate("third").changes == {}
+    assert states.take(arrived(worker.collate("second"))) == "second"
+    after = states.state_dict()
+    assert {number: list(changed) for number, changed in after.items()} == ({2: names} if names else {})
+    states.take(arrived(worker.collate("third")))
+    assert states.state_dict() == after
     following = [DRAWS[name]() for name in names]
+    worker.collate("fourth")  # is on its way
+    assert states.state_dict() == after
 
     file = io.BytesIO()
-    torch.save({2: sent.changes}, file)
+    torch.save(after, file)
     file.seek(0)
     starts = torch.load(file, weights_only=True)
-    assert starts == {2: sent.changes}
+    assert starts == after
     worker = started(starts)
     assert [DRAWS[name]() for name in names] == following
-    started({1: starts[2]})  # of another worker
+    started({1: starts.get(2, {})})  # of another worker
     assert [DRAWS[name]() for name in names] != following or not names
+
+
+def test_states_are_those_that_the_workers_went_on_from_until_they_draw() -> None:
+    random.seed(3)
+    python = random_states.capture()["python"]
+    starts = {2: {"python": python}, 5: {"python": python}}
+    worker, states = started(starts), WorkerStates(starts)
+    states.take(arrived(worker.collate(0)))
+    assert states.state_dict() == starts
+    np.random.rand()
+    states.take(arrived(worker.collate(0)))
+    numpy = random_states.capture()["numpy"]
+    assert states.state_dict() == {2: {"python": python, "numpy": numpy}, 5: {"python": python}}
+    assert starts[2] == {"python": python}
 
 
 def test_what_the_users_functions_draw_counts() -> None:
@@ -68,21 +92,24 @@ def test_what_the_users_functions_draw_counts() -> None:
     def collate(samples: Any) -> Any:
         return samples, random.random()
 
-    worker = WorkerRandom(init, collate, {})
+    worker, states = WorkerRandom(init, collate, {}), WorkerStates({})
     worker.start(7)
-    carrier = worker.collate("samples")
-    assert carrier.batch == ("samples", random.Random(7).random())
-    assert list(carrier.changes) == ["python"]
+    assert states.take(arrived(worker.collate("samples"))) == ("samples", random.Random(7).random())
+    assert {number: list(changed) for number, changed in states.state_dict().items()} == {7: ["python"]}
 
 
 def test_an_unrandom_batch_costs_next_to_nothing_on_its_way() -> None:
     assert len(pickle.dumps(started().collate(0))) < 100
 
 
-def test_a_carriers_batch_is_pinned() -> None:
+def test_a_batch_is_pinned_on_its_way() -> None:
     class Batch:
         def pin_memory(self) -> str:
             return "pinned"
 
-    pinned = pin_memory(Carrier([Batch(), "text"], 1, {"a": 2}))  # as the thread of a DataLoader does it
-    assert (pinned.batch, pinned.worker, pinned.changes) == (["pinned", "text"], 1, {"a": 2})
+    worker, states = started(), WorkerStates({})
+    np.random.rand()
+    _, *mark = worker.collate(0)
+    pinned = pin_memory(([Batch(), "text"], *mark))  # as the thread of a DataLoader does it
+    assert states.take(pinned) == ["pinned", "text"]
+    assert states.state_dict() == {2: {"numpy": random_states.capture()["numpy"]}}

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import CatMetric, MeanMetric
 
@@ -28,7 +30,10 @@ EPOCHS = 3
 
 @dataclass(frozen=True)
 class Run:
-    """One run: ``start`` is the name of another one, and after which update of it to go on."""
+    """One run: ``start`` is the name of another one, and after which update of it to go on.
+
+    Of ``sharing`` processes, all have the same batches: they divide layers (tensor parallelism).
+    """
 
     name: str
     processes: int
@@ -40,6 +45,7 @@ class Run:
     workers: int = 0
     strategy: str = "ddp"
     sharded: bool = False
+    sharing: int = 1
 
 
 VALIDATES: dict[str, Any] = {"val_check_interval": 2}
@@ -60,6 +66,10 @@ RUNS = [
     Run("two, sharded, then three, then three", 3, 4, ("two, sharded, then three", 11), VALIDATES),
     Run("two, sharded, then three, then one", 1, 12, ("two, sharded, then three", 12), VALIDATES),
     Run("one on two, three, one", 1, 6, ("one on two, then three", 7), {"accumulate_grad_batches": 2}),
+    Run("two that share", 2, 12, arguments=VALIDATES, sharing=2),
+    Run("two that share, sharded", 2, 12, ("two that share", 2), VALIDATES, sharded=True, sharing=2),
+    Run("two that share on three", 3, 4, ("two that share, sharded", 8), VALIDATES),
+    Run("two that share on one", 1, 6, ("two that share", 3), VALIDATES),
     Run("two on one", 1, 6, ("two", 3), VALIDATES),  # windows of 2, a validation after 4
     Run("two on one again", 1, 6, ("two on one", 8), VALIDATES),
 ]
@@ -95,6 +105,11 @@ class Net(LightningModule):
     def loss(self, batch: Any) -> Tensor:
         _, x, y = batch
         return nn.functional.mse_loss(self.net(x), y)
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and "tensor_parallel" in self.device_mesh.mesh_dim_names:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         numbers, loss = batch[0], self.loss(batch)
@@ -143,12 +158,18 @@ def checkpoint(folder: Path, name: str, update: Any) -> Path:
     return folder / name / f"{update}.ckpt"
 
 
+def strategy_of(run: Run) -> Any:
+    if run.sharing > 1:
+        return ModelParallelStrategy(run.processes // run.sharing, run.sharing)
+    return run.strategy if run.processes > 1 else "auto"
+
+
 def train(run: Run, folder: Path, **arguments: Any) -> dict[str, Any]:
     """Returns what this process saw."""
     seed_everything(7, verbose=False)
     module = Net()
     quiet: dict[str, Any] = {
-        "accelerator": "cpu", "devices": run.processes, "strategy": run.strategy if run.processes > 1 else "auto",
+        "accelerator": "cpu", "devices": run.processes, "strategy": strategy_of(run),
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0, "callbacks": [Saver(folder / run.name)],
         "plugins": [CheckpointFiles(sharded=run.sharded)],

@@ -96,6 +96,13 @@ class Several(Net):
         ]
 
 
+class Apart(Net):
+    """The parameter of a single element has an optimizer of its own: of its gradients, a process holds nothing."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([self.gain], lr=0.05), torch.optim.SGD(self.net.parameters(), lr=0.05)]
+
+
 class OwnStep(Net):
     """Steps by its own ``optimizer_step``."""
 
@@ -271,6 +278,7 @@ def fit(scenario: Scenario, strategy: Any) -> dict[str, Any]:
         "global_step": trainer.global_step, "skipped_steps": trainer.skipped_steps,
         "put_back": whole(module), "classes": [type(part).__name__ for part in module.modules()],
         "grads": [p.requires_grad for p in module.parameters()],
+        "hooks": [len(one._optimizer_step_post_hooks) for one in trainer.engine.optimizers],
     }  # fmt: skip
 
 
@@ -290,6 +298,8 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 def scenarios() -> dict[str, Scenario]:
     late = {(1, 0), (0, 1), (1, 4)}
     return {
+        # the first one joins the process group
+        "no timeout": Scenario(Net, {}, partial(FSDP2Strategy, timeout=None), ddp=partial(DDPStrategy, timeout=None)),
         "none late": Scenario(partial(LateNone, late)),
         "none late in windows": Scenario(partial(LateNone, late), WINDOW),
         "none in the middle": Scenario(partial(LateNone, late, part=True), WINDOW),
@@ -310,6 +320,9 @@ def scenarios() -> dict[str, Scenario]:
         "bf16-mixed": Scenario(Net, {"precision": "bf16-mixed", **WINDOW}, tolerance=1e-2),
         "bf16-true": Scenario(Net, {"precision": "bf16-true", "gradient_clip_val": 0.3}, tolerance=2e-2),
         "64-true": Scenario(Net, {"precision": "64-true", "gradient_clip_val": 0.3}, tolerance=1e-14),
+        "64-true, nothing of an optimizer's": Scenario(
+            Apart, {"precision": "64-true", "gradient_clip_val": 0.3}, tolerance=1e-14
+        ),
         "clipped by the largest": Scenario(Net, clipping(max_norm=0.1, norm_type=float("inf"))),
         "tensor parallelism": Scenario(
             Parallel,

@@ -22,11 +22,14 @@ BAD = (1, 2)
 
 
 class Module(worker.Regression):
-    """With a buffer, which DDP sends around when a forward begins; rank 1 has room for ``room`` samples."""
+    """With a buffer, which DDP sends around when a forward begins; rank 1 has room for ``room`` samples.
 
-    def __init__(self, room: int = 4, phase: str = "forward", bad: Any = None) -> None:
+    Each of these counts ``weight``, if that is not 0.
+    """
+
+    def __init__(self, room: int = 4, phase: str = "forward", bad: Any = None, weight: float = 0.0) -> None:
         super().__init__()
-        self.room, self.phase, self.bad = room, phase, bad
+        self.room, self.phase, self.bad, self.weight = room, phase, bad, weight
         self.net[1] = nn.Sequential(nn.Tanh(), Counted())
         self.sizes: list[int] = []
 
@@ -39,6 +42,8 @@ class Module(worker.Regression):
         if is_short:
             outputs.register_hook(_no_room)
         loss = nn.functional.mse_loss(outputs, batch[1])
+        if self.weight:
+            return {"loss": loss, "weight": self.weight * len(batch[0])}
         return loss * float("nan") if (self.global_rank, batch_idx) == self.bad else loss
 
 
@@ -80,12 +85,18 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers")
     found: dict[str, Any] = {}
-    for name, options in (("32-true", {}), ("window", {"accumulate_grad_batches": 2}), ("16-mixed", {})):
-        precision = {"precision": worker.precision_of("16-mixed")} if name == "16-mixed" else {}
-        found[name] = fit(Module(), **options, **precision)
-        for phase in ("forward", "backward"):
-            precision = {"precision": worker.precision_of("16-mixed")} if name == "16-mixed" else {}
-            found[f"{name} {phase}"] = fit(Module(1, phase), HalveOnOutOfMemory(), **options, **precision)
+    window = {"accumulate_grad_batches": 2}
+    for name, weight, options in (
+        ("32-true", 0.0, {}), ("window", 0.0, window), ("16-mixed", 0.0, {}), ("weighted", 4096.0, {}),
+        ("weighted window", 4096.0, window),
+    ):  # fmt: skip
+        half = name == "16-mixed" or weight > 0
+        for phase in ("", "forward", "backward"):
+            options = {**options, "precision": worker.precision_of("16-mixed")} if half else options
+            if phase:
+                found[f"{name} {phase}"] = fit(Module(1, phase, weight=weight), HalveOnOutOfMemory(), **options)
+            else:
+                found[name] = fit(Module(weight=weight), **options)
     found["skip"] = fit(Module(bad=BAD), NonFiniteGuard("skip"))
     rank = torch.distributed.get_rank()
     found["stop"] = stopped()

@@ -34,8 +34,6 @@ from tests.support import native_fp16
 from trainer import CheckpointFiles, FSDP2Strategy, Trainer
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
 
-ENGINES = ("single", "ddp", "fsdp")
-ENGINES_OF_FOUR = ("hsdp", "2d")
 """On four processes: two copies of two shards; and tensor parallelism in two groups, over which the rest is sharded."""
 
 OPTIMIZERS = {
@@ -451,6 +449,29 @@ def fit(
     }  # fmt: skip
     assert not any(isinstance(p, DTensor) for p in module.parameters()) or engine not in ("single", "ddp")
     return trace
+
+
+class Synchronised(LightningModule):
+    """A SyncBatchNorm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch)
+
+
+def classes_after_test(strategy: str) -> list[str]:
+    """Test such a module, with a Trainer that makes others synchronise in a fit. Returns its parts' classes."""
+    module = Synchronised()
+    with only_these_warnings():
+        trainer = Trainer(
+            accelerator="cpu", devices=distributed.get_world_size(), strategy=strategy, sync_batchnorm=True,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.test(module, DataLoader(torch.ones(8, 6), batch_size=2), verbose=False)
+    return [type(part).__name__ for part in module.net]
 
 
 def fit_and_resume(

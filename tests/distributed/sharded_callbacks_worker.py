@@ -47,6 +47,7 @@ from trainer import FSDP2Strategy, Trainer
 from trainer.callbacks import (
     ActivationCheckpointing,
     AlignmentAdvisor,
+    Compile,
     InferenceSpeed,
     NonFiniteGuard,
     OverflowReport,
@@ -317,12 +318,15 @@ def anomaly(kind: str) -> dict[str, Any]:
     return {}
 
 
-def compiled(kind: str) -> dict[str, Any]:
-    module = Net()
-    for block in (module.net[1], module.net[3]):
-        block.compile(backend="aot_eager")
-    found = fit(kind, module, max_epochs=1)
-    torch._dynamo.reset()
+def compiled(kind: str, modules: list[str] | None = None) -> dict[str, Any]:
+    callback = Compile(modules, backend="aot_eager")
+    found = fit(kind, Net(), callback, max_epochs=1)
+    torch.compiler.reset()
+    whole_or_sharded = ["net"] if kind == "ddp" else ["net.1", "net.2", "net.3"]  # layers alone are not worth it
+    assert callback.compiled == (["net.1", "net.3"] if modules else whole_or_sharded)
+    facts = callback.run_facts()["compile"]
+    assert (facts["recompilations"], facts["graph_breaks"]) == (0, 0)
+    assert facts["compilations"]
     return found
 
 
@@ -484,6 +488,7 @@ def others(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
         "checkpointed inside": lambda kind: fit(kind, Net(), ActivationCheckpointing("*.linear")),
         "nothing": lambda kind: fit(kind, Net()),
         "compiled": compiled,
+        "compiled blocks": lambda kind: compiled(kind, ["Block"]),
         "measured": lambda kind: measured(kind, folder),
         "inference": lambda kind: inference(kind, folder),
         "EMA": lambda kind: averaged(kind, ema),

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import checkpoints_worker as worker
 from tests.distributed.test_ddp import load, run
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 from trainer.checkpoint import files
 from trainer.checkpoint.manifest import OUR_KEY
@@ -20,7 +20,7 @@ from trainer.cli import main
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13"),
+    needs_fsdp2,
 ]
 
 

@@ -61,11 +61,11 @@ def ranks(python: WarmPython, folder: Path) -> Iterator[Ranks]:
         yield found | {name: [one] for name, one in worker.train_all(folder, 1, second=True).items()}
 
 
-def origin(run: worker.Run) -> str:
+def origin(run: worker.Run) -> worker.Run:
     """The run that has begun what ``run`` goes on with."""
     while run.start is not None:
         run = next(one for one in worker.RUNS if one.name == run.start[0])
-    return run.name
+    return run
 
 
 def updates(ranks: list[dict[str, Any]]) -> dict[int, Counter[int]]:
@@ -81,14 +81,14 @@ def updates(ranks: list[dict[str, Any]]) -> dict[int, Counter[int]]:
 @pytest.mark.parametrize("run", GOES_ON, ids=lambda run: run.name)
 def test_each_update_gets_the_samples_that_it_would_have_got(ranks: Ranks, run: worker.Run) -> None:
     assert run.start is not None
-    whole, found = updates(ranks[origin(run)]), updates(ranks[run.name])
+    whole, found = (updates(ranks[one.name][:: one.sharing]) for one in (origin(run), run))
     assert found == {update: samples for update, samples in whole.items() if update >= run.start[1]}
     assert len(whole) == (12 if run.drop_last else 15)
 
 
 @pytest.mark.parametrize("run", GOES_ON, ids=lambda run: run.name)
 def test_it_ends_as_the_run_that_was_left_alone(ranks: Ranks, run: worker.Run) -> None:
-    (whole, *_), found = ranks[origin(run)], ranks[run.name]
+    (whole, *_), found = ranks[origin(run).name], ranks[run.name]
     for rank in found:
         for name, value in whole["weights"].items():
             torch.testing.assert_close(rank["weights"][name], value, rtol=0, atol=1e-5)
@@ -102,7 +102,7 @@ def test_it_ends_as_the_run_that_was_left_alone(ranks: Ranks, run: worker.Run) -
 
 @pytest.mark.parametrize("run", GOES_ON, ids=lambda run: run.name)
 def test_what_is_logged_of_the_running_epoch_is_over_all_that_all_have_trained(ranks: Ranks, run: worker.Run) -> None:
-    (whole, *_), (found, *_) = ranks[origin(run)], ranks[run.name]
+    (whole, *_), (found, *_) = ranks[origin(run).name], ranks[run.name]
     for epoch, values in found["epochs"].items():
         assert values.keys() == whole["epochs"][epoch].keys()
         assert values == pytest.approx(whole["epochs"][epoch], abs=1e-5)
@@ -112,7 +112,7 @@ def test_what_is_logged_of_the_running_epoch_is_over_all_that_all_have_trained(r
 
 @pytest.mark.parametrize("run", [run for run in GOES_ON if "val_check_interval" in run.arguments], ids=lambda r: r.name)
 def test_validations_follow_the_same_updates(ranks: Ranks, run: worker.Run) -> None:
-    (whole, *_), (found, *_) = ranks[origin(run)], ranks[run.name]
+    (whole, *_), (found, *_) = ranks[origin(run).name], ranks[run.name]
     assert run.start is not None
     assert found["validated"] == [step for step in whole["validated"] if step >= run.start[1]]
     assert whole["validated"] == [2, 4, 7, 9, 12, 14]
@@ -123,5 +123,14 @@ def test_accumulation_is_translated_for_the_run_alone(ranks: Ranks, run: worker.
     for rank in ranks[run.name]:
         batches = Counter(update for update, *_ in rank["seen"])
         full = 11 if run.drop_last else 13  # the last update of 12 samples
-        assert batches[full] == 12 // (run.processes * run.batch_size)
+        assert batches[full] == 12 // (run.processes // run.sharing * run.batch_size)
         assert rank["accumulate"] == run.arguments.get("accumulate_grad_batches", 1)  # as it was given
+
+
+def test_processes_that_share_their_samples_count_them_once(ranks: Ranks) -> None:
+    shared, whole = ranks["two that share"], ranks["two"][0]
+    assert updates(shared[:1]) == updates(shared[1:])
+    for rank in shared:
+        for epoch, values in whole["epochs"].items():
+            assert rank["epochs"][epoch].keys() == values.keys()
+            assert rank["epochs"][epoch] == pytest.approx(values, abs=1e-5)

@@ -19,11 +19,14 @@ import torch
 
 from tests.distributed import by_hand, setups
 from tests.distributed.ranks import Ranks
-from tests.distributed.setups import ENGINES, ENGINES_OF_FOUR, Setup, Trace, draw
+from tests.distributed.setups import Setup, Trace, draw
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
 pytestmark = pytest.mark.slow
+FSDP = pytest.param("fsdp", marks=needs_fsdp2)
+ENGINES = ("single", "ddp", FSDP)
 
 first, _, last = os.environ.get("RANDOM_SETUPS", "6").rpartition(":")
 SEEDS = range(int(first or 0), int(last))
@@ -111,6 +114,15 @@ def test_weights_of_thousands_do_not_overflow_in_the_first_window(ranks: Ranks, 
         assert_same(mine, other, TOLERANCES["16-mixed"])
 
 
+@needs_fsdp2
+@pytest.mark.parametrize("late", [False, True])
+def test_a_first_batch_without_a_loss_after_a_sanity_check_is_not_waited_for(ranks: Ranks, late: bool) -> None:
+    """All that this process has seen of the module under FSDP2 are forwards that no backward pass follows."""
+    setup = Setup(val_every=3, none=frozenset({(1, 0, 0)}), late=late)
+    for mine, other in zip(*traces(ranks, setup, "fsdp"), strict=True):
+        assert_same(mine, other, TOLERANCES["32-true"])
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(
@@ -140,6 +152,7 @@ def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(
             close(trace.state, whole.state, 0.0, name)
 
 
+@needs_fsdp2
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize("seed", SEEDS)
@@ -155,6 +168,12 @@ def test_a_fit_goes_on_under_the_other_engine(
         assert trace.counts == whole.counts
         close(trace.weights[-1], whole.weights[-1], TOLERANCES[setup.precision], "weights")
         close(trace.state, whole.state, TOLERANCES[setup.precision], "optimizer")
+
+
+@pytest.mark.parametrize("engine", ["ddp", FSDP])
+def test_a_test_leaves_a_synchronised_batch_norm_what_it_is(ranks: Ranks, engine: str) -> None:
+    for classes in ranks.call("tests.distributed.setups:classes_after_test", engine):
+        assert classes == ["Linear", "SyncBatchNorm"]
 
 
 SHARES = {"hsdp": 4, "2d": 2}
@@ -173,7 +192,8 @@ SHARES = {"hsdp": 4, "2d": 2}
     ],
     ids=["32-true", "overflow", "weighted"],
 )
-@pytest.mark.parametrize("engine", ENGINES_OF_FOUR)
+@needs_fsdp2
+@pytest.mark.parametrize("engine", ["hsdp", "2d"])
 def test_a_fit_on_four_processes_is_the_one_by_hand(four: Ranks, setup: Setup, tolerance: float, engine: str) -> None:
     """The infinite gradient is that of one parameter, in the batch of one process; clipping tells one plain norm."""
     ours = four.call("tests.distributed.setups:fit", setup, engine, SHARES[engine])
@@ -185,7 +205,8 @@ def test_a_fit_on_four_processes_is_the_one_by_hand(four: Ranks, setup: Setup, t
         assert_same(mine, ours[0], 0.0)  # what a process says is that of all
 
 
-@pytest.mark.parametrize("engine", ENGINES_OF_FOUR)
+@needs_fsdp2
+@pytest.mark.parametrize("engine", ["hsdp", "2d"])
 def test_a_sharded_checkpoint_of_four_processes_goes_on_to_the_bit(four: Ranks, tmp_path: Path, engine: str) -> None:
     setup = Setup("16-mixed", "adamw", windows=(2, 2), clip="norm", schedule="step", overflow=(1, 1, 0))
     arguments = setup, engine, str(tmp_path), [2, 3], [], SHARES[engine], True  # inside a window, and after one

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import fsdp_worker as worker
 from tests.distributed.test_ddp import load, run
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13"),
+    needs_fsdp2,
 ]
 
 
@@ -34,7 +34,7 @@ def test_fsdp_does_what_ddp_does(ranks: list[dict[str, Any]], name: str) -> None
             assert torch.isfinite(value).all()
             torch.testing.assert_close(sharded["weights"][key], value, rtol=0, atol=scenario.tolerance)
             assert torch.equal(sharded["put_back"][key], sharded["weights"][key])
-        for key in ("outcomes", "global_step", "skipped_steps", "classes", "grads"):
+        for key in ("outcomes", "global_step", "skipped_steps", "classes", "grads", "hooks"):
             assert sharded[key] == ddp[key], key
         assert sharded["norms"] == pytest.approx(ddp["norms"], rel=max(scenario.tolerance, 1e-6))
     weights = [rank[name]["sharded"]["weights"] for rank in ranks]

@@ -21,7 +21,10 @@ def ranks(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize(("name", "tolerance"), [("32-true", 1e-6), ("window", 1e-6), ("16-mixed", 2e-3)])
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [("32-true", 1e-6), ("window", 1e-6), ("16-mixed", 2e-3), ("weighted", 2e-3), ("weighted window", 2e-3)],
+)
 def test_one_rank_splits_and_both_learn_the_same(
     ranks: list[dict[str, Any]], name: str, tolerance: float, phase: str
 ) -> None:
@@ -31,7 +34,8 @@ def test_one_rank_splits_and_both_learn_the_same(
     for key, value in one["weights"].items():
         assert torch.equal(value, other["weights"][key])
         torch.testing.assert_close(value, ranks[0][name]["weights"][key], rtol=0, atol=tolerance)
-    assert one["global_step"] == ranks[0][name]["global_step"]
+    for key in ("global_step", "outcomes"):
+        assert one[key] == other[key] == ranks[0][name][key]
 
 
 def test_both_skip_the_same_step(ranks: list[dict[str, Any]]) -> None:

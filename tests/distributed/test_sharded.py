@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import sharded_worker as worker
 from tests.distributed.test_ddp import load, run
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13"),
+    needs_fsdp2,
 ]
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from tests.distributed import sharded_callbacks_worker as worker
 from tests.distributed.test_ddp import run
 from tests.distributed.worker import BATCH, Shard, samples
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 from trainer import Trainer
 from trainer.callbacks import GradientCheck, HalveOnOutOfMemory
@@ -25,7 +25,7 @@ from trainer.errors import UnsupportedError
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13"),
+    needs_fsdp2,
 ]
 
 DIAGNOSED = tuple(worker.diagnosis(Path()))
@@ -156,14 +156,15 @@ def test_anomalies_name_the_operation(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["anomaly"]["fsdp"]["error"] == "Function 'SqrtBackward0'" for rank in ranks)
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINTED, "compiled"])
+@pytest.mark.parametrize("name", [*CHECKPOINTED, "compiled", "compiled blocks"])
 def test_recomputed_and_compiled_blocks_learn_the_same(ranks: list[dict[str, Any]], name: str) -> None:
-    plain = "nothing" if name != "compiled" else "alignment"  # of one epoch
+    compiled = name.startswith("compiled")
+    plain = "alignment" if compiled else "nothing"  # of one epoch
     for rank in ranks:
         one, other = rank[name]["fsdp"], rank[plain]["fsdp"]
         for key in ("weights", "buffers"):
             for part, value in one[key].items():
-                torch.testing.assert_close(value, other[key][part], rtol=0, atol=1e-6 if name == "compiled" else 0)
+                torch.testing.assert_close(value, other[key][part], rtol=0, atol=1e-6 if compiled else 0)
 
 
 def test_rates_are_measured_over_all(ranks: list[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ class Processes:
 
     def __init__(self, *others, lack_unit=False):
         self.lack_unit = lack_unit
-        self.replicas = 1 + len(others)
+        self.data_parallel_size = 1 + len(others)
         self.device = torch.device("cpu")
         self.gradients = Gradients(LossScaler("cpu", enabled=False))
         self.others = others
@@ -118,7 +118,7 @@ def accumulate(batches, *, size, known=True, weigh=float, engine=None, stop=None
     engine = engine or Processes()
     optimizer = torch.optim.SGD([p], lr=1.0)
     window, shares = AccumulationWindow(size), []
-    window.start_run(engine.replicas)
+    window.start_run(engine.data_parallel_size)
     for i, x in enumerate(batches):
         window.advance(len(batches) - i if known else math.inf, i + 1 == len(batches) and stop is None)
         weight = None if x is None else weigh(len(x))

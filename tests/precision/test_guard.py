@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.precision.guard import StepGuard
+from tests.support import OnMPS
+from trainer.precision.guard import StepGuard, _any_not_finite
 
 INF, NAN = float("inf"), float("nan")
 
@@ -41,6 +42,12 @@ def test_every_dtype(dtype: torch.dtype, bad: float) -> None:
     largest = torch.finfo(dtype).max
     assert steps(torch.tensor([1.0, 0.0, largest], dtype=dtype))
     assert not steps(torch.tensor([1.0, bad, 0.0], dtype=dtype))
+
+
+@pytest.mark.parametrize("bad", [1.0, INF, NAN])
+def test_on_mps_nothing_is_computed_in_double_precision(bad: float) -> None:
+    gradients = [torch.tensor([1.0, bad], dtype=dtype).as_subclass(OnMPS) for dtype in (torch.float16, torch.float32)]
+    assert float(_any_not_finite(gradients)) == (bad != 1.0)
 
 
 def test_dtypes_beside_each_other() -> None:

@@ -20,7 +20,7 @@ from recipes.gpt import GPT, Block, rotate
 from recipes.language_model import LanguageModel, TextSamples, TextWriter, printable
 from recipes.schedules import warmup_cosine
 from tests.support import make_trainer
-from trainer.callbacks import ActivationCheckpointing
+from trainer.callbacks import ActivationCheckpointing, Compile
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.5)
@@ -314,11 +314,17 @@ def test_perplexity_is_torchmetrics(tmp_path):
     assert set(metrics) == {"val_loss", "val_perplexity"}  # whose tokens are no bytes knows nothing of characters
 
 
-def test_blocks_may_be_compiled():
-    assert all(block._compiled_call_impl is None for block in model().net.blocks)
-    compiled = model(compile=True)
-    assert all(block._compiled_call_impl is not None for block in compiled.net.blocks)
-    assert compiled.state_dict().keys() == model().state_dict().keys()
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at the inputs
+def test_blocks_share_their_compilations(tmp_path):
+    numbers = []
+    for layers in (2, 4):
+        torch.compiler.reset()
+        module, compile_blocks = model(layers=layers), Compile(["Block"], backend="eager")
+        make_trainer(tmp_path, callbacks=[compile_blocks]).fit(module, *[DataLoader(sequences(), batch_size=3)] * 2)
+        assert compile_blocks.compiled == [f"net.blocks.{i}" for i in range(layers)]
+        numbers.append(len(compile_blocks.compilations))
+    torch.compiler.reset()
+    assert numbers[0] == numbers[1] > 0
 
 
 def test_texts_of_each_validation(tmp_path):

@@ -39,3 +39,41 @@ def test_on_a_gpu(cuda, monkeypatch, capsys):
     assert len(re.findall(r"\| 16-mixed \| [a-zA-Z. ]+ \| \d+ \| [+-]\d+ \|", table)) == 2 * 3
     assert "10 steps, events on a Simulated H100; torch" in table
     assert "_amp_update_scale_" in seen.kernels
+
+
+def test_with_workers(tmp_path, python):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark_overhead workers: start -->\n<!-- benchmark_overhead workers: end -->\n")
+    words = ["--mode", "workers", "--steps", "10", "--warmup", "5", "--repeats", "1", "--precision", "32-true"]
+    command = [str(ROOT / "scripts" / "benchmark_overhead"), *words, "--only", "ours", "--clock", "all"]
+    done = python.run(*command, "--markdown", str(page), env={**os.environ, "AMP_BENCH": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = page.read_text()
+    assert "| precision | workers | augmentation | hand-written (us) | ours (us) |\n|---|---|---|---|---|\n" in text
+    rows = re.findall(r"\| 32-true \| (\d) \| (none|random) \| \d+ \| [+-]\d+ \|\n", text)
+    assert rows == [(str(workers), which) for which in ("none", "random") for workers in (0, 1, 2)]
+    assert "10 steps, processor time of all processes; torch" in text
+
+
+def test_batches_from_the_host_to_a_gpu(cuda, monkeypatch, capsys):
+    words = ["--device", "cuda", "--steps", "4", "--warmup", "2", "--repeats", "1", "--precision", "bf16-mixed"]
+    modes = ["from the host", "from the host, not prefetched"]
+    words += ["--mode", *modes, "--host-rows", "64", "--only", "ours"]
+    monkeypatch.setattr(sys, "argv", ["benchmark_overhead", *words])
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    monkeypatch.setenv("AMP_BENCH", "1")  # stay in this process
+    monkeypatch.setattr(logging, "disable", lambda level: None)  # for other tests
+    with cuda.watch() as seen:
+        runpy.run_path(str(ROOT / "scripts" / "benchmark_overhead"), run_name="__main__")
+    table = capsys.readouterr().out
+    for mode in modes:
+        assert len(re.findall(rf"\| bf16-mixed \| {mode} \| \d+ \| [+-]\d+ \|", table)) == 2
+    large = [copy.stream > 0 for copy in seen.copies if copy.nbytes == 64 * 1024 * 4]
+    assert large == [*[True] * 2 * 7, *[False] * 2 * 7]  # by hand and with us
+
+
+def test_there_is_no_host_to_come_from_on_a_cpu(python):
+    command = [str(ROOT / "scripts" / "benchmark_overhead"), "--mode", "from the host"]
+    done = python.run(*command, env={**os.environ, "AMP_BENCH": "1"})
+    assert done.returncode == 2
+    assert "give --device cuda with that mode" in done.stderr

@@ -361,3 +361,8 @@ def test_options_of_a_compiler_are_the_users_to_allow(project):
         UsageError, match=r"model\.options is .* can name a compiler.*allowed_packages=\[torch\.compile\]"
     ):
         build(node, "model")
+    compile_it = {"_target_": "trainer.callbacks.Compile", "options": {"max_autotune": False}}
+    assert build(compile_it, "callbacks.compile", Allowlist(["trainer.callbacks.Compile"])).settings["options"]
+    for target in ("trainer.callbacks.Compile", "trainer.callbacks.compile.Compile"):
+        with pytest.raises(UsageError, match=r"callbacks\.compile\.options is .* can name a compiler"):
+            build(compile_it | {"_target_": target}, "callbacks.compile")

@@ -11,8 +11,13 @@ device are on a list of their own.
 What is taken for a wait: reading a value (``item``, ``nonzero``, indexing by a mask, ...), a blocking copy between host
 and device, a non-blocking one into memory that is not pinned, and to synchronize with a device, stream or event.
 
-What it cannot tell: time, memory, streams that overlap, random numbers of CUDA, and whatever asks for a tensor's
-address (custom kernels, compilation, CUDA graphs).
+Streams have the order that CUDA would give them: an operation comes after those of its own stream, and after those of
+others that its stream has waited for. It raises to read what another stream may not have written yet, to write what
+another may still read, and to allocate memory that another may still use for what was there before: what is free is
+taken to be given to whoever allocates next on its stream, whatever the size.
+
+What it cannot tell: time, memory, random numbers of CUDA, and whatever asks for a tensor's address (custom kernels,
+compilation, CUDA graphs).
 
 A process that has called :func:`prepare` is a simulation to its end: see ``child.py``. Facts about torch that this is
 built on were found by running torch 2.15; :func:`probe` says whether they hold.
@@ -25,8 +30,8 @@ import linecache
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -38,6 +43,7 @@ import torch.nn.utils.clip_grad as clip_grad
 import torch.optim.optimizer as optimizers
 import torch.utils._foreach_utils as foreach_utils
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -77,6 +83,22 @@ class Wait(NamedTuple):
     where: str
 
 
+class Copy(NamedTuple):
+    """Something is copied from the host.
+
+    Attributes:
+        nbytes: of it.
+        stream: the number of the stream that copies; 0 is the default stream.
+        after: kernels of the default stream since somebody watches that come before it.
+        alive: bytes that cannot be given to others, once it has been allocated, of all that this stream has allocated.
+    """
+
+    nbytes: int
+    stream: int
+    after: int
+    alive: int
+
+
 class Seen:
     """What was seen while somebody watched.
 
@@ -85,6 +107,7 @@ class Seen:
         kernels: the names of the operators.
         to_host: the sizes in bytes of what was copied from the device.
         to_device: the sizes in bytes of what was copied from the host.
+        copies: these, with when they can begin.
     """
 
     def __init__(self) -> None:
@@ -92,6 +115,59 @@ class Seen:
         self.kernels: list[str] = []
         self.to_host: list[int] = []
         self.to_device: list[int] = []
+        self.copies: list[Copy] = []
+        self.numbers: list[int] = []  # of the kernels of the default stream
+
+
+Order = dict[int, int]
+"""By the number of a stream: how many of its operations come before."""
+
+
+def _join(order: Order, other: Order) -> None:
+    for stream, number in other.items():
+        order[stream] = max(order.get(stream, 0), number)
+
+
+def _comes_after(order: Order, other: Order) -> bool:
+    return all(order.get(stream, 0) >= number for stream, number in other.items())
+
+
+class Block:
+    """The memory of a tensor on the device.
+
+    Attributes:
+        stream: that has allocated it.
+        written: the last operation that has written to it.
+        used: the last operation of each stream that has used it.
+        recorded: the streams that it waits for before it is given to others.
+    """
+
+    __slots__ = ("_storage", "nbytes", "recorded", "stream", "used", "written")
+
+    def __init__(self, stream: int, number: int) -> None:
+        self.stream = stream
+        self.written: Order = {stream: number}
+        self.used: Order = {stream: number}
+        self.recorded: set[int] = set()
+        self.nbytes = 0
+        self._storage: StorageWeakRef | None = None
+
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """Find out from now on whether it is free."""
+        self.nbytes, self._storage = storage.nbytes(), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_watched(self) -> bool:
+        return self._storage is not None
+
+    def is_taken(self, done: Order) -> bool:
+        """Whether it cannot be given to others, as far as the host knows.
+
+        Args:
+            done: what the host knows to be done.
+        """
+        recorded = {stream: number for stream, number in self.used.items() if stream in self.recorded}
+        return not self._storage.expired() or not _comes_after(done, recorded)  # type: ignore[union-attr]
 
 
 class Device:
@@ -100,15 +176,89 @@ class Device:
     Attributes:
         seen: where what happens is noted; None where nobody watches.
         sync_debug_mode: as ``torch.cuda.set_sync_debug_mode`` has set it.
-        issued: pieces of long work that the device was given (``torch.cuda._sleep``).
-        done: how many of them the host knows to be done, because it has waited.
+        stream: the current one.
+        streams: how many there are.
+        orders: of each stream, what comes before its next operation.
+        long: of each stream, the numbers of its operations that take long (``torch.cuda._sleep``); others take no time.
+        done: what the host knows to be done, because it has waited.
+        blocks: memory by the address of its storage; at some there may be another one by now.
+        watched: those that several streams use, or another than the default stream.
     """
 
     def __init__(self) -> None:
         self.seen: Seen | None = None
         self.sync_debug_mode = "default"
-        self.issued = self.done = 0
+        self.streams = 0
+        self.orders: dict[int, Order] = {}
+        self.long: dict[int, list[int]] = {}
+        self.done: Order = {}
+        self.blocks: dict[int, Block] = {}
+        self.watched: list[Block] = []
+        self.stream = Stream()
+        self.default_stream = self.stream
         self.pinned: dict[int, torch.UntypedStorage] = {}
+
+    def issue(
+        self, name: str, reads: Iterable[Simulated] = (), writes: Iterable[Simulated] = (), *, long: bool = False
+    ) -> int:
+        """Give the current stream an operation. Returns its number.
+
+        Args:
+            name: of it.
+            reads: what it reads.
+            writes: what it writes to, that was there before.
+            long: whether it takes long.
+        """
+        stream = self.stream.number
+        order = self.orders[stream]
+        number = order[stream] = order.get(stream, 0) + 1
+        for tensor in reads:
+            block = self.block_of(tensor)
+            if not _comes_after(order, block.written):
+                raise RuntimeError(f"{name} on stream {stream} reads what is not written yet, of {block.written}")
+            block.used[stream] = number
+        for tensor in writes:
+            block = self.block_of(tensor)
+            if not _comes_after(order, block.used):
+                raise RuntimeError(f"{name} on stream {stream} writes to what is still used, by {block.used}")
+            block.used[stream], block.written = number, {stream: number}
+        if long:
+            self.long.setdefault(stream, []).append(number)
+        return number
+
+    def block_of(self, tensor: Simulated) -> Block:
+        storage, stream = tensor.held.untyped_storage(), self.stream.number
+        block = self.blocks.get(storage._cdata)
+        if block is None:
+            block = self.blocks[storage._cdata] = Block(stream, 0)
+        if block.stream != stream and not block.is_watched:
+            block.watch(storage)
+            self.watched.append(block)
+        return block
+
+    def allocate(self, tensor: Simulated, number: int) -> None:
+        """Note that operation ``number`` of the current stream has made a tensor, in memory that it allocated."""
+        stream = self.stream.number
+        order = self.orders[stream]
+        for block in [block for block in self.watched if block.stream == stream and not block.is_taken(self.done)]:
+            uses = {other: last for other, last in block.used.items() if other not in block.recorded}
+            if not _comes_after(order, uses):
+                raise RuntimeError(f"stream {stream} allocates memory that is free and may still be used, by {uses}")
+            self.watched.remove(block)
+        storage = tensor.held.untyped_storage()
+        block = self.blocks[storage._cdata] = Block(stream, number)
+        if stream:
+            block.watch(storage)
+            self.watched.append(block)
+
+    def is_done(self, order: Order) -> bool:
+        """Whether the host knows that what takes long before ``order`` is done."""
+        return all(
+            number <= self.done.get(stream, 0)
+            for stream, numbers in self.long.items()
+            for number in numbers
+            if number <= order.get(stream, 0)
+        )
 
     @contextmanager
     def watch(self) -> Iterator[Seen]:
@@ -119,14 +269,15 @@ class Device:
         finally:
             self.seen = outer
 
-    def wait(self, what: str, *, debugged: bool = True) -> None:
-        """Note that the host waits for all that the device was given.
+    def wait(self, what: str, *, order: Order | None = None, debugged: bool = True) -> None:
+        """Note that the host waits.
 
         Args:
             what: for.
+            order: for what comes before this; None for all that the current stream was given.
             debugged: whether torch's synchronization debug mode knows of it.
         """
-        self.done = self.issued
+        _join(self.done, self.orders[self.stream.number] if order is None else order)
         if self.seen is not None:
             self.seen.waits.append(Wait(what, _who_asks(sys._getframe(1))))
         if debugged and self.sync_debug_mode == "error":
@@ -139,9 +290,6 @@ class Device:
         storage = tensor.untyped_storage()
         self.pinned[storage._cdata] = storage
         return tensor
-
-
-DEVICE = Device()
 
 
 class Simulated(Tensor):
@@ -166,6 +314,12 @@ class Simulated(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()  # which views share
+
+    def record_stream(self, stream: Any) -> None:
+        DEVICE.block_of(self).recorded.add(stream.number)
+
     def __repr__(self, **options: Any) -> str:
         DEVICE.wait("repr")
         return f"{self.held!r} on cuda:0"
@@ -187,6 +341,11 @@ class _Everywhere(TorchDispatchMode):
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operator: on the CPU, noted as on the device."""
+    if torch.is_inference_mode_enabled():  # there is no autograd that would have taken it apart
+        with _Everywhere():
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
     device = kwargs.get("device")
     is_for = None if device is None else torch.device(device).type
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -200,25 +359,58 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": "cpu"}
     if name in ("_to_copy", "copy_"):
         return _copy(func, name, args, kwargs, is_for)
-    if name == "record_stream":
-        return None
     if device is None and name not in _INDEXING:
         _check_devices(name, tensors)
     if name in _READS and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
         DEVICE.wait(name.removeprefix("_"))
     elif name in _INDEXING:
         _note_indexing(args[1])
-    if DEVICE.seen is not None and name != "_local_scalar_dense" and name not in _NO_KERNEL and not func.is_view:
-        DEVICE.seen.kernels.append(name)
-    return _computed(func, args, kwargs, simulated)
+    if func.is_view or name in _NO_KERNEL:
+        return _computed(func, args, kwargs, simulated)
+    number = _issue(func, name, args, kwargs, simulated)
+    if DEVICE.seen is not None and name != "_local_scalar_dense":
+        _note_kernel(name, number)
+    return _computed(func, args, kwargs, simulated, number)
 
 
-def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: list[Simulated]) -> Any:
-    """The result, on the device; what was written to is what was given."""
+def _issue(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: list[Simulated]) -> int:
+    """Give the current stream an operator. What it writes to is what its schema says."""
+    writes: dict[int, Simulated] = {}
+    if func._schema.is_mutable:
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                writes |= {id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Simulated)}
+    return DEVICE.issue(name, [one for one in simulated if id(one) not in writes], list(writes.values()))
+
+
+def _note_kernel(name: str, number: int) -> None:
+    assert DEVICE.seen is not None
+    DEVICE.seen.kernels.append(name)
+    if DEVICE.stream is DEVICE.default_stream:
+        DEVICE.seen.numbers.append(number)
+
+
+def _computed(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: list[Simulated], number: int = 0
+) -> Any:
+    """The result, on the device; what was written to is what was given.
+
+    Args:
+        func, args, kwargs: the operator.
+        simulated: the tensors among its arguments.
+        number: of the operation; 0 for none.
+    """
     given = {id(tensor.held): tensor for tensor in simulated}
+    before = {tensor.held.untyped_storage()._cdata for tensor in simulated}
 
     def on_device(tensor: Tensor) -> Simulated:
-        return given[id(tensor)] if id(tensor) in given else Simulated(tensor)
+        if id(tensor) in given:
+            return given[id(tensor)]
+        made = Simulated(tensor)
+        if tensor.untyped_storage()._cdata not in before:
+            DEVICE.allocate(made, number)
+        return made
 
     real_args, real_kwargs = tree_map_only(Simulated, lambda tensor: tensor.held, (args, kwargs))
     result = func(*real_args, **real_kwargs)
@@ -236,23 +428,37 @@ def _copy(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], i
         to_device = is_for == "cuda" or (is_for is None and isinstance(source, Simulated))
         lands_pinned = True  # torch allocates it so, where it shall not wait
     from_device = isinstance(source, Simulated)
+    if not from_device and not to_device:
+        return func(*args, **kwargs)
+    writes = [target] if name == "copy_" and to_device else []
+    number = DEVICE.issue(name, [source] if from_device else [], writes)
     if from_device and not to_device:
         if DEVICE.seen is not None:
             DEVICE.seen.to_host.append(source.nbytes)
         if not (non_blocking and lands_pinned):
             DEVICE.wait("a copy to the host", debugged=not non_blocking)
     elif to_device and not from_device:
-        if DEVICE.seen is not None:
-            DEVICE.seen.to_device.append(source.nbytes)
         if not non_blocking:
             DEVICE.wait("a copy from the host")
     elif DEVICE.seen is not None:
-        DEVICE.seen.kernels.append(name)
+        _note_kernel(name, number)
     real_args, real_kwargs = tree_map_only(Simulated, lambda tensor: tensor.held, (args, kwargs))
     result = func(*real_args, **real_kwargs)
-    if name == "copy_":
-        return args[0]
-    return Simulated(result) if to_device else result
+    if name != "copy_" and to_device:
+        result = Simulated(result)
+        DEVICE.allocate(result, number)
+    if to_device and not from_device and DEVICE.seen is not None:
+        _note_copy(source.nbytes)
+    return args[0] if name == "copy_" else result
+
+
+def _note_copy(nbytes: int) -> None:
+    seen, stream = DEVICE.seen, DEVICE.stream.number
+    assert seen is not None
+    known = DEVICE.orders[stream].get(0, 0)
+    alive = sum(b.nbytes for b in DEVICE.watched if b.stream == stream and b.is_taken(DEVICE.done))
+    seen.to_device.append(nbytes)
+    seen.copies.append(Copy(nbytes, stream, sum(number <= known for number in seen.numbers), alive))
 
 
 def _check_devices(name: str, tensors: list[Tensor]) -> None:
@@ -288,52 +494,73 @@ class Event:
     """As ``torch.cuda.Event``."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.mark = 0
+        self.order: Order = {}
         self.time = 0.0
 
     def record(self, stream: Any = None) -> None:
-        self.mark, self.time = DEVICE.issued, time.perf_counter()
+        self.order, self.time = dict(DEVICE.orders[(stream or DEVICE.stream).number]), time.perf_counter()
 
     def synchronize(self) -> None:
-        done = DEVICE.done
-        DEVICE.wait("an event", debugged=False)
-        DEVICE.done = max(done, self.mark)  # and not for what came behind it
+        DEVICE.wait("an event", order=self.order, debugged=False)
 
     def query(self) -> bool:
-        return DEVICE.done >= self.mark
+        return DEVICE.is_done(self.order)
 
     def wait(self, stream: Any = None) -> None:
-        pass
+        (stream or DEVICE.stream).wait_event(self)
 
     def elapsed_time(self, end: Event) -> float:
         return (end.time - self.time) * 1e3
 
 
 class Stream:
-    """As ``torch.cuda.Stream``."""
+    """As ``torch.cuda.Stream``. Each one is another."""
 
-    cuda_stream = 0
     device = CUDA
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        pass
+        self.number = self.cuda_stream = DEVICE.streams
+        DEVICE.streams += 1
+        DEVICE.orders[self.number] = {}
 
     def synchronize(self) -> None:
-        DEVICE.wait("a stream")
+        DEVICE.wait("a stream", order=DEVICE.orders[self.number])
 
     def wait_stream(self, stream: Any) -> None:
-        pass
+        self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        pass
+        _join(DEVICE.orders[self.number], event.order)
 
     def record_event(self, event: Any = None) -> Any:
         event = event or Event()
-        event.record()
+        event.record(self)
         return event
 
     def query(self) -> bool:
-        return DEVICE.done >= DEVICE.issued
+        return DEVICE.is_done(DEVICE.orders[self.number])
+
+
+@contextmanager
+def _in_stream(stream: Stream | None) -> Iterator[None]:
+    """As ``torch.cuda.stream``."""
+    outer = DEVICE.stream
+    DEVICE.stream = stream or outer
+    try:
+        yield
+    finally:
+        DEVICE.stream = outer
+
+
+def _synchronize(device: Any = None) -> None:
+    everything: Order = {}
+    for order in DEVICE.orders.values():
+        _join(everything, order)
+    DEVICE.wait("the device", order=everything)
+
+
+DEVICE: Device = Device.__new__(Device)
+DEVICE.__init__()  # type: ignore[misc]  # a stream asks for it
 
 
 _PROPERTIES = SimpleNamespace(
@@ -342,7 +569,7 @@ _PROPERTIES = SimpleNamespace(
 
 
 def _sleep(cycles: int) -> None:
-    DEVICE.issued += 1
+    DEVICE.issue("_sleep", long=True)
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
@@ -378,7 +605,7 @@ _CUDA: dict[str, Any] = {
     "get_device_properties": lambda device=None: _PROPERTIES,
     "get_arch_list": lambda: ["sm_90"],
     "is_bf16_supported": lambda including_emulation=True: True,
-    "synchronize": lambda device=None: DEVICE.wait("the device"),
+    "synchronize": _synchronize,
     "empty_cache": lambda: None,
     "memory_stats": lambda device=None: {},
     "memory_allocated": lambda device=None: 0,
@@ -396,9 +623,9 @@ _CUDA: dict[str, Any] = {
     "is_current_stream_capturing": lambda: False,
     "Event": Event,
     "Stream": Stream,
-    "current_stream": lambda device=None: Stream(),
-    "default_stream": lambda device=None: Stream(),
-    "stream": lambda stream: nullcontext(),
+    "current_stream": lambda device=None: DEVICE.stream,
+    "default_stream": lambda device=None: DEVICE.default_stream,
+    "stream": _in_stream,
     "_sleep": _sleep,
     "set_sync_debug_mode": _set_sync_debug_mode,
 }
@@ -480,6 +707,7 @@ def probe() -> None:
         _expect(seen.kernels.count("_fused_adamw_") == 1, "a fused optimizer")
         _finds_waits(device)
         _counts_kernels(device)
+        _keeps_streams_apart()
 
 
 def _finds_waits(device: Device) -> None:
@@ -521,6 +749,32 @@ def _counts_kernels(device: Device) -> None:
         with device.watch() as seen:
             ask()
         _expect(seen.kernels == kernels, f"the kernels {kernels}, not {seen.kernels}")
+
+
+def _keeps_streams_apart() -> None:
+    """Two streams that wait for each other, and then one of the waits left out."""
+    for forgotten in (None, "before the copy", "after the copy"):
+        usual, side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+        def wait(
+            waiting: Any, other: Any, when: str, forgotten: str | None = forgotten, side: Any = side, usual: Any = usual
+        ) -> None:
+            if when != forgotten:
+                waiting.wait_stream(other)
+
+        copy, problem = None, ""
+        try:
+            for _ in range(2):
+                del copy
+                wait(side, usual, "before the copy")
+                with torch.cuda.stream(side):
+                    copy = torch.ones(3).to("cuda", non_blocking=True)
+                wait(usual, side, "after the copy")
+                copy.sum()
+        except RuntimeError as error:
+            problem = str(error)
+        found = {None: "", "before the copy": "may still be used", "after the copy": "not written yet"}[forgotten]
+        _expect(found in problem and bool(found) == bool(problem), f"{found!r} without {forgotten}, not {problem!r}")
 
 
 def _expect(holds: bool, what: str) -> None:

@@ -15,6 +15,7 @@ def test_the_probe_passes(cuda):
     [
         ("_READS", frozenset(), "1 waits in planted case 0"),
         ("_NO_KERNEL", frozenset(), r"the kernels \[\], not \['empty_like'\]"),
+        ("_comes_after", lambda order, other: True, "'may still be used' without before the copy, not ''"),
     ],
 )
 def test_the_probe_sees_what_is_amiss(cuda, monkeypatch, name, value, message):
@@ -65,3 +66,122 @@ def test_the_sync_debug_mode_raises(cuda):
         torch.ones(1, device="cuda").item()
     torch.cuda.set_sync_debug_mode("default")
     torch.ones(1, device="cuda").item()
+
+
+# --- streams ------------------------------------------------------------------------------------------------------
+
+
+def sent_beside(tensor=None):
+    """A tensor that another stream has copied, which nobody has waited for; and that stream."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        return (torch.ones(3) if tensor is None else tensor).to("cuda", non_blocking=True), side
+
+
+def test_what_another_stream_writes_is_waited_for_by_the_stream_and_not_by_the_host(cuda):
+    for wait in (
+        lambda side: torch.cuda.current_stream().wait_stream(side),
+        lambda side: torch.cuda.current_stream().wait_event(side.record_event()),
+        lambda side: side.record_event().wait(),
+    ):
+        with cuda.watch() as seen:
+            copy, side = sent_beside()
+            with pytest.raises(RuntimeError, match="add on stream 0 reads what is not written yet"):
+                copy + 1
+            wait(side)
+            assert not seen.waits
+        assert (copy + 1).tolist() == [2.0] * 3
+
+
+def test_an_event_is_of_the_moment_at_which_it_was_recorded(cuda):
+    side = torch.cuda.Stream()
+    event = side.record_event()
+    with torch.cuda.stream(side):
+        late = torch.ones(3, device="cuda")
+    torch.cuda.current_stream().wait_event(event)
+    with pytest.raises(RuntimeError, match="not written yet"):
+        late + 1
+
+
+def test_what_another_stream_reads_is_not_written_to(cuda):
+    tensor, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        tensor + 1
+        tensor.view(3) + 1
+    tensor + 1  # to read is allowed
+    with pytest.raises(RuntimeError, match="add_ on stream 0 writes to what is still used"):
+        tensor.add_(1)
+    torch.cuda.current_stream().wait_stream(side)
+    tensor.add_(1)
+
+
+@pytest.mark.parametrize("frees", ["the tensor", "a view of it", "a graph"])
+def test_memory_is_not_given_to_another_copy_while_it_is_used(cuda, frees):
+    copy, side = sent_beside()
+    torch.cuda.current_stream().wait_stream(side)
+    weight = torch.ones(3, device="cuda").requires_grad_()
+    product, held = (copy * weight).sum(), copy[:1]
+    kept = {"the tensor": copy, "a view of it": held, "a graph": product}[frees]
+    del copy, held, product
+    torch.cuda._sleep(1)
+    with torch.cuda.stream(side):
+        torch.ones(3).to("cuda", non_blocking=True)  # somebody holds the memory
+    del kept
+    with torch.cuda.stream(side):
+        with pytest.raises(RuntimeError, match="allocates memory that is free and may still be used"):
+            torch.ones(3).to("cuda", non_blocking=True)
+        side.wait_stream(torch.cuda.default_stream())
+        torch.ones(3).to("cuda", non_blocking=True)
+
+
+def test_recorded_memory_is_given_away_when_the_host_knows_that_it_may_be(cuda):
+    side = torch.cuda.Stream()
+
+    def send():
+        with cuda.watch() as seen, torch.cuda.stream(side):
+            copy = torch.ones(3).to("cuda", non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+        copy + 1
+        copy.record_stream(torch.cuda.current_stream())
+        return seen.copies[0].alive
+
+    assert [send() for _ in range(3)] == [12, 24, 36]
+    torch.cuda.synchronize()
+    assert send() == 12
+
+
+def test_a_copy_tells_which_kernels_come_before_it(cuda):
+    usual, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    with cuda.watch() as seen:
+        torch.ones(3, device="cuda")
+        before = usual.record_event()
+        torch.ones(3, device="cuda")
+        sent_beside()
+        side.wait_event(before)
+        with torch.cuda.stream(side):
+            torch.ones(3).to("cuda", non_blocking=True)
+        torch.ones(3).to("cuda", non_blocking=True)
+    assert [(copy.stream > 0, copy.after) for copy in seen.copies] == [(True, 0), (True, 1), (False, 2)]
+
+
+def test_the_host_waits_for_one_stream_and_not_for_the_other(cuda):
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10)
+    torch.cuda._sleep(10)
+    assert (torch.cuda.current_stream().query(), side.query()) == (False, False)
+    torch.ones(1, device="cuda").item()
+    assert (torch.cuda.current_stream().query(), side.query()) == (True, False)
+    torch.cuda.synchronize()
+    assert side.query()
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_copies_are_seen_whoever_records_gradients(cuda, context):
+    with cuda.watch() as seen, context():
+        copy = torch.ones(3).to("cuda")
+        copy.half().cpu()
+    assert (seen.to_device, seen.to_host) == ([12], [6])
+    assert [wait.what for wait in seen.waits] == ["a copy from the host", "a copy to the host"]
+    assert seen.kernels == ["_to_copy"]

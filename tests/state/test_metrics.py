@@ -17,6 +17,7 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.parity import CLASSES, Classifier, Learner, RecordingLogger, data, lightning, lightnings_noise_ignored, ours
+from tests.support import OnMPS
 from trainer.errors import ConfigurationError
 from trainer.state.metrics import (
     LoggedValue,
@@ -299,6 +300,13 @@ def test_to_scalars() -> None:
     assert to_scalars({"a": torch.tensor(2.5), "b": 3, "c": torch.tensor([4.0])}) == {"a": 2.5, "b": 3, "c": 4.0}
     with pytest.raises(ConfigurationError, match=r"does not contain a single element.*Log 'v' as a mean"):
         to_scalars({"v": torch.zeros(2)})
+
+
+def test_to_scalars_on_mps_which_has_no_double_precision() -> None:
+    values = {"a": torch.tensor(2.5), "b": torch.tensor([2**40 + 1]), "c": torch.tensor(0.5, dtype=torch.float16)}
+    assert to_scalars({name: value.as_subclass(OnMPS) for name, value in values.items()} | {"d": 1}) == {
+        "a": 2.5, "b": 2**40 + 1, "c": 0.5, "d": 1,
+    }  # fmt: skip
 
 
 def test_a_recorder_adds_the_epoch_and_heeds_a_logged_step() -> None:

@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from trainer.callbacks.alignment_advisor import AlignmentAdvisor
     from trainer.callbacks.anomaly_detection import AnomalyDetection
     from trainer.callbacks.best_checkpoint import BestCheckpoint
+    from trainer.callbacks.compile import Compile
     from trainer.callbacks.curves import Curves
+    from trainer.callbacks.fast_settings import FastSettings
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
     from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
     from trainer.callbacks.inference_speed import InferenceSpeed
+    from trainer.callbacks.memory_history import MemoryHistory
     from trainer.callbacks.nonfinite_guard import NonFiniteGuard
     from trainer.callbacks.optuna_pruning import OptunaPruning
     from trainer.callbacks.overflow_report import OverflowReport
@@ -32,12 +35,15 @@ __all__ = [
     "AnomalyDetection",
     "AlignmentAdvisor",
     "BestCheckpoint",
+    "Compile",
     "Curves",
+    "FastSettings",
     "GradientAccumulation",
     "GradientCheck",
     "GradientClipping",
     "HalveOnOutOfMemory",
     "InferenceSpeed",
+    "MemoryHistory",
     "NonFiniteGuard",
     "OptunaPruning",
     "OverflowReport",
@@ -54,12 +60,15 @@ _HOMES = {
     "AnomalyDetection": "trainer.callbacks.anomaly_detection",
     "AlignmentAdvisor": "trainer.callbacks.alignment_advisor",
     "BestCheckpoint": "trainer.callbacks.best_checkpoint",
+    "Compile": "trainer.callbacks.compile",
     "Curves": "trainer.callbacks.curves",
+    "FastSettings": "trainer.callbacks.fast_settings",
     "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
     "GradientCheck": "trainer.callbacks.gradient_check",
     "GradientClipping": "trainer.callbacks.gradient_clipping",
     "HalveOnOutOfMemory": "trainer.callbacks.halve_on_out_of_memory",
     "InferenceSpeed": "trainer.callbacks.inference_speed",
+    "MemoryHistory": "trainer.callbacks.memory_history",
     "NonFiniteGuard": "trainer.callbacks.nonfinite_guard",
     "OptunaPruning": "trainer.callbacks.optuna_pruning",
     "OverflowReport": "trainer.callbacks.overflow_report",

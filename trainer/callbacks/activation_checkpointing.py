@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any
 
@@ -13,10 +12,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.errors import ConfigurationError, did_you_mean
-from trainer.precision.fp32_modules import plain_class
-
-Choice = str | type[nn.Module]
+from trainer.callbacks.choice import Choice, as_choices, choose
 
 
 class ActivationCheckpointing(Callback):
@@ -44,17 +40,13 @@ class ActivationCheckpointing(Callback):
     """
 
     def __init__(self, modules: Choice | Sequence[Choice]) -> None:
-        self.modules: tuple[Choice, ...] = (modules,) if isinstance(modules, (str, type)) else tuple(modules)
-        if not self.modules:
-            raise ConfigurationError(
-                "Got modules=[], expected at least one pattern, such as 'net.layer*' or 'TransformerEncoderLayer'."
-            )
+        self.modules = as_choices(modules)
         self._chosen: list[nn.Module] = []
         self._checkpointed: list[_CheckpointedForward] = []
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Find the modules early, so that a wrong name is refused before the run starts."""
-        self._chosen = _choose(pl_module, self.modules)
+        self._chosen = list(choose(pl_module, self.modules, "ActivationCheckpointing").values())
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Replace their forward."""
@@ -73,41 +65,6 @@ class ActivationCheckpointing(Callback):
             checkpointed.remove()
         self._checkpointed = []
         self._chosen = []
-
-
-def _choose(root: nn.Module, choices: Sequence[Choice]) -> list[nn.Module]:
-    """The outermost modules that match."""
-    chosen: dict[str, nn.Module] = {}
-    held: dict[str, set[Choice]] = {}  # by containers that match, for what is in them
-    matched: set[Choice] = set()
-    known: list[str] = []
-    for name, module in root.named_modules():
-        name = name.replace("._orig_mod", "")  # what torch.compile adds
-        if not name:
-            continue
-        known += [name, plain_class(module).__name__]
-        hits = {choice for choice in choices if _matches(choice, name, module)}
-        hits |= held.get(name.rpartition(".")[0], set())
-        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
-            held[name] = hits
-            continue
-        matched |= hits
-        if hits and not any(name == outer or name.startswith(f"{outer}.") for outer in chosen):
-            chosen[name] = module
-    for choice in choices:
-        if choice not in matched:
-            written = choice if isinstance(choice, str) else choice.__name__
-            raise ConfigurationError(
-                f"Got {written!r} among the modules of ActivationCheckpointing, expected a pattern that matches the"
-                f" name of a module in {plain_class(root).__name__}, or of its class.{did_you_mean(written, known)}"
-            )
-    return list(chosen.values())
-
-
-def _matches(choice: Choice, name: str, module: nn.Module) -> bool:
-    if isinstance(choice, str):
-        return fnmatchcase(name, choice) or fnmatchcase(plain_class(module).__name__, choice)
-    return isinstance(module, choice)
 
 
 class _CheckpointedForward:

@@ -145,7 +145,7 @@ class ProgressBar(LightningProgressBar):
         row.seen += 1
         due = time.monotonic() >= self._due
         if due or row.completed == row.total:  # the last loss goes into the epoch's line
-            self._loss = training_loss(trainer, outputs)
+            self._loss = training_loss(trainer, outputs, keep=True)
         if due:
             self._refresh(trainer, pl_module)
 

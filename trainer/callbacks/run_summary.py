@@ -41,6 +41,8 @@ class RunSummary(RecordView):
             - ``module``: The class of the model.
             - ``precision``, ``devices``: Such as "16-mixed" and "2 x NVIDIA A100".
             - ``gpu``: On CUDA ``capability``, and ``tf32``: the operations that use TF32. Else None.
+            - ``prefetching``: "1 batch, from pinned memory", or from memory that is not, where batches went to the GPU
+              while the step before them ran. Else it is not there.
             - ``epochs``: Completed epochs, those before a resume included.
             - ``steps``, ``skipped_steps``: Optimizer steps attempted, and how many of these were skipped.
             - ``scale``: The loss scale after the last step; None without loss scaling.
@@ -53,6 +55,9 @@ class RunSummary(RecordView):
             - ``samples_per_step``: By the first batch of an epoch.
             - ``peak_memory``: Bytes. ``gpu``: on CUDA the most that tensors occupied on rank zero's device during
               this fit; ``process``: elsewhere the most physical memory that the process has ever held.
+            - ``compile``: Where the callback Compile is used: ``modules`` and settings, ``compilations``,
+              ``recompilations`` and ``reasons`` for them, ``graph_breaks``, ``seconds``.
+            - ``fast_settings``: Where the callback FastSettings is used: those that were on.
             - ``metrics``: The last value of everything in ``trainer.callback_metrics``, as floats.
             - ``monitor``: ``metric`` and ``mode`` that checkpoints, else early stopping, go by, or None.
             - ``best_score``: What it was at the best checkpoint; None where checkpoints go by no metric.
@@ -117,14 +122,26 @@ def _counters(record: RunRecord) -> dict[str, Any]:
         "precision": record.precision,
         "devices": record.devices,
         "sharding": record.sharding,
+        "prefetching": record.prefetching,
         "epochs": record.epochs,
         "optimizer steps": None if record.steps is None else f"{record.steps:,}",
         "time": None if seconds is None else f"{_duration(seconds)} (training {_duration(training or 0.0)})",
         "samples/s": None if rate is None else f"{rate:,.1f}",
+        "MFU": None if (mfu := record.throughput.get("mfu")) is None else f"{mfu:.1%}",
         "peak memory": None if record.peak_memory is None else f"{record.peak_memory / 2**20:,.0f} MiB",
+        "fast settings": None if record.fast_settings is None else ", ".join(record.fast_settings) or "none",
+        "compiled": _compiled(record.compile) if record.compile else None,
         "scale": None if record.scale is None else f"{record.scale:,.10g}",
         "skipped steps": record.skipped_steps,
     }
+
+
+def _compiled(facts: Mapping[str, Any]) -> str:
+    number, anew = facts["compilations"], facts["recompilations"]
+    mode = f" ({facts['mode']})" if facts.get("mode") not in (None, "default") else ""
+    again = f", {anew} of them because something had changed" if anew else ""
+    graphs = "1 graph" if number == 1 else f"{number} graphs"
+    return f"{', '.join(facts['modules'])}{mode}: {graphs} in {facts['seconds']:.1f} s{again}"
 
 
 def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:

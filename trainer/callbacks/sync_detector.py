@@ -311,7 +311,8 @@ def users_line(frame: FrameType | None) -> tuple[str, int] | None:
             return found
         if module.startswith(_ON_THE_HOST) or frame.f_code.co_name == _BEFORE_TRANSFER:
             return None
-        if found is None and module != __name__:
+        passes_on = module == __name__ or frame.f_code.co_name == "__torch_function__"  # a mode's
+        if found is None and not passes_on:
             if module.startswith(_OWN_WORK):
                 return None
             if module.partition(".")[0] not in _LIBRARIES:

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from trainer.data.samples import batch_size, tensors_in
-from trainer.record.measures import replicas_of
+from trainer.record.flops import FlopCounter, is_compiled, peak_flops
+from trainer.record.measures import data_parallel_size_of, tensor_cores_of
 
 
 class Throughput(Callback):
@@ -25,8 +26,15 @@ class Throughput(Callback):
     Per batch it costs two looks at the clock. It waits for the device a few times an epoch and at each validation,
     never within an epoch's batches (Lightning's ``ThroughputMonitor`` waits at every batch).
 
+    On a device whose peak is known (``trainer.record.flops`` has the table and its sources) it also tells which share
+    of that peak the model uses, its MFU (model FLOPs utilisation, https://arxiv.org/abs/2204.02311): the operations
+    that the forward and backward pass of a sample need, times the rate, over the peak of all devices for dense products
+    in the precision. They are counted by torch's formulas in the first batch of a fit, which takes longer by that;
+    where the module is compiled they are not seen, and wanted as an argument. Batches are taken to be alike.
+
     Args:
         warmup_batches: Batches of a fit that do not count; at most half of the first epoch's.
+        flops_per_sample: Operations that forward and backward pass of a sample take. Default: counted.
 
     Attributes:
         rates: Samples per second, of each epoch.
@@ -38,17 +46,26 @@ class Throughput(Callback):
             as float32 (None where the precision has rounded them to 16 bits), and of all others. Runs with equal
             ones had the same random state there and, as far as can be told, the same batches.
 
+        flops_per_sample: As given, or counted; None where they are not known, or the device's peak is not.
+        mfu: Share, in [0, 1], of the peak of all devices; None where that is not known.
+
     Raises:
-        ValueError: If `warmup_batches` is negative.
+        ValueError: If `warmup_batches` is negative, or `flops_per_sample` not above 0.
     """
 
-    def __init__(self, warmup_batches: int = 10) -> None:
+    def __init__(self, warmup_batches: int = 10, flops_per_sample: float | None = None) -> None:
         if warmup_batches < 0:
             raise ValueError(f"warmup_batches={warmup_batches}: expected 0 or more.")
+        if flops_per_sample is not None and flops_per_sample <= 0:
+            raise ValueError(f"flops_per_sample={flops_per_sample}: expected a number above 0, or None to count them.")
         self.rates: list[float] = []
         self.train_seconds = 0.0
         self.measured_batches = 0
         self.batches: list[tuple[int | None, int]] = []
+        self.flops_per_sample = flops_per_sample
+        self._counts_flops = flops_per_sample is None
+        self._counter: FlopCounter | None = None  # in the first batch
+        self._peak: float | None = None  # of all devices, operations a second
         self._warmup_batches = warmup_batches
         self._clock = time.perf_counter
         self._warmup: float = 0  # batches still to come before measuring starts
@@ -69,6 +86,13 @@ class Throughput(Callback):
         """See the class; None before the first batch."""
         return self._waited / self.train_seconds if self.train_seconds else None
 
+    @property
+    def mfu(self) -> float | None:
+        """See the class; None before the end of the first epoch."""
+        rate = self.samples_per_second
+        known = rate is not None and self._peak is not None and self.flops_per_sample is not None
+        return self.flops_per_sample * rate / self._peak if known else None  # type: ignore[operator]
+
     def run_facts(self) -> dict[str, Any]:
         """What the record of the run says."""
         return {
@@ -78,6 +102,8 @@ class Throughput(Callback):
                 "measured_batches": self.measured_batches,
                 "waiting": self.waiting,
                 "batches": self.batches,
+                "flops_per_sample": self.flops_per_sample,
+                "mfu": self.mfu,
             }
         }
 
@@ -88,6 +114,9 @@ class Throughput(Callback):
         self.measured_batches = 0
         self._warmup = min(self._warmup_batches, trainer.num_training_batches // 2)
         self._resumed = None
+        self._peak = _peak(trainer, convolves=False)
+        if self._counts_flops:
+            self.flops_per_sample = None
         self._reset_counts()
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -106,12 +135,17 @@ class Throughput(Callback):
         if batch_idx == 0:
             self._stop(trainer)
             self.batches.append(checksums(batch))
+            if self._counts_flops and self.flops_per_sample is None and self._peak and not is_compiled(pl_module):
+                self._counter = FlopCounter()
+                self._counter.__enter__()  # type: ignore[no-untyped-call]
             self._resume(trainer)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the batch."""
+        if self._counter is not None:
+            self._take_flops(trainer, batch_size(batch))
         self._samples += batch_size(batch)
         self._batches += 1
         if self._batches == self._warmup:
@@ -128,12 +162,29 @@ class Throughput(Callback):
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Notes the epoch's rate."""
+        self._stop_counting()
         if self._resumed is not None:
             self._stop(trainer)
         if self._samples and self._seconds > 0:
-            self.rates.append(self._samples * replicas_of(trainer) / self._seconds)
+            self.rates.append(self._samples * data_parallel_size_of(trainer) / self._seconds)
             self.measured_batches += self._batches
         self._warmup = 0  # an epoch too short for it
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Counts nothing any more."""
+        self._stop_counting()
+
+    def _take_flops(self, trainer: "pl.Trainer", samples: int) -> None:
+        counter = self._stop_counting()
+        if counter is not None and counter.total and samples:
+            self.flops_per_sample = counter.total / samples
+            self._peak = _peak(trainer, convolves=2 * counter.convolutions > counter.total)
+
+    def _stop_counting(self) -> FlopCounter | None:
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return counter
 
     def _reset_counts(self) -> None:
         self._seconds = 0.0
@@ -154,6 +205,22 @@ class Throughput(Callback):
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # host-device synchronisation: the host is ahead of the device
         return self._clock()
+
+
+def _peak(trainer: "pl.Trainer", convolves: bool) -> float | None:
+    """Operations a second that all devices could do in this precision; None where that is not known.
+
+    Args:
+        trainer: Has devices and a precision.
+        convolves: Whether most of them are in convolutions: for these TensorFloat-32 is switched on by itself.
+    """
+    device = trainer.strategy.root_device
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    found = tensor_cores_of(device) or {}
+    tf32 = ("convolutions" if convolves else "matrix products") in found.get("tf32", ())
+    peak = peak_flops(torch.cuda.get_device_name(device), str(trainer.precision), tf32)
+    return None if peak is None else peak * trainer.world_size
 
 
 def checksums(batch: object) -> tuple[int | None, int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer.checkpoint import files, sharded_files, shards, state
 from trainer.checkpoint.inert import PLACES, StandIn, inert
 from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.weights import read as read_weights
 from trainer.errors import CheckpointError, CheckpointWriteError
 
 
@@ -56,8 +57,7 @@ def weights_of(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
     Raises:
         CheckpointError: it is damaged, or holds more than what belongs there, or has no such weights.
     """
-    saved = _read(checkpoint, only="state_dict")["state_dict"]
-    weights = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+    weights = read_weights(checkpoint)
     found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not found:
         some = ", ".join(list(weights)[:3])
@@ -104,13 +104,13 @@ def _has_form(value: Tensor) -> bool:
     return value.layout is torch.strided and not value.is_quantized and not is_too_wide
 
 
-def _read(checkpoint: Path, **options: Any) -> dict[str, Any]:
-    """What a folder or file holds, verified; folders by :func:`shards.read`, whose options these are."""
+def _read(checkpoint: Path) -> dict[str, Any]:
+    """What a folder or file holds, verified."""
 
     def load(path: Path, weights_only: bool) -> dict[str, Any]:
         is_archive = files.verify(path)
         if path.is_dir():
-            return shards.read_whole(path, **options)
+            return shards.read_whole(path)
         with path.open("rb") as stream, inert(stream):
             loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=is_archive)
         return loaded

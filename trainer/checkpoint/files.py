@@ -41,34 +41,70 @@ _END_SIZE = 22
 _START = b"PK\x03\x04"  # opens a zip archive
 
 
-class Sealing:
-    """A stream to save an archive into, that ends it with a manifest. It hashes what passes by.
+class Summed:
+    """A stream that counts and hashes what passes by.
 
-    What is no zip archive without a comment goes to the file as it is.
-
-    An error of the file below is kept for `seal`, and the rest is only counted: so writers that cannot bear an
-    exception come to their end, and it is known how much room would have been needed.
+    An error of the file below is kept, and the rest is only counted: so writers that cannot bear an exception come to
+    their end, and it is known how much room would have been needed.
 
     Args:
         file: what takes the bytes.
-        facts: go into the manifest; plain values.
+
+    Attributes:
+        size: the number of bytes taken.
+        hash: their SHA-256.
+        error: of the file below.
     """
 
-    def __init__(self, file: Any, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, file: Any) -> None:
+        self.file = file
         self.size = 0
+        self.hash = hashlib.sha256()
         self.error: OSError | None = None
-        self._file = file
-        self._facts = dict(facts or {})
-        self._hash = hashlib.sha256()
-        self._start = b""
-        self._held = b""  # the last record, which ends with the length of a comment that is not there yet
 
     def write(self, data: Any) -> int:
         """Take bytes."""
         view = memoryview(data).cast("B")
-        size = len(view)
-        self._hash.update(view)
-        self.size += size
+        self.hash.update(view)
+        self.size += len(view)
+        self._take(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed when it is whole."""
+
+    def tell(self) -> int:
+        """The number of bytes taken."""
+        return self.size
+
+    def _take(self, view: memoryview) -> None:
+        self._put(view)
+
+    def _put(self, data: Any) -> None:
+        if self.error is None:
+            try:
+                self.file.write(data)
+            except OSError as error:
+                self.error = error
+
+
+class Sealing(Summed):
+    """A stream to save an archive into, that ends it with a manifest.
+
+    What is no zip archive without a comment goes to the file as it is.
+
+    Args:
+        file: what takes the bytes. Its error is for `seal`.
+        facts: go into the manifest; plain values.
+    """
+
+    def __init__(self, file: Any, facts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(file)
+        self._facts = dict(facts or {})
+        self._start = b""
+        self._held = b""  # the last record, which ends with the length of a comment that is not there yet
+
+    def _take(self, view: memoryview) -> None:
         if len(self._start) < len(_START):
             self._start += bytes(view[: len(_START) - len(self._start)])
         if len(view) < _END_SIZE:
@@ -77,14 +113,6 @@ class Sealing:
             self._put(self._held)
         self._put(view[:-_END_SIZE])
         self._held = bytes(view[-_END_SIZE:])
-        return size
-
-    def flush(self) -> None:
-        """Do nothing: the file is flushed when it is whole."""
-
-    def tell(self) -> int:
-        """The number of bytes taken."""
-        return self.size
 
     def seal(self) -> Manifest | None:
         """Write what was held back, and the manifest. None for what is no zip archive without a comment.
@@ -108,19 +136,12 @@ class Sealing:
     def _seal(self) -> Manifest:
         said = {"format": FORMAT, "bytes": self.size, "saved_at": time.time(), **self._facts}
         text = f'{json.dumps(said)[:-1]}, "sha256": "'.encode()
-        self._hash.update(text)
-        sha256 = self._hash.hexdigest()
+        self.hash.update(text)
+        sha256 = self.hash.hexdigest()
         comment = text + f'{sha256}"}}'.encode()
         self._put(self._held[:-2] + struct.pack("<H", len(comment)) + comment)
         self.size += len(comment)
         return Manifest(said["saved_at"], said["bytes"], sha256, self._facts)
-
-    def _put(self, data: Any) -> None:
-        if self.error is None:
-            try:
-                self._file.write(data)
-            except OSError as error:
-                self.error = error
 
 
 def write(

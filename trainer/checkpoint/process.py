@@ -120,7 +120,7 @@ class ProcessState:
             [state["metric_objects"] for state in states], rank, number
         )
         window = {key: value for key, value in first["window"].items() if key != "shared_unit"}
-        if engine.replicas > 1:
+        if engine.data_parallel_size > 1:
             unit = first["window"].get("shared_unit")
             window["shared_unit"] = window.get("unit", 1.0) if unit is None else unit
         own = states[rank]["rng"] if rank < len(states) else random_states.derived(first["rng"], rank)

@@ -32,13 +32,16 @@ MANIFEST = "manifest.json"
 STATE = "state.ckpt"
 """The name of the file that has all but the tensors."""
 
+_REMOVED = f"-removed{PART}"
+"""The end of the names of what is being removed."""
+
 _CHUNK = 1 << 22
 _THREADS = 4  # hashing leaves the interpreter to the others
 
 
-def part_of(place: Path) -> Path:
+def part_of(place: Path, end: str = PART) -> Path:
     """A new name beside ``place``, short however long that one's is."""
-    return place.parent / f".{os.getpid()}-{secrets.token_hex(6)}{PART}"
+    return place.parent / f".{os.getpid()}-{secrets.token_hex(6)}{end}"
 
 
 def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]) -> Manifest:
@@ -125,7 +128,7 @@ def aside(place: Path) -> Iterator[None]:
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint that is a folder: at once for who looks for it by its name."""
-    older = part_of(folder)
+    older = part_of(folder, _REMOVED)
     folder.rename(older)
     discard(older)
 
@@ -143,12 +146,13 @@ def discard(part: Path) -> None:
 def recover(folder: Path) -> list[Path]:
     """Put those folders into their places that were written to their end, and not renamed because a kill came between.
 
-    Of several for one place the newest. Nobody may be writing into ``folder``. Returns the places.
+    Of several for one place the newest; none that was being removed. Nobody may be writing into ``folder``. Returns the
+    places.
     """
     found = []
     for part in folder.glob(f".*{PART}"):
         with suppress(CheckpointError, OSError):
-            if not part.is_symlink() and part.is_dir():
+            if not part.name.endswith(_REMOVED) and not part.is_symlink() and part.is_dir():
                 found.append((read_manifest(part), part))
     recovered = []
     for manifest, part in sorted(found, key=lambda one: one[0].saved_at, reverse=True):

@@ -20,14 +20,12 @@ and read here, by a reader that knows the few classes that belong there (:class:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import pickle
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as distributed
@@ -40,18 +38,19 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import sharded_files
-from trainer.checkpoint.files import make_folder
+from trainer.checkpoint.files import Summed, make_folder
 from trainer.checkpoint.inert import inert
 from trainer.checkpoint.manifest import OUR_KEY, Manifest
 from trainer.checkpoint.sharded_files import MANIFEST, STATE
+from trainer.checkpoint.snapshot import is_plain
+from trainer.engine.sharding.state import Place, mapped
 from trainer.errors import CheckpointError
 
 _METADATA = ".metadata"
 _BUFFER = 1 << 20
 
-Path_ = tuple[str, ...]
 Tree = Any
-Template = Callable[[Path_, torch.Size, torch.dtype], Tensor | None]
+Template = Callable[[Place, torch.Size, torch.dtype], Tensor | None]
 """What a tensor is to be read into, by its place in the checkpoint, its shape and its dtype; None for a plain one."""
 
 
@@ -94,57 +93,40 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
         checkpoint: from :func:`trainer.checkpoint.state.dump`.
         names: of each optimizer's parameters, in its order; [] where they are not known.
         is_first: whether this is process 0, which writes what is not sharded.
+
+    Raises:
+        CheckpointError: there is a tensor on the meta device in it already.
     """
     tree = dict(checkpoint)
     if "optimizer_states" in tree:
         tree["optimizer_states"] = by_name(tree["optimizer_states"], names)
     tensors: dict[str, Tensor] = {}
 
-    def take(path: Path_, value: Tensor) -> Tensor:
+    def take(place: Place, value: Tensor) -> Tensor:
+        if value.is_meta:
+            raise CheckpointError(
+                f"Got {'.'.join(place)} on the meta device in a checkpoint, expected values: in a checkpoint that is a"
+                " folder, such tensors stand for those in other files. Give it memory and values, leave it out in"
+                " on_save_checkpoint, or write files: CheckpointFiles(sharded=False)."
+            )
         if not isinstance(value, DTensor):
-            if not _is_plain(value) or path[0] not in ("state_dict", "optimizer_states"):
+            if not is_plain(value) or place[0] not in ("state_dict", "optimizer_states"):
                 return value
-            if path[0] == "optimizer_states" and not value.dim():
+            if place[0] == "optimizer_states" and not value.dim():
                 return value  # a step: a number
-        key = _key(path, tensors)
+        key = _key(place, tensors)
         tensors[key] = value.detach()
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    made = _mapped(tree, take)
+    made = mapped(tree, take)
     return made, {key: one for key, one in tensors.items() if is_first or isinstance(one, DTensor)}
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    return type(tensor) in (Tensor, torch.nn.Parameter) and is_dense and not tensor.is_meta
-
-
-def _key(path: Path_, taken: Mapping[str, Any]) -> str:
-    key = ".".join(path)
+def _key(place: Place, taken: Mapping[str, Any]) -> str:
+    key = ".".join(place)
     while key in taken:  # {"a.b": ...} beside {"a": {"b": ...}}
         key += "'"
     return key
-
-
-def _mapped(value: Tree, change: Callable[[Path_, Tensor], Any], path: Path_ = ()) -> Tree:
-    """``value`` with what ``change`` makes of each tensor in it; containers that change are new ones."""
-    if isinstance(value, Tensor):
-        return change(path, value)
-    children: Iterable[tuple[Any, Any]]
-    if type(value) in (dict, OrderedDict):
-        children = list(value.items())
-    elif type(value) in (list, tuple):
-        children = list(enumerate(value))
-    else:
-        return value
-    made = [(key, _mapped(child, change, (*path, str(key)))) for key, child in children]
-    if all(new is old for (_, new), (_, old) in zip(made, children, strict=True)):
-        return value
-    if type(value) in (dict, OrderedDict):
-        copied = type(value)(made)
-        vars(copied).update(vars(value)) if type(value) is OrderedDict else None
-        return copied
-    return type(value)(new for _, new in made)
 
 
 def by_name(states: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
@@ -276,41 +258,15 @@ def _run_dcp(work: Callable[[], Any]) -> None:
         raise next(iter(error.failures.values()))[0] from None
 
 
-class _Summed:
-    """A stream that hashes what passes by.
-
-    An error of the file below is kept, and what follows is only counted: ``torch.save`` comes to its end, which it
-    cannot do with an exception.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.size = 0
-        self.error: OSError | None = None
-        self.digest = hashlib.sha256()
-        self._file = file
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.digest.update(view)
-        self.size += len(view)
-        if self.error is None:
-            try:
-                self._file.write(view)
-            except OSError as error:
-                self.error = error
-        return len(view)
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        """Do nothing: DCP asks for it after each tensor."""
+class _Stream(Summed):
+    """That of a file, which can be brought to the disk."""
 
     def fileno(self) -> int:
         if self.error is not None:
             raise self.error
-        self._file.flush()
-        return self._file.fileno()
+        self.file.flush()
+        number: int = self.file.fileno()
+        return number
 
     def close(self) -> None:
         """Do nothing: who has opened it closes it."""
@@ -326,11 +282,11 @@ class _Summing(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with Path(path).open(mode, buffering=_BUFFER) as file:
-            stream = _Summed(file)
+            stream = _Stream(file)
             yield stream
             if stream.error is not None:
                 raise stream.error
-        self.sums[Path(path).name] = stream.size, stream.digest.hexdigest()
+        self.sums[Path(path).name] = stream.size, stream.hash.hexdigest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -362,7 +318,8 @@ def read(
         template: what tensors are read into. None reads whole ones into host memory.
         process: the number of this process, and of how many. Where as many have written the checkpoint, only what this
             one had for itself is read. None reads what all had.
-        only: a key of the checkpoint, such as ``"state_dict"``: tensors elsewhere are not read, and stay without data.
+        only: a key of the checkpoint, such as ``"state_dict"``: tensors elsewhere are not read, and stay without data;
+            nor is what processes had for themselves.
 
     Returns:
         The checkpoint, its optimizers' states by the names of parameters; and what each process had for itself, None
@@ -377,22 +334,22 @@ def read(
     metadata = _metadata_of(folder, manifest)
     targets: dict[str, Tensor] = {}
 
-    def make(path: Path_, value: Tensor) -> Tensor:
-        if not value.is_meta or (only and path[0] != only):
+    def make(place: Place, value: Tensor) -> Tensor:
+        if not value.is_meta or (only and place[0] != only):
             return value
-        key = _key(path, targets)
+        key = _key(place, targets)
         found = metadata.state_dict_metadata.get(key)
         if not isinstance(found, TensorStorageMetadata):
             raise CheckpointError(f"{folder} is damaged: it lacks {key}.")
-        made = None if template is None else template(path, value.shape, value.dtype)
+        made = None if template is None else template(place, value.shape, value.dtype)
         targets[key] = torch.empty(value.shape, dtype=value.dtype) if made is None else made
         return targets[key]
 
-    tree = _mapped(tree, make)
+    tree = mapped(tree, make)
     if targets:
         _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
     count = sum(name.startswith("process_") for name in manifest.files)
-    wanted = range(count) if process is None or process[1] != count else [process[0]]
+    wanted = [] if only else range(count) if process is None or process[1] != count else [process[0]]
     return tree, [_load(folder / _process_file(i), weights_only) if i in wanted else None for i in range(count)]
 
 

@@ -27,6 +27,12 @@ def is_sharded(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is of torch's own classes, and nothing but its elements in its storage."""
+    is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return type(tensor) in (Tensor, Parameter) and is_dense
+
+
 class _Copier:
     """Keeps in mind what it has copied."""
 
@@ -58,8 +64,7 @@ class _Copier:
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
             return tensor
-        is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        if type(tensor) not in (Tensor, Parameter) or not is_dense:
+        if not is_plain(tensor):
             return copy.deepcopy(tensor.detach()).cpu()
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:

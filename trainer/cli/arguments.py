@@ -36,6 +36,9 @@ TOOLS = {
 _OF_FILES = ("report", "consolidate", "shard", "export")
 """Those whose words are files and folders, which may be called ``epoch=3.ckpt``."""
 
+_OF_EXPORT = ("ckpt", "ckpt_path", "recipe", "to")
+"""With one of these settings ``export`` takes settings, and no words."""
+
 COMMANDS = (*RUNS, *TOOLS)
 
 GROUPS_TO_ADD = ("recipe", "debug", "sweep")
@@ -43,6 +46,9 @@ GROUPS_TO_ADD = ("recipe", "debug", "sweep")
 
 COMPARED = ("32-true", "16-mixed", "bf16-mixed")
 """The precisions that ``compare`` compares where none are given."""
+
+_PATHS = ("ckpt", "ckpt_path", "weights", "to")
+"""Settings that are paths: an = or a space in them needs no quotes."""
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -141,7 +147,7 @@ def read(argv: Sequence[str]) -> Arguments:
         word = words.pop(0)
         if word.startswith("-"):
             _read_flag(word, words, arguments)
-        elif ("=" in word or word.startswith("~")) and arguments.command not in _OF_FILES:
+        elif ("=" in word or word.startswith("~")) and not _is_of_files(word, arguments):
             _read_override(word, arguments)
         elif len(arguments.words) < TOOLS.get(arguments.command or "", 0):
             arguments.words.append(word)
@@ -152,6 +158,13 @@ def read(argv: Sequence[str]) -> Arguments:
     if arguments.multirun and arguments.shows:
         raise UsageError(f"--multirun runs and {' '.join(set(arguments.flags) & _SHOW)} shows: leave one of them out.")
     return arguments
+
+
+def _is_of_files(word: str, arguments: Arguments) -> bool:
+    """Whether a word with an = in it is the name of a file."""
+    if arguments.command != "export":
+        return arguments.command in _OF_FILES
+    return not arguments.overrides and word.lstrip("+").partition("=")[0] not in _OF_EXPORT
 
 
 def _complete_comparison(arguments: Arguments) -> None:
@@ -199,7 +212,7 @@ def _read_override(word: str, arguments: Arguments) -> None:
         word = f"+{word}"
     elif bare in ("precision", "hydra.sweeper.params.precision") and not value.startswith("{"):
         word = f"{key}={canonical_precisions(value)}"
-    elif bare in ("ckpt", "ckpt_path") and re.search(r"[=\\ ]", value) and not re.search(r"[,'\"]|^\$\{", value):
+    elif bare in _PATHS and re.search(r"[=\\ ]", value) and not re.search(r"[,'\"]|^\$\{", value):
         word = f"{key}='{value}'"  # such as epoch=3-step=80.ckpt, or C:\\runs\\last.ckpt
     arguments.overrides.append(word)
 

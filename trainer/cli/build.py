@@ -23,6 +23,8 @@ from trainer.errors import did_you_mean
 
 _SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
+_COMPILERS = ("torch.compile", "trainer.callbacks.Compile", "trainer.callbacks.compile.Compile")
+
 _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
 """Whatever calls ``torch.load``, such as torchvision for pretrained weights, then loads weights only."""
 
@@ -96,7 +98,7 @@ def _check_special(node: dict[str, Any], key: str) -> None:
 def _check_harmless(node: dict[str, Any], key: str, allowlist: Allowlist) -> None:
     """Refuse settings that name programs, which are run then."""
     target, name = node["_target_"], "options"
-    if target == "torch.compile" and name in node and not {"torch", target}.intersection(allowlist.packages):
+    if target in _COMPILERS and name in node and not {"torch", target}.intersection(allowlist.packages):
         raise UsageError(
             f"{key}.{name} is {describe(node[name])}, which can name a compiler for {target} to run. A config may not."
             f" Write a function of your own that calls it, and name that; or write 'allowed_packages=[{target}]' on the"

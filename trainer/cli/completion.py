@@ -54,7 +54,11 @@ complete -c trainer -f -a '(__trainer_complete)'
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 _FOLDERS = ("--config-dir", "--config-path", "-cd", "-cp")
-_FILES = ("ckpt", "ckpt_path")
+_FILES = {
+    "ckpt": (".ckpt",),
+    "ckpt_path": (".ckpt",),
+    "weights": (".ckpt", ".safetensors", ".pt", ".pth", ".bin"),
+}
 
 
 class Candidate(NamedTuple):
@@ -159,7 +163,7 @@ def _settings(before: list[str], word: str, config_dir: str | None) -> Iterator[
         for name, file in options(bare, config_dir).items():
             yield Candidate(f"{start}{name} ", description(file))
     elif bare in _FILES:
-        yield from _paths(f"{key}=", value, (".ckpt",))
+        yield from _paths(f"{key}=", value, _FILES[bare])
     elif bare.endswith((".root", ".dir", "_dir", "dirpath")):
         yield from _paths(f"{key}=", value, (), folders_only=True)
     elif found := keys(before, config_dir).get(bare):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.cli.arguments import UsageError
 from trainer.errors import CheckpointError, CheckpointWriteError, did_you_mean
+from trainer.record.checkpoints import is_checkpoint_folder
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import Arguments
@@ -73,11 +74,6 @@ def absent(path: Path) -> None:
         raise UsageError(f"{path} cannot be written: {path.parent} is a file, expected a folder.")
 
 
-def is_checkpoint_folder(path: Path) -> bool:
-    """Whether a run has written the folder as a checkpoint."""
-    return (path / MANIFEST).is_file()
-
-
 def carry_out(convert: Callable[[], str], made: Path) -> int:
     """Convert, and tell what was made. Returns the exit status.
 
@@ -93,7 +89,7 @@ def carry_out(convert: Callable[[], str], made: Path) -> int:
         failure.tell(error)
         return 1
     except CheckpointError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(failure.one_line(error)) from error
     files = [made] if made.is_file() else [one for one in made.iterdir() if one.is_file()]
     size = sum(one.stat().st_size for one in files) / 2**20
     print(f"{made}: {size:,.1f} MiB, in {time.monotonic() - started:.1f} s.{said}")

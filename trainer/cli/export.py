@@ -1,31 +1,92 @@
-"""``trainer export``: the weights of a checkpoint, as safetensors. Imports torch when it begins with that."""
+"""``trainer export``: a trained module for use without us: as a graph, or its weights. Imports torch when it begins.
+
+With ``ckpt=RUN to=FILE`` what is written depends on how the name of FILE ends: the graph of the module's ``forward``
+(`trainer.cli.graphs`), or the weights. With two words, a checkpoint and a file of safetensors, it is the weights, and
+no config is needed.
+"""
 
 from __future__ import annotations
 
+import copy
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.consolidate import absent, carry_out, existing, is_checkpoint_folder, two
+from trainer.cli.consolidate import absent, carry_out, existing, two
+from trainer.errors import CheckpointError, TrainerError
+from trainer.record.checkpoints import find, is_checkpoint_folder
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import Arguments
 
-_ENDING = ".safetensors"
+WEIGHTS = ".safetensors"
+GRAPHS = {".onnx": ("onnx", "onnxscript"), ".pt2": ()}
+"""How the names of files with graphs end, and the packages that are needed to write them."""
+
+# One device, in float32, without anything that writes or shows: what a batch and the weights are got by.
+_TRAINER = {
+    "accelerator": "cpu",
+    "barebones": False,
+    "devices": 1,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": False,
+    "fast_dev_run": False,
+    "logger": False,
+    "num_nodes": 1,
+    "num_sanity_val_steps": 0,
+    "overfit_batches": 0.0,
+    "profiler": None,
+    "resume": None,
+    "strategy": "auto",
+}
 
 
 def command(arguments: Arguments) -> int:
-    """``trainer export CHECKPOINT FILE.safetensors [PREFIX]``."""
-    checkpoint, file = two(arguments, f"a checkpoint, and the {_ENDING} file to make of its weights")
-    if existing(checkpoint, "export").is_dir() and not is_checkpoint_folder(checkpoint):
-        raise UsageError(f"export got {checkpoint}, which is a folder and no checkpoint: name one of those in it.")
-    if file.suffix != _ENDING:
-        raise UsageError(f"export got {file}, expected the name of a {_ENDING} file, such as model{_ENDING}.")
-    absent(file)
-    if find_spec("safetensors") is None:
-        raise UsageError("export needs safetensors, which is not installed: pip install 'amp-trainer[safetensors]'")
-    prefix = arguments.words[2] if len(arguments.words) > 2 else ""
+    """``trainer export ckpt=RUN to=FILE [SETTING=VALUE]``, or ``trainer export CHECKPOINT FILE.safetensors [PREFIX]``.
 
+    Returns:
+        0, or 1 where it cannot be exported, or what was written computes something else.
+    """
+    if arguments.overrides:
+        return _of_run(arguments)
+    checkpoint, file = two(arguments, f"a checkpoint, and the {WEIGHTS} file to make of its weights")
+    if existing(checkpoint, "export").is_dir() and not is_checkpoint_folder(checkpoint):
+        raise UsageError(
+            f"export got {checkpoint}, which is a folder and no checkpoint: name one of those in it; or, for a run's"
+            f" best one: python -m trainer export ckpt={checkpoint} to={file}"
+        )
+    if file.suffix in GRAPHS:
+        raise UsageError(
+            f"export got {file}, for which the config of the run is needed: python -m trainer export ckpt={checkpoint}"
+            f" to={file}"
+        )
+    _check_file(file, "export got")
+    return _weights(checkpoint, file, arguments.words[2] if len(arguments.words) > 2 else "")
+
+
+def _check_file(file: Path, got: str) -> None:
+    """Refuse a file that cannot be written.
+
+    Raises:
+        UsageError: of another kind, one that is there, or a package is missing.
+    """
+    if file.suffix not in (WEIGHTS, *GRAPHS):
+        kinds = f"a {WEIGHTS} file" if got == "export got" else f"one that ends in {', '.join(GRAPHS)} or {WEIGHTS}"
+        raise UsageError(f"{got} {file}, expected the name of {kinds}, such as model{file.suffix and WEIGHTS}.")
+    absent(file)
+    packages, extra = (("safetensors",), "safetensors") if file.suffix == WEIGHTS else (GRAPHS[file.suffix], "export")
+    for package in packages:
+        if find_spec(package) is None:
+            raise UsageError(f"export needs {package}, which is not installed: pip install 'amp-trainer[{extra}]'")
+
+
+def _weights(checkpoint: Path, file: Path, prefix: str = "") -> int:
     def convert() -> str:
         from trainer.checkpoint.conversion import export, weights_of
 
@@ -34,3 +95,77 @@ def command(arguments: Arguments) -> int:
         return f" {len(weights)} tensors."
 
     return carry_out(convert, file)
+
+
+def _of_run(arguments: Arguments) -> int:
+    """With settings: of the run that ``ckpt`` names, or of a config and ``ckpt_path``."""
+    from trainer.cli import failure, restore
+    from trainer.cli.validate import validate
+
+    if arguments.shows or arguments.multirun:
+        flag = "--multirun" if arguments.multirun else next(iter(arguments.flags))
+        raise UsageError(f"{flag} does not go with export. `python -m trainer fit ... --cfg job` shows the config.")
+    if arguments.words:
+        raise UsageError(f"export got the word {arguments.words[0]!r} among settings, expected ckpt=RUN to=FILE.")
+    file = _taken(arguments, "to")
+    if file is None:
+        raise UsageError(
+            f"export needs the file to write, which ends in {', '.join(GRAPHS)} or {WEIGHTS}: python -m trainer export"
+            f" {' '.join(arguments.overrides)} to=model.pt2"
+        )
+    _check_file(Path(file).expanduser(), "to is")
+    if Path(file).suffix == WEIGHTS:
+        return _weights(_only_checkpoint(arguments), Path(file).expanduser())
+    restore.apply(arguments)
+    config = validate(arguments)
+    if config.ckpt_path is None:
+        raise UsageError("export needs what was trained: ckpt=RUN, its folder or a checkpoint in it.")
+    with TemporaryDirectory() as folder:
+        job = copy.deepcopy(config)
+        OmegaConf.set_readonly(job.hydra, False)
+        with open_dict(job):
+            job.hydra.runtime.output_dir = folder
+            HydraConfig.instance().set_config(job)  # for ${hydra:runtime.output_dir}
+            del job["hydra"]
+        try:
+            return _graph(job, Path(file).expanduser(), Path(folder))
+        except (CheckpointError, TrainerError) as error:
+            if isinstance(error, UsageError):
+                raise
+            failure.tell(error)
+            return 1
+
+
+def _graph(job: Any, file: Path, folder: Path) -> int:
+    from trainer.cli.compose import resolve
+    from trainer.cli.graphs import export
+    from trainer.cli.run import assemble
+
+    settings = resolve(job)
+    settings |= {
+        "callbacks": {},
+        "logger": {},
+        "precision": {"_target_": "trainer.precision.FullPrecision"},
+        "weights": None,
+        "trainer": settings["trainer"] | _TRAINER,
+    }
+    module, data, trainer = assemble(settings, folder)
+    print(export(trainer, module, data, settings["ckpt_path"], file), flush=True)
+    return 0
+
+
+def _taken(arguments: Arguments, key: str) -> str | None:
+    """What the command line says of ``key``, which is taken out of it."""
+    given = [word for word in arguments.overrides if word.partition("=")[0] == key]
+    arguments.overrides = [word for word in arguments.overrides if word not in given]
+    return given[-1].partition("=")[2].strip("'\"") if given else None
+
+
+def _only_checkpoint(arguments: Arguments) -> Path:
+    """The checkpoint, where nothing but that is of interest."""
+    if len(arguments.overrides) != 1 or arguments.overrides[0].partition("=")[0] not in ("ckpt", "ckpt_path"):
+        raise UsageError(
+            f"export to a {WEIGHTS} file takes the weights as the checkpoint has them, and no settings: expected"
+            f" ckpt=RUN to=FILE{WEIGHTS}, got {' '.join(arguments.overrides) or 'no checkpoint'}."
+        )
+    return find(Path(arguments.overrides[0].partition("=")[2].strip("'\"")).expanduser())

@@ -29,6 +29,7 @@ from trainer.errors import (
     NonFiniteError,
     ResumeError,
     TrainerError,
+    UnsafeCheckpointError,
     is_out_of_memory,
 )
 
@@ -237,7 +238,7 @@ def paragraph(error: BaseException) -> str:
         lines.append(f"Raised in {place}")
     is_memory = is_out_of_memory(error)
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
-    lines += [note.partition("\n")[0] if is_memory else note for note in notes]
+    lines += [note.partition("\nTry ")[0].replace("\n", "\n  ") if is_memory else note for note in notes]
     if advice := _advice(error, text):
         lines.append(advice)
     file = error.__dict__.get("log_file")
@@ -311,14 +312,25 @@ def _advice(error: BaseException, text: str) -> str:
 
 
 def _about_memory(error: BaseException) -> str:
-    trains = any("train_dataloader" in note for note in getattr(error, "__notes__", ()))
-    if not trains:
-        return "Try a smaller data.batch_size."
-    return (
-        "Try half of data.batch_size with twice trainer.accumulate_grad_batches, which learns from as many samples a"
-        " step; callbacks=halve_on_out_of_memory, which does that by itself; precision=bf16-mixed, where it is 32 now;"
-        " or callbacks=activation_checkpointing."
-    )
+    said = "\n".join(getattr(error, "__notes__", ()))
+    tries = []
+    if "expandable_segments" in said:
+        tries.append("PYTORCH_ALLOC_CONF=expandable_segments:True before the command, which leaves no gaps")
+    if "strategy='fsdp'" in said:
+        tries.append("trainer=fsdp on several devices, for the weights and their like take most of the memory")
+    if "train_dataloader" in said:
+        tries += [
+            "half of data.batch_size with twice trainer.accumulate_grad_batches, which learns from as many samples a"
+            " step",
+            "callbacks=halve_on_out_of_memory, which does that by itself",
+            "precision=bf16-mixed, where it is 32 now",
+            "callbacks=activation_checkpointing",
+        ]
+        found = " `python -m trainer tune batch_size` with the same words finds the largest batch that fits."
+    else:
+        tries.append("a smaller data.batch_size")
+        found = ""
+    return f"Try {'; '.join(tries)}.{found}"
 
 
 def _about_missing_file(error: OSError) -> str:
@@ -368,6 +380,11 @@ _BY_KIND: tuple[tuple[Any, Any], ...] = (
         " callbacks.nonfinite_guard.policy=skip leaves such steps out and goes on.",
     ),
     (LossScaleCollapse, ""),
+    (
+        UnsafeCheckpointError,
+        "The command line has neither: load the file with a program of your own, by torch.load(..., weights_only="
+        "False), leave out what it asks for, torch.save the rest to another file, and give that.",
+    ),
     ((FileNotFoundError, NotADirectoryError), _about_missing_file),
     (PermissionError, "Expected a file or a folder that this user may read, and a run's folder that it may write."),
     (ModuleNotFoundError, _about_missing_module),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,32 +15,55 @@ _CHOICES = ("fused", "foreach", "differentiable")
 """Arguments that choose how a step is computed."""
 
 
-def fused_on_cuda(make: partial[Any]) -> partial[Any]:
-    """``make``, as :class:`FusedOnCuda` if it makes an optimizer that leaves the choice of its implementation open."""
-    open_choice = not set(_CHOICES).intersection(make.keywords)
-    return FusedOnCuda(make.func, *make.args, **make.keywords) if make.func in _FUSED and open_choice else make
+def fusing(trainer_class: type, device: str = "cuda") -> Callable[[partial[Any]], partial[Any]] | None:
+    """:func:`fused_on_cuda`, for runs of a Trainer of this class; None for one of Lightning's.
+
+    Lightning's clips no gradients of a fused optimizer.
+    """
+    from trainer.trainer import Trainer
+
+    return partial(fused_on_cuda, device=device) if issubclass(trainer_class, Trainer) else None
+
+
+def fused_on_cuda(make: partial[Any], device: str = "cuda") -> partial[Any]:
+    """``make``, as :class:`FusedOnCuda` if it makes an optimizer that leaves the choice of its implementation open.
+
+    Args:
+        make: makes an optimizer, or anything else.
+        device: the type of device that counts as CUDA: another one where tensors only stand for those of a GPU.
+    """
+    if make.func not in _FUSED or set(_CHOICES).intersection(make.keywords):
+        return make
+    fused = FusedOnCuda(make.func, *make.args, **make.keywords)
+    fused.device = device
+    return fused
 
 
 class FusedOnCuda(partial[Optimizer]):
     """Makes an optimizer, with ``fused=True`` where torch has a fused step for its parameters on CUDA.
 
     A fused step is the fastest, and in 16-mixed the one that does not make the host wait.
+
+    Attributes:
+        device: the type of device that counts as CUDA.
     """
+
+    device = "cuda"
 
     def __call__(self, /, *args: Any, **options: Any) -> Optimizer:
         """The optimizer of these parameters."""
         optimizer = super().__call__(*args, **options)
-        if not set(_CHOICES).isdisjoint(options) or not _has_fused_step(optimizer):
+        if not set(_CHOICES).isdisjoint(options) or not _has_fused_step(optimizer, self.device):
             return optimizer
         kept = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in optimizer.param_groups]
         options.pop("params", None)  # `kept` has them
         return super().__call__(kept, *args[1:], **(options | {"fused": True}))
 
 
-def _has_fused_step(optimizer: Optimizer) -> bool:
-    """Whether all of its parameters are on CUDA, and of kinds that torch's fused step takes."""
+def _has_fused_step(optimizer: Optimizer, device: str) -> bool:
+    """Whether all of its parameters are on such a device, and of kinds that torch's fused step takes."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters):
+    if not all(parameter.device.type == device and parameter.is_floating_point() for parameter in parameters):
         return False
     if not isinstance(optimizer, SGD):
         return True

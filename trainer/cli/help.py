@@ -23,7 +23,7 @@ SUMMARY = {
     "report": "make one HTML page of a run or a sweep",
     "consolidate": "make one file of a checkpoint that is a folder",
     "shard": "make a folder of a checkpoint that is one file",
-    "export": "write the weights of a checkpoint as safetensors",
+    "export": "write what was trained as ONNX, a graph of torch.export, or safetensors",
     "trust": "let configs name the classes of a package, from now on",
     "completion": "print a script that has the shell complete commands and settings",
 }
@@ -68,8 +68,9 @@ begin with, memory and disks, and which precision to use here. `checks json` wri
 status is 1 when something is broken: torch cannot be imported, or nothing can be written.
 
 With a recipe it predicts the memory that the training takes on each device: on one, by DDP, and sharded by FSDP. A
-step is run on tensors without values, so neither a GPU nor the memory is needed. It also names the lines of the
-model that would make the host wait for a GPU, and what autocast computes in another dtype there than on this CPU.
+step is run on tensors without values, so neither a GPU nor the memory is needed; a recipe that reads weights from
+files, such as finetune, reads them here, too, and needs host memory for them. It also names the lines of the model
+that would make the host wait for a GPU, and what autocast computes in another dtype there than on this CPU.
 
   python -m trainer checks +recipe=gpt model=gpt_1b precision=bf16-mixed
   python -m trainer checks +recipe=gpt model=gpt_1b checks.devices=64 checks.gpu_memory=80GiB
@@ -97,11 +98,22 @@ consolidate. Processes that go on from it read their parts alone. Nothing is wri
 Example:
     python -m trainer shard last.ckpt last_folder.ckpt""",
     "export": """\
-Writes the weights of a checkpoint, file or folder, as safetensors: the format of the Hugging Face world, which runs
-no code when it is read. With PREFIX, those whose names begin with it, without it: what a LightningModule has as
-self.model begins with "model.". Needs the package safetensors. Nothing is written over.
+Writes what was trained for use without this package; RUN is the folder of a run, or a checkpoint in it. How the
+name of FILE ends says what:
+  .pt2          the graph of the module's forward by torch.export; torch.export.load(FILE).module() runs it
+  .onnx         the same graph as ONNX (pip install 'amp-trainer[export]')
+  .safetensors  the weights alone, which runs no code when it is read (pip install 'amp-trainer[safetensors]')
+forward is called with the module's example_input_array or, without one, with the first batch of its data: a mapping
+gives it the entries that are named as its arguments, a tuple or list as many of the first as it needs. The graph takes
+batches of any size where forward does, in float32. The file is run before it is kept: it has to give what forward
+gives, within 0.0001 of the largest value. Size, difference and time are printed. Nothing is written over.
 
-Example:
+A checkpoint's weights can be had without its run: with PREFIX, those whose names begin with it, without it: what a
+LightningModule has as self.model begins with "model.".
+
+Examples:
+    python -m trainer export ckpt=outputs/unet/DATE_TIME to=unet.onnx
+    python -m trainer export ckpt=outputs/unet/DATE_TIME to=unet.pt2 data.batch_size=4
     python -m trainer export outputs/finetune/DATE_TIME/checkpoints/last.ckpt model.safetensors model.""",
     "trust": """\
 Lets every config name the classes and functions of a package, such as timm, from now on: in a _target_, and so
@@ -142,7 +154,7 @@ WORDS = {
     "report": "[RUN_DIR [OUT.html]]",
     "consolidate": "FOLDER FILE",
     "shard": "FILE FOLDER",
-    "export": "CHECKPOINT FILE.safetensors [PREFIX]",
+    "export": "ckpt=RUN to=FILE [SETTING=VALUE ...] | CHECKPOINT FILE.safetensors [PREFIX]",
 }
 """What may follow a command that runs nothing."""
 
@@ -160,7 +172,9 @@ _TRAIN = """\
   Go on from the last checkpoint of a run, with its config, for longer:
     python -m trainer fit ckpt=outputs/resnet50/DATE_TIME trainer.max_epochs=20
   Go on from a checkpoint with a config that you name:
-    python -m trainer fit +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt"""
+    python -m trainer fit +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt
+  Begin a new run with the weights of another, or of a file (.ckpt, .pt, .safetensors), as far as they fit:
+    python -m trainer fit +recipe=resnet50 weights=outputs/resnet50/DATE_TIME optimizer.lr=0.001"""
 
 _COMPARE = """\
     python -m trainer compare +recipe=resnet50 precision=32,16-mixed,bf16-mixed
@@ -208,6 +222,8 @@ _GROUPS = {
     "scheduler": "of the learning rate",
     "trainer": "the devices",
     "callbacks": "",
+    "compile": "torch.compile, for the whole run",
+    "tuning": "fast: TF32, cudnn.benchmark, channels_last, expandable segments",
     "logger": "",
     "compare": "what compare asks of the runs",
     "tune": "what tune tries",

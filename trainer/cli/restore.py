@@ -17,20 +17,18 @@ from hydra.core.config_store import ConfigStore
 
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer
-from trainer.cli.consolidate import is_checkpoint_folder
 from trainer.cli.failure import printable
 from trainer.cli.folders import packaged_conf
 from trainer.cli.processes import is_first, is_quiet
 from trainer.cli.workdir import quoted
-from trainer.errors import did_you_mean
+from trainer.record.checkpoints import find
 from trainer.record.reader import read_run
-from trainer.record.run_file import of_older_version
 
 _CONFIG = Path(".hydra", "config.yaml")
 _DEEPEST = 4
 """Folders that a checkpoint may lie below its run's."""
 
-_NOT_OF_A_RUN = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "resume")
+_NOT_OF_A_RUN = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "weights", "resume")
 """Keys of a saved config that are not taken over."""
 _OF_COMMANDS = ("checks", "compare", "tune")
 """Groups with the settings of a command. A run's config has them because every config does; the command's own count."""
@@ -67,37 +65,6 @@ def apply(arguments: Arguments) -> None:
         print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{elsewhere}"), flush=True)
 
 
-def find(path: Path, *, latest: bool = False) -> Path:
-    """The checkpoint that ``path`` names: itself, or in a run's folder the best one, else the last.
-
-    Args:
-        path: a checkpoint, or a folder of a run or of checkpoints.
-        latest: prefer the last one, to go on from.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if path.is_file() or is_checkpoint_folder(path):
-        return path
-    if not path.is_dir():
-        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UsageError(
-            f"ckpt is {path}: there is no such file or folder.{did_you_mean(path.name, beside)} Expected a checkpoint,"
-            " or the folder of a run, such as outputs/RECIPE/DATE_TIME."
-        )
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    files = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
-    last = [file for file in files if file.stem.partition("-v")[0] == "last"]
-    others = [file for file in files if file not in last]
-    if latest and last:
-        return last[-1]
-    if best := _best(path, others):
-        return best
-    if not files:
-        raise UsageError(f"ckpt is {path}, a folder without checkpoints.{_runs_in(path)}")
-    return (last or files)[-1]
-
-
 def run_of(checkpoint: Path) -> Path | None:
     """The folder of the run that wrote ``checkpoint``; None where there is none above it."""
     for folder in checkpoint.absolute().parents[:_DEEPEST]:
@@ -111,24 +78,6 @@ def recipe_of(checkpoint: str | None) -> str | None:
     run = None if checkpoint is None else run_of(Path(checkpoint))
     recipe = None if run is None else read_run(run).recipe
     return recipe if recipe is not None and re.fullmatch(r"\w[\w./-]*", recipe) else None
-
-
-def _best(run: Path, files: list[Path]) -> Path | None:
-    """Of ``files`` the one that the run's record calls the best; where it has none, the only one."""
-    name = read_run(run).best_checkpoint
-    if name is None:
-        if len(files) > 1 and (said := of_older_version(run)):
-            raise UsageError(f"{said} Which checkpoint is the best is not known: name one, such as ckpt={files[-1]}")
-        return files[0] if len(files) == 1 else None
-    return next((file for file in files if file.name == name), None)
-
-
-def _runs_in(folder: Path) -> str:
-    """A hint where ``folder`` holds runs, as that of a sweep does."""
-    runs = sorted(one.parent.parent for one in folder.glob(f"*/{_CONFIG.as_posix()}"))
-    if not runs:
-        return ""
-    return f" It has {len(runs)} runs in it: name one, such as ckpt={runs[-1]}"
 
 
 def _refuse_contradictions(arguments: Arguments, asked: str) -> None:

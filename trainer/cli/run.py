@@ -29,7 +29,7 @@ from trainer.cli.sweep import worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
 from trainer.cli.workdir import go_on_command
-from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean
+from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.record.environment import environment
 from trainer.record.reader import RunRecord
 from trainer.record.run_file import RunFile
@@ -107,6 +107,7 @@ def run(config: DictConfig) -> float | None:
     except Exception as error:
         is_ours = not isinstance(error, FolderInUseError)  # or another run will say how it went
         _complete(record, trainer, started, "failed", redaction.text(f"{type(error).__name__}: {error}"))
+        record.facts |= memory_at(error)
         failure.explain_path(error, settings)
         failure.record(error, folder, config.command, getattr(trainer, "world_size", 1))
         raise
@@ -144,7 +145,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
 
         from trainer.callbacks import OverflowReport, ScaleMonitor
-        from trainer.cli.fused import fused_on_cuda
+        from trainer.cli.fused import fusing
         from trainer.record.recorder import RunRecorder
         from trainer.trainer import Trainer
 
@@ -189,8 +190,9 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         arguments["callbacks"].append(RunRecorder(record))
 
     data = make(settings["data"], "data", allowlist)
-    is_ours = issubclass(trainer_class, Trainer)  # Lightning's does not clip the gradients of a fused optimizer
-    module = make(settings["model"], "model", allowlist, fused_on_cuda if is_ours else None)
+    if settings["weights"] is not None and not issubclass(trainer_class, Trainer):
+        raise UsageError(f"weights is for trainer.Trainer, and trainer._target_ is {target}: leave one of them out.")
+    module = make(settings["model"], "model", allowlist, fusing(trainer_class))
     _check_kinds(module, data, settings)
     try:
         trainer = trainer_class(**arguments)
@@ -284,7 +286,9 @@ def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, 
     if command == "predict":
         _predict(Path(record.facts["run_dir"]), module, data, trainer, checkpoint)
         return
-    more = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
+    more: dict[str, Any] = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
+    if command == "fit" and settings["weights"] is not None:
+        more["weights"] = settings["weights"]
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **more)
     if command == "fit" and not record.facts.get("pruned"):
         from trainer.record.measures import why_nothing_was_learned

@@ -21,15 +21,16 @@ from trainer import machine
 from trainer.cli import objective, permissions, plugins
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
-from trainer.cli.consolidate import is_checkpoint_folder
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import SETTINGS, flatten, keys, options
 from trainer.cli.leaves import Leaf, leaves
+from trainer.cli.restore import recipe_of
 from trainer.cli.schema import as_number, as_typed, describe, either, mistake
 from trainer.cli.targets import targets
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
 from trainer.precision.names import ALIASES
+from trainer.record.checkpoints import find_weights, is_checkpoint_folder
 
 # A sweep over a long range is checked by its first values; Hydra composes every job before it starts the
 # first.
@@ -248,9 +249,9 @@ def _unresolved(config: DictConfig) -> dict[Any, Any]:
 
 
 def _setting(key: str) -> str | None:
-    """``NAME`` of ``trainer.NAME``; None for other keys."""
+    """``NAME`` of ``trainer.NAME``; None for other keys, ``trainer._target_`` among them."""
     node, _, name = key.partition(".")
-    return name if node == "trainer" and name and "." not in name else None
+    return name if node == "trainer" and name not in ("", "_target_") and "." not in name else None
 
 
 def _check_new_key(composer: Composer, override: Override) -> None:
@@ -367,6 +368,7 @@ def _check_whole(
         if not str(config.hydra.launcher["_target_"]).startswith(plugins.ELSEWHERE):
             _check_devices(plain["trainer"])
         _check_checkpoint(plain["ckpt_path"], said)
+        _check_weights(plain)
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
 
 
@@ -429,6 +431,9 @@ def _check_model(plain: dict[str, Any], config_dir: str | None, recipe: str | No
     example = (own or [name for name in ("resnet50",) if name in found] or [*names, "NAME"])[0]
     run = "" if command in ("fit", "compare") else f" Or name a run: `python -m trainer {command} ckpt=RUN_FOLDER`."
     chosen = f" With +recipe={recipe} model is null." if recipe else ""
+    if isinstance(weights := plain["weights"], str):
+        example = recipe_of(str(find_weights(weights))) or example
+        chosen += f" weights={weights} brings no config along."
     raise UsageError(
         f"There is no model to {'check' if command == 'checks' else command}.{chosen} Choose a recipe, such as"
         f" `python -m trainer {command} +recipe={example}`, or a model: model=NAME.{run}"
@@ -555,3 +560,27 @@ def _check_checkpoint(path: Any, given: Collection[str]) -> None:
     folder = Path(path).parent
     near = did_you_mean(Path(path).name, [file.name for file in folder.iterdir()] if folder.is_dir() else [])
     raise UsageError(f"ckpt_path is {path}: there is no such file.{near}")
+
+
+def _check_weights(plain: dict[str, Any]) -> None:
+    """What a training begins with, if not with fresh weights."""
+    weights, command, checkpoint = plain["weights"], plain["command"], plain["ckpt_path"]
+    if weights is None:
+        return
+    if not isinstance(weights, str) or not weights.strip() or not weights.isprintable():
+        shown = repr(weights) if isinstance(weights, str) else describe(weights)
+        raise UsageError(
+            f"weights is {shown}, expected the folder of a run, a checkpoint, a state dict, a .safetensors"
+            " file, or null."
+        )
+    if command not in ("fit", "compare", "tune", "checks"):
+        raise UsageError(
+            f"weights is {weights}, with which a training begins, and {command} is none. For the weights of a run:"
+            f" python -m trainer {command} ckpt={weights}; with a config that you name: +recipe=NAME ckpt_path=FILE."
+        )
+    if checkpoint is not None:
+        raise UsageError(
+            f"Got weights={weights} and {'ckpt' if plain['ckpt'] else 'ckpt_path'}={checkpoint}, expected one of them:"
+            " a checkpoint is gone on from, with its optimizers and counters; weights begin a new run."
+        )
+    find_weights(weights)

@@ -85,6 +85,17 @@ def shard_averages(trainer: Any) -> None:
             vars(callback)["_load_average_model_state"] = partial(_load_swa, callback)
 
 
+def follow(trainer: Any) -> None:
+    """Give the averages, which have averaged nothing yet, the weights that the module has been given meanwhile."""
+    module = trainer.lightning_module
+    for callback in trainer.callbacks:
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            if trainer.engine.gradients.are_parts:
+                _fill(callback._average_model.module, module)
+            else:
+                callback._average_model.module.load_state_dict(module.state_dict())
+
+
 def detach_averaging(callbacks: Iterable[Any]) -> None:
     """Undo :func:`defer_copies`, :func:`attach_averaging` and :func:`shard_averages`."""
     for callback in callbacks:

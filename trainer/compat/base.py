@@ -7,9 +7,10 @@ here is what its constructor would assign, and what must be quicker or says more
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch import Trainer as LightningTrainer
@@ -35,7 +36,20 @@ from trainer.precision.scaler import LossScaler
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import FitProgress
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 adopt()
+
+
+def shown_as_lightnings(method: Method) -> Method:
+    """A method that LightningCLI takes for Lightning's: it makes an option of each parameter that it sees.
+
+    The options of one command are also those of the others: a parameter that ``fit`` alone has would make ``validate``
+    refuse the config that ``fit`` has saved.
+    """
+    signature = inspect.signature(getattr(LightningTrainer, method.__name__))
+    method.__signature__ = signature  # type: ignore[attr-defined]
+    return method
 
 
 class TrainerBase(LightningTrainer):
@@ -55,6 +69,7 @@ class TrainerBase(LightningTrainer):
     resume: str | None
     exact_resume: bool
     pad_evaluation: bool
+    prefetch_batches: int
     log_metric: Callable[..., None]
     """Logs a value as the module's ``self.log`` does, with its arguments, whatever overrides that; for callbacks."""
 

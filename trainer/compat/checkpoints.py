@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,10 +19,14 @@ from lightning_utilities.core.imports import module_available
 
 from trainer import redaction
 from trainer.checkpoint import state as checkpoints
-from trainer.compat import cluster, elastic, hparams, loop_state, model_checkpoints, resuming
+from trainer.compat import averaging, cluster, elastic, hparams, loop_state, model_checkpoints, resuming
 from trainer.compat.checkpoint_io import local_path
 from trainer.compat.logging import ModuleScope
 from trainer.errors import ConfigurationError, ResumeError
+from trainer.record.checkpoints import find_weights
+from trainer.weights import load_into
+
+log = logging.getLogger(__name__)
 
 _FAILED: Any = object()
 VERSION_KEY = "pytorch-lightning_version"
@@ -46,8 +51,9 @@ class CheckpointConnector(_CheckpointConnector):
         self._has_order = True  # unless it was given up
         self._is_chosen = False  # by the user
         self._foreign: dict[str, str] = {}  # by `best_model_path`, the checkpoint that says so
+        self._weights: Path | None = None  # of another run, to begin with
 
-    def select(self, given: str | Path | None, *, model_given: bool) -> None:
+    def select(self, given: str | Path | None, *, model_given: bool, weights: str | Path | None = None) -> None:
         """Choose the file to load for a run that was called with ``ckpt_path=given``: ``trainer.ckpt_path``.
 
         What the user has assigned to ``trainer.ckpt_path`` counts where nothing is given.
@@ -55,11 +61,20 @@ class CheckpointConnector(_CheckpointConnector):
         Args:
             given: a path, a URL, ``"best"``, ``"last"``, ``"hpc"``, ``"registry..."`` or None.
             model_given: whether the run was given a module; if not, None means ``"best"``.
+            weights: of another run, for a fit that begins; None for none.
 
         Raises:
-            ConfigurationError: there is no such file, or only another checkpoint says which one it is.
+            ConfigurationError: there is no such file, or only another checkpoint says which one it is; or there are
+                two to begin with.
         """
         trainer, is_assigned = self.trainer, self._user_managed and not given
+        if weights is not None and (given or is_assigned):
+            raise ConfigurationError(
+                f"Got ckpt_path={redaction.text(str(given or self._ckpt_path))!r} and weights={str(weights)!r},"
+                " expected one of them: ckpt_path goes on with a run, with its optimizers and counters; weights begins"
+                " a new one with the weights of another."
+            )
+        self._weights = None if weights is None else find_weights(weights)
         if given and _is_registry(given) and module_available("litmodels"):
             download_model_from_registry(given, trainer)
         try:
@@ -88,7 +103,10 @@ class CheckpointConnector(_CheckpointConnector):
         """Read the run's checkpoint, if it has one, and restore what has to be there before the strategy's set-up."""
         self._loaded_checkpoint = {}
         if self._ckpt_path is None:
+            self._begin_with_weights(weights_only)
             return
+        if self._weights is not None:
+            rank_zero_info(f"The run goes on from a checkpoint of its own: {self._weights} is not loaded again.")
         rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self._ckpt_path))}")
         if self.trainer.num_nodes > 1 and (path := local_path(self._ckpt_path)) is not None:
             what = f"The run goes on from the checkpoint {redaction.text(str(path))}, which every process reads"
@@ -98,6 +116,20 @@ class CheckpointConnector(_CheckpointConnector):
         if self.trainer.state.fn is TrainerFn.FITTING:
             model_checkpoints.restore_states(self.trainer, self._loaded_checkpoint)
         self._note_foreign()
+
+    def _begin_with_weights(self, weights_only: bool | None) -> None:
+        """Load the weights of another run that a fit is to begin with, and say what was loaded and what was not."""
+        trainer, engine = self.trainer, self.trainer.engine
+        trainer.loaded_weights = None
+        if self._weights is None:
+            return
+        file = Path(engine.broadcast(str(self._weights)))  # another run may have a new best one meanwhile
+        loaded = load_into(trainer.lightning_module, file, engine.load_module_state, weights_only, engine.template)
+        averaging.follow(trainer)
+        trainer.loaded_weights = loaded
+        if trainer.is_global_zero:
+            say = logging.getLogger("lightning.pytorch.advice").info if loaded.complete else log.warning
+            say("%s", redaction.text(str(loaded)))
 
     def restore_fit(self) -> dict[str, Any] | None:
         """Restore counters, optimizers and schedules. Returns what the checkpoint has of this process."""

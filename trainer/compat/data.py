@@ -35,6 +35,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
+from trainer.data.prefetching import Prefetching
 from trainer.data.unpadded import Span, UnpaddedSampler
 from trainer.data.worker_signals import outlive_signals
 from trainer.data.workers import bounded
@@ -114,6 +115,7 @@ class DataSource:
 
     Attributes:
         carried: what the run keeps of one on another number of processes, which has begun it. None for nothing.
+        prefetching: what sends the batches of the run to a GPU while the step before them runs. None elsewhere.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -126,6 +128,7 @@ class DataSource:
         self._outdated: set[RunningStage] = set()
         self.resumed: dict[str, Any] | None = None
         self.carried: Carried | None = None
+        self.prefetching: Prefetching | None = None
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
         """Note where each stage's dataloaders will come from.
@@ -139,7 +142,7 @@ class DataSource:
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
         self._outdated.clear()
-        self.resumed = self.carried = None
+        self.resumed = self.carried = self.prefetching = None
         for stage in _STAGES:
             loaders = given.get(stage)
             instance = datamodule if datamodule is not None else module if loaders is None else loaders

@@ -122,7 +122,7 @@ def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, A
     is_same = len(states) == trainer.engine.world_size
     if is_same and change.was != change.now:
         raise ResumeError(f"a batch of all processes had {change.was} samples and has {change.now}")
-    if not is_same and trainer.engine.replicas != trainer.engine.world_size:
+    if not is_same and trainer.engine.data_parallel_size != trainer.engine.world_size:
         raise ResumeError("some of its processes share their samples with others (tensor parallelism)")
     done = 0 if is_same else _position(states[0], trainer.progress, change)
     # nothing is refused from here on
@@ -133,6 +133,7 @@ def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, A
         return own
     change.translate(trainer.progress, done)
     state: dict[str, Any]
+    states = states[:: len(states) // noted["processes"]]  # one of each group that shared its samples
     state, lost = trainer.process.taken_over(states)
     if state["data"]:
         state["data"] = loaders.taken_over([one["data"] for one in states], done, state["rng"])

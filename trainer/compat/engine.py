@@ -153,7 +153,7 @@ class LightningEngine:
         return 1 if self._ddp is None else self._ddp.world_size
 
     @property
-    def replicas(self) -> int:
+    def data_parallel_size(self) -> int:
         """How many processes have batches of their own: all of them."""
         return self.world_size
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies.model_parallel import _setup_device_mesh
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
@@ -35,6 +36,7 @@ from trainer.engine.sharding.wrap import Blocks, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
 from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler
+from trainer.state.metric_objects import exchange_over
 
 
 class FSDP2Strategy(DDPStrategy):
@@ -242,7 +244,10 @@ class FSDP2Strategy(DDPStrategy):
         self._failed = True
 
     def teardown(self) -> None:
-        """Put the module back: plain tensors, on the CPU. After a failure it stays sharded, until another run."""
+        """Put the module back: plain tensors, on the CPU, where the optimizers' states go, too.
+
+        After a failure it stays sharded, until another run.
+        """
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         sharded, self.sharded = self.sharded, None
@@ -252,6 +257,7 @@ class FSDP2Strategy(DDPStrategy):
             if self._syncs:
                 assert self._layer_sync is not None
                 self._layer_sync.revert(sharded.root)
+        _optimizers_to_device(self.optimizers, torch.device("cpu"))  # each process its parts
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -273,6 +279,7 @@ class ParallelStrategy(FSDP2Strategy):
     def __init__(self, data_parallel_size: int | str, tensor_parallel_size: int | str, **options: Any) -> None:
         super().__init__(blocks=(), **options)
         self._sizes = data_parallel_size, tensor_parallel_size
+        self._put_metrics_back: Callable[[], None] | None = None
 
     def make_mesh(self) -> DeviceMesh:
         """(data_parallel, tensor_parallel)."""
@@ -293,6 +300,18 @@ class ParallelStrategy(FSDP2Strategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which share of the data this process gets: the same as the others of its group."""
         return {"num_replicas": self.data_mesh.size(), "rank": self.data_mesh.get_local_rank()}
+
+    def setup(self, trainer: Any) -> None:
+        """As usual; metric objects count the batches of a group of processes once."""
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        self._put_metrics_back = exchange_over(self.data_mesh.get_group(), self.lightning_module)
+
+    def teardown(self) -> None:
+        """As usual."""
+        if self._put_metrics_back is not None:
+            self._put_metrics_back()
+        super().teardown()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As usual; over the processes whose batches differ, unless ``group`` says otherwise."""
@@ -352,13 +371,13 @@ class ShardedEngine(LightningEngine):
         return state.template(self.strategy.lightning_module, place, shape, dtype)
 
     @property
-    def replicas(self) -> int:
+    def data_parallel_size(self) -> int:
         """How many processes have batches of their own."""
         return self.strategy.data_mesh.size()
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
         """Add up over the processes that have batches of their own."""
-        sums, copies = super().begin_sum(*values), self.world_size // self.replicas
+        sums, copies = super().begin_sum(*values), self.world_size // self.data_parallel_size
         return sums if copies == 1 else lambda: [value / copies for value in sums()]
 
     def refuse(self, callbacks: Iterable[Any]) -> None:

@@ -38,7 +38,7 @@ from torch.utils.data import default_convert as _convert
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer.data.elastic import ElasticSampler
-from trainer.data.worker_random import Carrier, WorkerRandom
+from trainer.data.worker_random import Marked, WorkerRandom, WorkerStates
 from trainer.data.workers import bounded_like
 from trainer.state import random_states
 from trainer.state.random_states import Generator, State
@@ -61,13 +61,14 @@ class ResumableLoader:
 
     kind = ""
     replays = False
+    _knows_workers = False  # whether batches come with the random states of the workers
 
     def __init__(self, loader: Any, generators: list[Generator]) -> None:
         self.loader = loader
         self.generators = generators
         self._begun: State = {}  # the random states when the pass began
         self._batches = 0  # of the pass, that have been handed out
-        self._workers: dict[int, State] = {}  # the random states of the workers after those
+        self._workers = WorkerStates({})  # the random states of the workers after those
         self._resumed: Iterator[Batch] | None = None  # the pass of the next iteration
         self._finished: State = {}  # the state of a pass that was over, until the next one begins
 
@@ -145,19 +146,10 @@ class ResumableLoader:
             "prefetch_factor": self._prefetch_factor,
         }
 
-    def note(self, carrier: Carrier) -> None:
-        """Note a worker's random states."""
-        if carrier.changes:
-            self._workers.setdefault(carrier.worker, {}).update(carrier.changes)
-
-    def _counted(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
+    def _counted(self, iterator: Iterator[Any]) -> Iterator[Batch]:
         for batch in iterator:
             self._batches += 1
-            if isinstance(batch, Carrier):
-                self.note(batch)
-                yield batch.batch
-            else:
-                yield batch
+            yield self._workers.take(batch) if self._knows_workers else batch
 
 
 def resumable(loader: Any) -> ResumableLoader:
@@ -225,7 +217,7 @@ class StatefulLoader(ReplayedLoader):
             return super()._begin()
         loader, own = self.loader, (self.loader.worker_init_fn, self.loader.collate_fn)
         in_worker = WorkerRandom(*own, self._starts)
-        self._starts, self._workers = {}, {}
+        self._starts, self._workers = {}, WorkerStates({})
         loader.worker_init_fn, loader.collate_fn = in_worker.start, in_worker.collate
         try:
             return super()._begin()
@@ -245,7 +237,8 @@ class StatefulLoader(ReplayedLoader):
         random_states.restore(state["begun"], own=self.generators)
         self.loader.load_state_dict(state["state"])
         iterator = self._begin()
-        self._begun, self._batches, self._workers = state["begun"], state["batches"], _copied(state.get("workers", {}))
+        self._begun, self._batches = state["begun"], state["batches"]
+        self._workers = WorkerStates(state.get("workers", {}))
         return iterator
 
     def _follow(self, state: State) -> None:
@@ -255,7 +248,7 @@ class StatefulLoader(ReplayedLoader):
     def _here(self) -> State:
         state = {**super()._here(), "state": self.loader.state_dict()}
         if self._knows_workers:
-            state["workers"] = _copied(self._workers)
+            state["workers"] = self._workers.state_dict()
         if self._lasting is not None:
             state["lasting"] = state["state"] if self._lasting is self.loader else self._lasting.state_dict()
         return state
@@ -325,12 +318,16 @@ class MapStyleLoader(ResumableLoader):
         self._begun, self._batches = random_states.capture(own=self.generators), 0
         self._late, self._drawn_before = [], 0
         if not with_old_workers:
-            self._started, self._workers = self._begun, {}
+            self._started, self._workers = self._begun, WorkerStates({})
 
-    def take(self, carrier: Carrier) -> None:
+    def take(self, marked: Marked) -> Batch:
         """A batch has arrived from a worker."""
         self._batches += 1
-        self.note(carrier)
+        return self._workers.take(marked)
+
+    def drop(self, marked: Marked) -> None:
+        """A batch has arrived that nobody asks for any more."""
+        self._workers.take(marked)
 
     def _begin(self) -> Iterator[Batch]:
         loader = self.loader
@@ -380,7 +377,7 @@ class MapStyleLoader(ResumableLoader):
         if not loader.num_workers:
             state["exhausted"] = sampler.exhausted
         elif self._knows_workers:
-            state["workers"] = _copied(self._workers)
+            state["workers"] = self._workers.state_dict()
         if loader.num_workers and not loader.in_order:
             state["drawn"], state["late"] = self._out_of_order()
         return state
@@ -411,7 +408,7 @@ class MapStyleLoader(ResumableLoader):
             random_states.restore(state["begun"], own=self.generators)
             iter(self._sampler)
         self._begun, self._started = state["begun"], state["started"]
-        self._workers = _copied(workers or {})
+        self._workers = WorkerStates(workers or {})
         random_states.restore(state["asked"], own=self.generators)
         late, batches = state.get("late", []), state["batches"]
         if self._advance(iterator, batches, state["drawn"] if late else batches, late, state.get("exhausted", False)):
@@ -530,7 +527,7 @@ class _RecordedSampler:
 
 
 class _WorkerIterator(_MultiProcessingDataLoaderIter):
-    """A pass with worker processes whose batches are carriers; it gives the batches.
+    """A pass with worker processes whose batches bring random states along; it gives the batches.
 
     Args:
         loader: the dataloader, with a :class:`WorkerRandom`'s methods in it.
@@ -543,10 +540,9 @@ class _WorkerIterator(_MultiProcessingDataLoaderIter):
         super().__init__(loader)
 
     def _next_data(self) -> Batch:
-        carrier = super()._next_data()  # type: ignore[no-untyped-call]
-        if (owner := self.owner()) is not None:
-            owner.take(carrier)
-        return carrier.batch
+        marked: Marked = super()._next_data()  # type: ignore[no-untyped-call]
+        owner = self.owner()
+        return marked[0] if owner is None else owner.take(marked)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         owner = self.owner()
@@ -554,7 +550,7 @@ class _WorkerIterator(_MultiProcessingDataLoaderIter):
             self._sampler_iter = iter(())
             for _ in range(len(self._task_info)):  # batches that nobody has asked for have drawn numbers, too
                 try:
-                    owner.note(super()._next_data())  # type: ignore[no-untyped-call]
+                    owner.drop(super()._next_data())  # type: ignore[no-untyped-call]
                 except StopIteration:
                     break
                 except Exception:  # an error in a batch that nobody asked for is not raised
@@ -571,10 +567,6 @@ class _WorkerIterator(_MultiProcessingDataLoaderIter):
 
 
 _INSIDE_A_BATCH = "it was written inside a batch, which had been prepared already"
-
-
-def _copied(workers: dict[int, State]) -> dict[int, State]:
-    return {worker: dict(states) for worker, states in workers.items()}
 
 
 def _other_order(which: str, was: State, now: State | None) -> str:

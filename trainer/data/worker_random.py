@@ -1,44 +1,25 @@
 """The random states of a dataloader's worker processes: sent along with their batches, and restored in new workers.
 
 A worker draws numbers for each sample, and is some batches ahead of the training. The states of its generators after
-the last batch that was trained are known to the worker alone; so each batch brings along those that have changed.
+the last batch that was trained are known to the worker alone; so each batch brings along those that have changed. They
+are bytes on their way, which nobody looks into before a checkpoint needs them.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from trainer.state import random_states
 from trainer.state.random_states import State
 
-
-class Carrier:
-    """A batch on its way to the main process, with the worker it comes from and what has changed there.
-
-    Args:
-        batch: what the dataloader's ``collate_fn`` returned.
-        worker: the worker's index.
-        changes: the states of the generators that the worker has drawn from since its last batch.
-    """
-
-    __slots__ = ("batch", "changes", "worker")
-
-    def __init__(self, batch: Any, worker: int, changes: State) -> None:
-        self.batch = batch
-        self.worker = worker
-        self.changes = changes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Carrier, (self.batch, self.worker, self.changes)
-
-    def pin_memory(self, *device: Any) -> Carrier:
-        """The same with a batch in pinned memory: the dataloader's thread calls this."""
-        batch = pin_memory(self.batch, *device)  # type: ignore[no-untyped-call]
-        return Carrier(batch, self.worker, self.changes)
+Batch = Any
+Marked = tuple[Batch, int, bytes]
+"""What the workers send: a batch, the worker's index, and its random states after the batch. (A tuple, because the
+thread that pins memory looks into tuples; it makes a list of it.)"""
 
 
 class WorkerRandom:
@@ -51,14 +32,14 @@ class WorkerRandom:
     """
 
     def __init__(
-        self, init: Callable[[int], None] | None, collate: Callable[[Any], Any], starts: dict[int, State]
+        self, init: Callable[[int], None] | None, collate: Callable[[Any], Batch], starts: dict[int, State]
     ) -> None:
         self._init = init
         self._collate = collate
         self._starts = starts
         self._worker = -1
         self._own: list[random_states.Generator] = []
-        self._last: State = {}
+        self._start: State = {}
 
     def start(self, worker: int) -> None:
         """The worker's ``worker_init_fn``."""
@@ -69,11 +50,36 @@ class WorkerRandom:
         self._worker = worker
         self._own = random_states.find(info.dataset, self._collate)
         random_states.restore(self._starts.get(worker, {}), own=self._own)
-        self._last = random_states.capture(own=self._own)
+        self._start = random_states.capture(own=self._own)
 
-    def collate(self, samples: Any) -> Carrier:
+    def collate(self, samples: Any) -> Marked:
         """The worker's ``collate_fn``."""
-        batch = self._collate(samples)
-        last, self._last = self._last, random_states.capture(own=self._own)
-        changes = {name: state for name, state in self._last.items() if state != last[name]}
-        return Carrier(batch, self._worker, changes)
+        batch, start = self._collate(samples), self._start
+        states = random_states.capture(own=self._own)
+        changes = {name: state for name, state in states.items() if state != start[name]}
+        return batch, self._worker, pickle.dumps(changes)
+
+
+class WorkerStates:
+    """The random states of workers after their batches that have arrived.
+
+    Args:
+        starts: those that they have gone on from, by worker.
+    """
+
+    def __init__(self, starts: dict[int, State]) -> None:
+        self._starts = starts
+        self._changes: dict[int, bytes] = {}
+
+    def take(self, marked: Marked) -> Batch:
+        """The batch that has arrived."""
+        batch, worker, self._changes[worker] = marked
+        return batch
+
+    def state_dict(self) -> dict[int, State]:
+        """By worker: of the generators that have been drawn from since the workers start from their seeds."""
+        states = {worker: dict(state) for worker, state in self._starts.items()}
+        for worker, changes in self._changes.items():
+            if changed := pickle.loads(changes):
+                states.setdefault(worker, {}).update(changed)
+        return states

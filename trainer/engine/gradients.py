@@ -6,6 +6,7 @@ In a training step, in this order::
     backward(scale(loss))              each batch; or, where this process has no loss,
     forward_without_loss()             before the processes tell each other who has one, and
     backward_without_loss(exchanges)   in the place of the backward pass
+    keep(optimizer)                    only where a compiled backward pass (CUDA graphs) would overwrite them
     multiply_(optimizers, factor)      at a window's end, where its mean is not what the shares had expected
     unscale_(optimizer)                for each optimizer: gradients are in true units from here on
     norm(optimizer), clip_(optimizer, ...), local(optimizer)       hooks, callbacks
@@ -34,6 +35,9 @@ from torch.optim import Optimizer
 
 from trainer.engine.optimizers import has_own_zero_grad
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
+
+_IS_KEPT = "_is_kept"
+"""Marks a gradient that :meth:`Gradients.keep` has made; one in which autograd adds up stays the same tensor."""
 
 
 class Gradients:
@@ -97,6 +101,25 @@ class Gradients:
         Args:
             exchanges: whether it is one that exchanges gradients: the last of a window.
         """
+
+    def keep(self, optimizer: Optimizer) -> None:
+        """Give gradients memory of their own: a CUDA graph's backward pass writes the next ones over those it made.
+
+        Autograd takes a first gradient as ``.grad`` as it is, without a copy. What it adds up in ours stays ours.
+        """
+        loose = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and not hasattr(parameter.grad, _IS_KEPT)
+        ]
+        dense = [parameter for parameter in loose if not parameter.grad.is_sparse]
+        copies = [torch.empty_like(parameter.grad) for parameter in dense]
+        if dense:
+            torch._foreach_copy_(copies, [parameter.grad for parameter in dense])
+        for parameter, copy in zip(dense, copies, strict=True):
+            setattr(copy, _IS_KEPT, True)
+            parameter.grad = copy
 
     def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:
         """Multiply all gradients of a window, after its last backward pass. The factor is the same on all processes."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.engine.parts import local
 from trainer.errors import ConfigurationError
 
 
@@ -149,17 +150,12 @@ def _blank_part(tensor: Tensor, device: torch.device) -> Tensor:
     """The same for this process's part of it."""
     blank = torch.empty_like(tensor, device=device)
     with torch.no_grad():
-        _part(blank).fill_(torch.nan if tensor.is_floating_point() else 0)
+        local(blank).fill_(torch.nan if tensor.is_floating_point() else 0)
     return blank
 
 
-def _part(tensor: Any) -> Tensor:
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part.detach()
-
-
 def _is_empty(tensor: Any) -> bool:
-    part = _part(tensor)
+    part = local(tensor).detach()
     return bool(part.is_meta or (part.is_floating_point() and part.isnan().any()))
 
 

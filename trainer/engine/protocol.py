@@ -92,7 +92,7 @@ class Engine(Protocol):
         """The number of processes."""
 
     @property
-    def replicas(self) -> int:
+    def data_parallel_size(self) -> int:
         """How many processes have batches of their own, over which gradients are averaged.
 
         That is all of them, unless several share a batch (tensor or pipeline parallelism).

@@ -77,7 +77,7 @@ class AccumulationWindow:
         self.factor: Weight = 1.0
         self.correction: Weight = 1.0
         self._position = -1
-        self._replicas = 1
+        self._data_parallel_size = 1
         self._sums: Callable[[], list[Weight]] | None = None  # over the processes: being computed
         self._has_loss: bool | None = None  # None before they are known
         self._shared_unit: Weight | None = None  # of all processes; None on one, and before it is known
@@ -91,10 +91,10 @@ class AccumulationWindow:
         """Whether batches have been accumulated that no weight update has used yet."""
         return not self.is_last
 
-    def start_run(self, replicas: int) -> None:
+    def start_run(self, data_parallel_size: int) -> None:
         """A fit begins, in which each window has batches of this many processes."""
         self.reset()
-        self._replicas = replicas
+        self._data_parallel_size = data_parallel_size
         self._shared_unit = None
 
     def reset(self) -> None:
@@ -174,11 +174,11 @@ class AccumulationWindow:
             loss, weight: as in :meth:`share`; the loss is None where this process has none.
             engine: adds up over the processes.
         """
-        if self._replicas > 1 and self._shared_unit is None and not (self.is_first and self.is_last):
-            self._find_unit(loss is not None, weight, engine)
+        if not (self.is_first and self.is_last):
+            self.find_unit(loss is not None, weight, engine)
         if loss is not None:
             self._count(weight)
-        if self._replicas > 1 and self.is_last:
+        if self._data_parallel_size > 1 and self.is_last:
             corrects = self.is_first and (bool(self._is_weighted) or engine.device.type != "cpu")
             self._begin_sums(engine, corrects)
             if corrects:
@@ -186,8 +186,16 @@ class AccumulationWindow:
                 self.factor, self.correction = self.factor * self.correction, 1.0
         return None if loss is None else self._times_factor(loss)
 
-    def _find_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
-        """Agree on the mean weight of these batches, if any has a loss. Waits for the device, once in a run."""
+    def find_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
+        """Agree on the mean weight of the processes' batches, if any has a loss. Waits for the device, once in a run.
+
+        Args:
+            has_loss: whether this process's has one.
+            weight: of that; None for 1.
+            engine: adds up over the processes, all of which come here at the same batch.
+        """
+        if self._data_parallel_size == 1 or self._shared_unit is not None:
+            return
         weight = self._weight_of(weight)
         weight = 1.0 if weight is None else weight
         total, count, _ = engine.begin_sum(weight if has_loss else 0.0, float(has_loss), 0.0)()
@@ -223,7 +231,9 @@ class AccumulationWindow:
             self._unit, self.factor = 1.0, 1.0 / self.size
             return
         if not backwards:
-            self._unit = _positive(weight) if self._replicas == 1 and self._shared_unit is None else self._known_unit
+            self._unit = (
+                _positive(weight) if self._data_parallel_size == 1 and self._shared_unit is None else self._known_unit
+            )
         self.factor = weight / (self._unit * self.size)
 
     def close(self, optimizers: Iterable[Optimizer], engine: Engine) -> bool:
@@ -238,10 +248,10 @@ class AccumulationWindow:
         Returns:
             Whether any process had a loss in the window. If not, there is nothing to update the weights with.
         """
-        if self.size == 1 and self._replicas == 1 and self.backwards <= 1:
+        if self.size == 1 and self._data_parallel_size == 1 and self.backwards <= 1:
             return bool(self.backwards)  # one loss, of which the factor is exact
         if self._has_loss is None:
-            if self._replicas > 1 and self._sums is None:
+            if self._data_parallel_size > 1 and self._sums is None:
                 self._begin_sums(engine, corrects=False)
             self._has_loss = self._sum_up()
             if isinstance(self.correction, Tensor) or self.correction != 1.0:
@@ -262,13 +272,13 @@ class AccumulationWindow:
             raise ConfigurationError(_MIXED)
         # A process that had no loss in the whole window looks whether the others had one; the others need not look.
         # A host-device synchronisation, but for empty windows alone.
-        if not self.backwards and not (self._replicas > 1 and float(count)):
+        if not self.backwards and not (self._data_parallel_size > 1 and float(count)):
             return False
-        if self._replicas > 1 or self._shared_unit is not None:
+        if self._data_parallel_size > 1 or self._shared_unit is not None:
             self._shared_unit = _positive(self._known_unit * total / count)
         total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
         is_corrected = not self.backwards and float(corrects)  # by those that had a loss, before their backward
-        self.correction = 1.0 if is_corrected else self.size * self._replicas / total
+        self.correction = 1.0 if is_corrected else self.size * self._data_parallel_size / total
         return True
 
     def corrected(self, share: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class FitLoop:
         self.hooks, self.batches, self.transfer = hooks, batches, transfer
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
-        self.window.start_run(self.engine.replicas)
+        self.window.start_run(self.engine.data_parallel_size)
         self.schedules, self.choose_path = schedules, as_it_is
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
         self.take_optimizers()
@@ -209,6 +209,8 @@ class FitLoop:
             if window.is_first:
                 self.clear_gradients()
             loss = self.share_of(output)
+            outputs = outputs_of(loss, output)
+            del output  # a backward pass has its memory
             if loss is not None:
                 self.run_backward(self.gradients.scale(loss))
             else:
@@ -217,7 +219,7 @@ class FitLoop:
             self.update_weights()
         elif window.is_last and batch is not None:
             self.progress.optimizer_steps += len(self.optimizers)  # counted, though there was nothing to learn from
-        self.end_batch(outputs_of(loss, output), batch, batch_idx)
+        self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """In the place of ``train_batch``: the forward pass and its hooks, for buffers that follow the data (SWA)."""
@@ -392,7 +394,7 @@ class FitLoop:
 
         It is dropped on several processes, whose gradients are not averaged yet, and where an optimizer has a closure.
         """
-        window, is_alone = self.window, self.engine.replicas == 1
+        window, is_alone = self.window, self.engine.data_parallel_size == 1
         if window.is_open and window.backwards and is_alone and not any(map(takes_closure, self.optimizers)):
             window.close(self.optimizers, self.engine)
             self.update_weights()

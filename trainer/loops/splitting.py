@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.diagnosis import add_note, free_memory, let_go
+from trainer.diagnosis import add_note, let_go
+from trainer.engine.memory import free_memory
 from trainer.errors import is_out_of_memory
 from trainer.loops.fit import FitLoop
 from trainer.loops.step_output import NOTHING, loss_in, outputs_of
@@ -28,9 +29,9 @@ class SplitBatches:
     The loss of a part counts as many samples as the part has, so the sum of the gradients is that of the whole batch's
     loss, if that is a mean over samples; with a ``"weight"`` beside the loss, whatever it is a mean over.
 
-    On several processes each runs as many parts as it needs, without exchanging anything; gradients are averaged after
-    the window's last part, by a backward pass that adds zeros. So one process that splits does not keep the
-    others waiting.
+    On several processes each runs as many parts as it needs, without exchanging anything but what their first batch
+    weighs; gradients are averaged after the window's last part, by a backward pass that adds zeros. So one process that
+    splits does not keep the others waiting.
 
     Args:
         loop: the fit loop whose batches these are.
@@ -90,7 +91,6 @@ class SplitBatches:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                let_go(error)
                 size, pieces = self._halve(error, batch, (start, stop) if self._limit is not None else None)
                 waiting = deque(
                     [*pieces, *(piece for one in list(waiting)[1:] for piece in _ranges(*one, self._limit))]
@@ -101,6 +101,8 @@ class SplitBatches:
             waiting.popleft()
             if loss is not None:
                 total = loss if total is None else total + loss
+        if total is None:
+            self._loop.window.find_unit(False, None, self._loop.engine)
         return total, output
 
     def _run_part(self, part: Any, batch_idx: int, fraction: float) -> tuple[Tensor | None, Any]:
@@ -119,6 +121,7 @@ class SplitBatches:
                 return None, output
             if window.batch_weight is not None and weight is None:
                 weight = window.batch_weight * fraction
+            window.find_unit(True, weight, loop.engine)
             loss = window.share(loss if weight is not None or fraction == 1.0 else loss * fraction, weight)
             scaled = loop.gradients.scale(loss)
             loop.hooks.on_before_backward(scaled)
@@ -149,6 +152,7 @@ class SplitBatches:
         if stop - start < 2:
             add_note(error, "HalveOnOutOfMemory has nothing left to halve: a single sample does not fit.")
             raise error
+        let_go(error)
         self._limit = (stop - start + 1) // 2
         self._clear()  # the last step's gradients: they take room, too
         loop.engine.abandon_forward()

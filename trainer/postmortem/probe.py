@@ -13,16 +13,12 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from trainer.data.batches import as_it_is
 from trainer.data.samples import tensors_in
 from trainer.precision.fp32_modules import plain_class
 
 Part = Callable[[Tensor], Tensor]
 """Makes of a tensor as much as this process holds of it."""
-
-
-def as_it_is(tensor: Tensor) -> Tensor:
-    """Where this process holds the whole of it."""
-    return tensor
 
 
 class Magnitude(NamedTuple):

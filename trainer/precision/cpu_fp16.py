@@ -10,9 +10,10 @@ mode: down there a kernel is arithmetic on fp16 tensors and nothing else. What i
 weight cache, its list of operations), what is kept for the backward, double backward, forward-mode
 derivatives, ``vmap``, activation checkpointing, hooks, DDP, inference mode and the tracing of
 ``torch.compile`` stay torch's own, because they happen above. The backward needs no code here: autograd's
-formulas call the same kernels. Kernels at ``AutocastCPU`` need an ``autograd.Function`` for each operation,
-and what such a function forgets to save is a wrong second derivative without an error. Any other dtype (fp32,
-bf16, fp64, integers, or a mixture, which is an error) goes to the kernel that torch had registered.
+formulas call the same kernels. At ``AutocastCPU`` autograd would record the widening, and keep fp32 copies for
+the backward; an ``autograd.Function`` for each operation would not, but what it forgets to save is a wrong
+second derivative without an error. Any other dtype (fp32, bf16, fp64, integers, or a mixture, which is an
+error) goes to the kernel that torch had registered.
 
 Whether it pays is a matter of size: a replaced kernel costs about ten microseconds of Python a call.
 :func:`pays` decides from the module; models below the break-even keep torch's path and its bits.

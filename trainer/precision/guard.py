@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import reduce
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ _ZERO = torch.zeros(())
 def _any_not_finite(gradients: list[Tensor]) -> Tensor:
     """1 if one of the elements is not finite, else 0; a 0-dim float32 tensor on their device."""
     largest = list(torch._foreach_norm(gradients, torch.inf))  # NaN and inf come through
-    if len({one.dtype for one in largest}) > 1:
-        largest = [one.double() for one in largest]
+    if len(dtypes := {one.dtype for one in largest}) > 1:
+        widest = reduce(torch.promote_types, dtypes)
+        largest = [one.to(widest) for one in largest]
     return (~torch.stack(largest).isfinite().all()).float()

@@ -33,6 +33,14 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     }
     if (sharding := getattr(trainer.strategy, "sharding", None)) is not None:
         facts["sharding"] = sharding
+    prefetching = getattr(getattr(trainer, "data", None), "prefetching", None)  # `lightning.Trainer` has none
+    if prefetching is not None and prefetching.from_pinned is not None:
+        pinned = (
+            "pinned memory" if prefetching.from_pinned else "memory that is not pinned: DataLoader(pin_memory=True)"
+        )
+        facts["prefetching"] = f"1 batch, from {pinned}"
+    if (loaded := getattr(trainer, "loaded_weights", None)) is not None:
+        facts["weights"] = loaded.facts
     for callback in trainer.callbacks:
         facts |= getattr(callback, "run_facts", dict)()
     return facts
@@ -62,10 +70,10 @@ def why_nothing_was_learned(trainer: Any) -> str | None:
     )
 
 
-def replicas_of(trainer: Any) -> int:
+def data_parallel_size_of(trainer: Any) -> int:
     """How many processes have batches of their own."""
     engine = getattr(trainer, "engine", None)  # `lightning.Trainer` has none
-    return int(trainer.world_size if engine is None else engine.replicas)
+    return int(trainer.world_size if engine is None else engine.data_parallel_size)
 
 
 def devices_of(trainer: Any) -> str:

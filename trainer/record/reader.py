@@ -71,6 +71,7 @@ class RunRecord:
         precision: Such as "16-mixed"; before the Trainer is built the one that was asked for, which may be "auto".
         devices: Such as "2 x NVIDIA A100".
         sharding: Over how many processes, and when gradients are reduced; None where nothing is sharded.
+        prefetching: Batches that went to the GPU while the step before them ran, and from where; None for none.
         seed: As it was set.
         job: The number in a sweep.
         error: Why it ended; None where it went through.
@@ -89,6 +90,8 @@ class RunRecord:
         paths: Where it has written what.
         gpu: ``capability`` and ``tf32`` of the GPU; empty on another device.
         throughput: What the callback Throughput has measured; empty without it.
+        fast_settings: Which were on, by the callback FastSettings; None without it.
+        compile: What the callback Compile has had compiled; empty without it.
     """
 
     command = Fact(str)
@@ -97,6 +100,7 @@ class RunRecord:
     precision = Fact(str)
     devices = Fact(str)
     sharding = Fact(str)
+    prefetching = Fact(str)
     seed = Fact(str)
     job = Fact(int)
     error = Fact(str)
@@ -118,6 +122,9 @@ class RunRecord:
         self.overrides = [str(word) for word in words] if isinstance(words, list) else []
         self.environment, self.paths = self._mapping("environment"), self._mapping("paths")
         self.gpu, self.throughput = self._mapping("gpu"), self._mapping("throughput")
+        self.compile = self._mapping("compile")
+        told = facts.get("fast_settings")
+        self.fast_settings = [str(name) for name in told] if isinstance(told, list) else None
 
     @cached_property
     def metrics(self) -> dict[str, float]:

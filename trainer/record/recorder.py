@@ -15,14 +15,15 @@ from lightning.pytorch.callbacks import Callback
 
 from trainer import redaction
 from trainer.data.samples import batch_size
+from trainer.errors import memory_at
 from trainer.record.environment import environment
 from trainer.record.measures import (
+    data_parallel_size_of,
     facts_of,
     folder_of_files,
     memory_in_use,
     monitor_of,
     paths_of,
-    replicas_of,
     training_loss,
     why_nothing_was_learned,
 )
@@ -157,6 +158,8 @@ class RunRecorder(Callback):
             self.file.facts.setdefault("environment", environment())
             if trainer.ckpt_path is not None:  # until there are others
                 self.file.facts["curves"] = self.file.former.get("curves", {})
+                if "weights" in self.file.former:
+                    self.file.facts["weights"] = self.file.former["weights"]
             self._write_if_possible()
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -275,9 +278,11 @@ class RunRecorder(Callback):
         self._is_fitting = False
         self._stop(self._clock())  # without waiting for a device that may be what failed
         if trainer.is_global_zero:
+            assert self.file is not None
             status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
             error = redaction.text(f"{type(exception).__name__}: {exception}".rstrip(": "))
             try:
+                self.file.facts |= memory_at(exception)
                 self._tell(trainer, status, error, {})
                 self._tell(trainer, status, error, facts_of(trainer))  # a device that has failed may make this fail
                 self._complete()
@@ -311,11 +316,13 @@ class RunRecorder(Callback):
         if self._scale is not None and told.get("scale") is not None:
             told["scale"] = self._scale  # of the last step: after a collapse the scaler's own is that from before it
         if self._first_size:
-            told["samples_per_step"] = self._first_size * trainer.accumulate_grad_batches * replicas_of(trainer)
+            told["samples_per_step"] = (
+                self._first_size * trainer.accumulate_grad_batches * data_parallel_size_of(trainer)
+            )
         if self._began is not None:
             now = self._ended or self._clock()
             training = (self._paused or now) - self._zero - self._seconds_before
-            samples = self._samples_so_far() * replicas_of(trainer)
+            samples = self._samples_so_far() * data_parallel_size_of(trainer)
             rate = told.get("throughput", {}).get("samples_per_second")  # the callback Throughput's, without warm-up
             told |= {
                 "seconds": now - self._began,
@@ -359,6 +366,18 @@ class RunRecorder(Callback):
             with suppress(OSError):  # the fit's end will tell
                 self.file.write()
         self._written = time.monotonic()
+
+    def folder_of_run(self, trainer: "pl.Trainer") -> Path | None:
+        """Where this process writes files of the run; None where it leaves none. Asks no other process."""
+        if self._given is not None:
+            return self._given.folder
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning assigns it from outside
+        if not (self._writes or any(isinstance(callback, RecordView) and callback.writes for callback in callbacks)):
+            return None
+        if trainer.is_global_zero:
+            return self._folder(trainer)
+        root = str(trainer.default_root_dir)  # a logger may count up its folder here, and not where it writes
+        return None if "://" in root else Path(root).absolute()
 
     def _folder(self, trainer: "pl.Trainer") -> Path | None:
         named = next((view.dirpath for view in self._views if view.dirpath), None)

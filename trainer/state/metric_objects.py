@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from trainer.errors import ConfigurationError
 
@@ -164,6 +165,36 @@ class MetricObjects:
                 setattr(metric, attribute, moved)
             vars(metric).update(state[name]["counts"])
             metric._computed = None
+
+
+def exchange_over(group: Any, module: nn.Module) -> Callable[[], None]:
+    """Have the metric objects of a module exchange what they have gathered over a group of processes, not over all.
+
+    Those that have a group, or a way to exchange, of their own keep it.
+
+    Args:
+        group: of ``torch.distributed``.
+        module: whose parts.
+
+    Returns:
+        What puts them back.
+    """
+
+    def gather(tensor: Tensor, **_: Any) -> list[Tensor]:
+        gathered: list[Tensor] = gather_all_tensors(tensor, group)
+        return gathered
+
+    # not `process_group`: a metric is copied (MetricTracker), and a group cannot be
+    for part in module.modules():
+        if isinstance(part, Metric) and part.dist_sync_fn is None and part.process_group is None:
+            part.dist_sync_fn = gather
+
+    def put_back() -> None:
+        for part in module.modules():
+            if isinstance(part, Metric) and part.dist_sync_fn is gather:
+                part.dist_sync_fn = None
+
+    return put_back
 
 
 def _kind(tensors: list[Tensor]) -> tuple[int, torch.dtype | None, tuple[int, ...]]:

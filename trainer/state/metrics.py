@@ -542,11 +542,13 @@ class PublishedMetrics:
 def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
     """Tensors as Python numbers, read in one go: at most one host-device synchronisation, not one for each.
 
+    On MPS at most two: one for whole numbers.
+
     Raises:
         ConfigurationError: a tensor of more than one element.
     """
     scalars = dict(metrics)
-    on_device: list[tuple[T, Tensor]] = []
+    on_device: dict[torch.dtype, list[tuple[T, Tensor]]] = {}
     for name, value in metrics.items():
         if not isinstance(value, Tensor):
             continue
@@ -558,11 +560,18 @@ def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
         if value.device.type == "cpu":
             scalars[name] = value.item()
         else:
-            on_device.append((name, value))
-    if on_device:
-        numbers = torch.stack([value.detach().reshape(()).double() for _, value in on_device]).tolist()
-        scalars.update(zip((name for name, _ in on_device), numbers, strict=True))
+            on_device.setdefault(_dtype_to_read(value), []).append((name, value))
+    for dtype, found in on_device.items():
+        numbers = torch.stack([value.detach().reshape(()).to(dtype) for _, value in found]).tolist()
+        scalars.update(zip((name for name, _ in found), numbers, strict=True))
     return scalars
+
+
+def _dtype_to_read(value: Tensor) -> torch.dtype:
+    """One that holds it exactly."""
+    if value.device.type != "mps":
+        return torch.float64
+    return torch.float32 if value.is_floating_point() else torch.int64  # MPS has no double precision
 
 
 class Logger(Protocol):

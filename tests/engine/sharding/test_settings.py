@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from tests.support import needs_fsdp2
 from trainer import FSDP2Strategy
 from trainer.errors import ConfigurationError, UnsupportedError
 
-pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13")
+pytestmark = needs_fsdp2
 
 
 def test_the_defaults() -> None:

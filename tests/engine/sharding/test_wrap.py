@@ -10,14 +10,14 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.support import needs_fsdp2
 from trainer.engine.sharding import wrap
 from trainer.engine.sharding.wrap import ShardedModule, Sharding, find_blocks, put_back
 from trainer.errors import ConfigurationError, UnsupportedError
 
-pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13")
+pytestmark = needs_fsdp2
 
 
 class Part(nn.Module):

@@ -76,7 +76,7 @@ class Findings:
     facts: dict[str, Any] = field(
         default_factory=lambda: {
             "versions": {}, "problems": [], "remarks": [], "devices": [], "precisions": {}, "speed": None,
-            "memory_of_recipe": None, "host_waits": [], "autocast_ops": {}, "verdict": None,
+            "memory_of_recipe": None, "missed": {}, "host_waits": [], "autocast_ops": {}, "verdict": None,
         }
     )  # fmt: skip
     tables: list[Table] = field(default_factory=list)
@@ -218,6 +218,10 @@ def check_memory(found: Findings) -> None:
     header = ("strategy", "devices", "peak of a step", "after it", "fits")
     title = f"Memory on each device, for {told.parameters:,} parameters"
     found.tables.append(Table(title, header, rows, ("devices", "peak of a step", "after it")))
+    found.facts["missed"] = told.missed
+    if told.missed:
+        settings = "; ".join(f"{name} ({gain})" for name, gain in told.missed.items())
+        found.remark(f"Left on the table on a GPU: {settings}. tuning=fast turns on what is safe.")
     found.facts["host_waits"] = [vars(wait) | {"instead": wait.instead} for wait in told.waits]
     rows = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in told.waits]
     found.tables.append(

@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as distributed
 import torch.nn.functional as F
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.callbacks.sync_detector import HostWaits, Wait
+from trainer.engine.parts import local
 from trainer.engine.sharding.wrap import find_blocks
 from trainer.precision import MixedPrecision, cuda_autocast_ops
 from trainer.precision.autocast_ops import ops_that_differ
@@ -62,9 +63,8 @@ def measure(
     """
     mesh_context = nullcontext() if shards is None else _pretended(shards)
     with mesh_context as mesh:
-        module = _without_values(build, precision)
-        living = Living()
-        with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _Ones(), living:  # type: ignore[no-untyped-call]
+        module = _on_meta(build, precision)
+        with without_values() as (fakes, living):
             module = precision.convert_module(module.to_empty(device="cpu"))
             prepare(module)
             if mesh is not None:
@@ -75,6 +75,17 @@ def measure(
             batch = tree_map_only(Tensor, fakes.from_tensor, precision.convert_batch(batch))
             _train(module, optimizers, batch, precision, living)
             return Memory(living.peak, living.now)
+
+
+@contextmanager
+def without_values() -> Iterator[tuple[FakeTensorMode, Living]]:
+    """A context in which new tensors have no values, and are counted. Attention is as on a GPU.
+
+    A backward pass in it wants ``torch.autograd.set_multithreading_enabled(False)``: other threads are not counted.
+    """
+    living = Living()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _Ones(), living, _AsOnGPU():  # type: ignore[no-untyped-call]
+        yield fakes, living
 
 
 def look(
@@ -90,7 +101,7 @@ def look(
         Operations that CUDA's autocast computes in another dtype than a CPU's
         (:func:`~trainer.precision.autocast_ops.ops_that_differ`).
     """
-    module = _without_values(build, precision)
+    module = _on_meta(build, precision)
     mixed = isinstance(precision, MixedPrecision)
     autocast = torch.autocast("cpu", precision.dtype if mixed else torch.bfloat16, enabled=mixed)
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _Ones():  # type: ignore[no-untyped-call]
@@ -107,7 +118,7 @@ def _training_step(module: Any, batch: Any) -> Any:
     return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 
 
-def _without_values(build: Callable[[], Any], precision: Any) -> Any:
+def _on_meta(build: Callable[[], Any], precision: Any) -> Any:
     with torch.device("meta"), precision.init_context():
         module = build()
         module.configure_model()
@@ -131,16 +142,23 @@ def _train(module: Any, optimizers: Sequence[Optimizer], batch: Any, precision: 
     module.forward = step  # FSDP's hooks are around the module's call
     # Both 16-bit types have two bytes; the CPU's kernels for float16 are another matter.
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=isinstance(precision, MixedPrecision))
-    with autocast, cuda_autocast_ops(), _AsOnGPU():
+    # Gradients go where the loop drops them: see trainer/loops/fit.py.
+    if not any(is_overridden(name, module) for name in ("optimizer_zero_grad", "on_before_zero_grad")):
+        _clear(optimizers)
+    with autocast, cuda_autocast_ops():
         output = module()
-    for optimizer in optimizers:
-        optimizer.zero_grad()  # where the loop does it: see trainer/loops/fit.py
+    _clear(optimizers)
     loss = output["loss"] if isinstance(output, dict) else output
     with torch.autograd.set_multithreading_enabled(False):  # other threads would not be counted
         loss.backward()
     del output, loss
     for optimizer in optimizers:
         optimizer.step()
+
+
+def _clear(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
 
 
 def _optimizers(module: Any) -> list[Optimizer]:
@@ -211,11 +229,15 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
-                storage = (value._local_tensor if isinstance(value, DTensor) else value).untyped_storage()
-                if storage._cdata not in self._sizes:
+                storage = self.storage_of(value)
+                if storage is not None and storage._cdata not in self._sizes:
                     weakref.finalize(storage, self._note, None, 0, storage._cdata)
                     self._note(storage, storage.nbytes())
         return result
+
+    def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """Where the values are that count; None for a tensor that does not."""
+        return local(tensor).untyped_storage()
 
     def _note(self, storage: Any, size: int, key: int | None = None) -> None:
         key = storage._cdata if key is None else key

@@ -63,6 +63,7 @@ class Prediction:
         memory: of a device; None where nobody has said it.
         assumptions: what was taken for granted, as sentences.
         waits: lines that make the host wait for a GPU.
+        missed: settings that would make the run faster on a GPU, and what each is good for.
         ops: operations that CUDA's autocast computes in another dtype than the CPU's here, by name: the two dtypes.
     """
 
@@ -72,6 +73,7 @@ class Prediction:
     assumptions: list[str]
     waits: list[Wait] = field(default_factory=list)
     ops: dict[str, tuple[str, str]] = field(default_factory=dict)
+    missed: dict[str, str] = field(default_factory=dict)
 
     @property
     def fitting(self) -> list[Need]:
@@ -129,24 +131,31 @@ def predict(arguments: Arguments, devices: list[torch.device]) -> Prediction:
         " its exchange; FSDP shards the members of ModuleLists and Sequentials."
     )
     waits: dict[tuple[str, int, str], Wait] = {}
+    missed: dict[str, str] = {}
     with _quiet():
-        single, sharded, gradients, parameters, ops = _measure(resolved, devices[0], number, waits)
+        single, sharded, gradients, parameters, ops = _measure(resolved, devices[0], number, waits, missed)
     needs = [
         Need("single", 1, single.peak, single.after),
         Need("ddp", number, single.peak + gradients, single.after + gradients),
         Need("fsdp", number, sharded.peak, sharded.after),
     ]
-    return Prediction(needs, parameters, memory, assumptions, list(waits.values()), ops)
+    return Prediction(needs, parameters, memory, assumptions, list(waits.values()), ops, missed)
 
 
 def _measure(
-    settings: dict[str, Any], device: torch.device, number: int, waits: dict[tuple[str, int, str], Wait]
+    settings: dict[str, Any],
+    device: torch.device,
+    number: int,
+    waits: dict[tuple[str, int, str], Wait],
+    missed: dict[str, str],
 ) -> tuple[Memory, Memory, int, int, dict[str, tuple[str, str]]]:
     """On one device; sharded; the bytes of all gradients; the number of parameters; operations that differ on CUDA."""
+    from trainer.callbacks import fast_settings
     from trainer.callbacks.sync_detector import told
     from trainer.cli.build import check, make
     from trainer.cli.checks.fake_step import look, measure
     from trainer.cli.folders import merge_recipes
+    from trainer.cli.fused import fusing
     from trainer.cli.targets import Allowlist
 
     if settings["data"] is None or settings["model"] is None:
@@ -154,6 +163,7 @@ def _measure(
     merge_recipes()
     allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
     check({name: settings[name] for name in ("precision", "callbacks", "data", "model")}, "", allowlist)
+    trainer_class = allowlist.locate(settings["trainer"]["_target_"], "trainer")
     data = make(settings["data"], "data", allowlist)
     data.prepare_data()
     data.setup("fit")
@@ -165,13 +175,20 @@ def _measure(
         parameters = list(module.parameters())
         seen["parameters"] = sum(parameter.numel() for parameter in parameters)
         seen["gradients"] = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-        for name, node in (settings["callbacks"] or {}).items():
+        nodes = (settings["callbacks"] or {}).items()
+        ours = [n for _, n in nodes if n and str(n.get("_target_", "")).endswith(".FastSettings")]
+        chosen = make(ours[0], "callbacks", allowlist) if ours else None
+        missed.update(fast_settings.missed(module, chosen, precision=precision.name))
+        if settings["trainer"].get("benchmark") or settings["trainer"].get("deterministic"):
+            missed.pop("cudnn.benchmark", None)
+        for name, node in nodes:
             if node and str(node.get("_target_", "")).endswith(".ActivationCheckpointing"):
                 checkpointing = make(node, f"callbacks.{name}", allowlist)
                 checkpointing.on_fit_start(None, module)
                 checkpointing.on_train_start(None, module)
 
-    build: Callable[[], Any] = partial(make, settings["model"], "model", allowlist)
+    fuse = fusing(trainer_class, "cpu")  # where the tensors without values say they are
+    build: Callable[[], Any] = partial(make, settings["model"], "model", allowlist, fuse)
     try:
         ops = look(build, batch, precision, waits)
         single = measure(build, batch, precision, prepare, None)

@@ -174,7 +174,9 @@ def _tiles(run: Run) -> list[Tile]:
         train = record.train_seconds
         tiles.append(Tile("Time", _duration(run.duration), f"{_duration(train)} of training" if train else ""))
     if record.samples_per_second is not None:
-        tiles.append(Tile("Throughput", told(float(f"{record.samples_per_second:.4g}")), "samples per second"))
+        mfu = record.throughput.get("mfu")
+        note = "samples per second" if mfu is None else f"samples per second, MFU {mfu:.1%}"
+        tiles.append(Tile("Throughput", told(float(f"{record.samples_per_second:.4g}")), note))
     if record.peak_memory is not None:
         what = "on the GPU" if record.memory_is_the_gpus else "of the process"
         tiles.append(Tile("Peak memory", _size(record.peak_memory), what))

@@ -159,7 +159,10 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
     """
     config = validate(arguments)
     if config.ckpt_path is not None:
-        raise UsageError("tune starts from the weights that the model is built with: leave ckpt_path out.")
+        raise UsageError(
+            "tune starts from the weights that the model is built with: leave ckpt_path out. For those of a run, write"
+            " weights=RUN."
+        )
     node: Any = OmegaConf.to_container(config.tune, resolve=True)
     settings = read_settings(Settings, "tune", node, _ACCEPTS)
     if not settings.min_lr < settings.max_lr:

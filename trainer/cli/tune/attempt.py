@@ -72,17 +72,20 @@ def try_batch_size(tell: Tell, folder: Path, settings: dict[str, Any], **measure
 def run_range_test(tell: Tell, folder: Path, settings: dict[str, Any], **rates: Any) -> None:
     """Train with ever larger learning rates: for `trainer.cli.tune.child.run_in_child`.
 
-    Tells as `try_batch_size` does; ``ok`` comes with what `trainer.cli.tune.lr_range.LearningRateSweep.found` has,
-    whose arguments ``rates`` are.
+    It begins with the weights that a fit would. Tells as `try_batch_size` does; ``ok`` comes with what
+    `trainer.cli.tune.lr_range.LearningRateSweep.found` has, whose arguments ``rates`` are.
     """
-    _train(tell, folder, settings, LearningRateSweep(**rates))
+    begin = {} if settings["weights"] is None else {"weights": settings["weights"]}
+    _train(tell, folder, settings, LearningRateSweep(**rates), **begin)
 
 
-def _train(tell: Tell, folder: Path, settings: dict[str, Any], observer: Meter | LearningRateSweep) -> None:
+def _train(
+    tell: Tell, folder: Path, settings: dict[str, Any], observer: Meter | LearningRateSweep, **begin: Any
+) -> None:
     try:
         module, data, trainer = assemble(settings, folder)
         trainer.callbacks = [*callbacks_that_stay(trainer.callbacks), observer]
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=data, **begin)
         message = {"status": "ok", "precision": trainer.precision, **observer.found()}
     except (Exception, SystemExit) as error:
         message = _failure(error)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
+from trainer.engine.parts import local
 from trainer.engine.sharding.state import load_waiting_gradients, waiting_gradients
 from trainer.engine.sharding.wrap import ShardedModule
 from trainer.precision.scaler import LossScaler
@@ -97,7 +98,7 @@ class ShardedGradients(Gradients):
         processes = distributed.get_world_size()
         groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
-            if (part := _part(gradient)).numel():
+            if (part := local(gradient)).numel():
                 groups.setdefault((_copies(gradient, processes), part.device, part.dtype), []).append(part)
         norms = [torch.zeros((), device=self._device)]
         for (copies, _, dtype), parts in groups.items():
@@ -129,11 +130,11 @@ class ShardedGradients(Gradients):
 
     def local(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
         """The parameters, and this process's parts of their gradients."""
-        return [(parameter, _part(gradient)) for parameter, gradient in super().local(optimizer)]
+        return [(parameter, local(gradient)) for parameter, gradient in super().local(optimizer)]
 
     def part(self, tensor: Tensor) -> Tensor:
         """This process's part."""
-        return _part(tensor)
+        return local(tensor)
 
     def total(self, counts: Tensor, of: Sequence[Tensor]) -> Tensor:
         """One exchange. What several processes hold is counted by each of them, and divided by their number."""
@@ -165,7 +166,7 @@ class ShardedGradients(Gradients):
     ) -> dict[str, Tensor]:
         """This process's parts of the gradients that no weight update has used yet; whole ones of an open window."""
         parameters, optimizers = list(parameters), list(optimizers)
-        found = {name: _part(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
+        found = {name: local(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
         held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
         whole = {id(one): gradient for one, gradient in waiting_gradients(self._sharded().root).items()}
         return found | {_WHOLE + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
@@ -183,7 +184,7 @@ class ShardedGradients(Gradients):
             self.scaler.expect_scaled(self._device)
 
     def _parts(self, optimizer: Optimizer) -> list[Tensor]:
-        return [_part(gradient) for gradient in _gradients(optimizer)]
+        return [local(gradient) for gradient in _gradients(optimizer)]
 
     def _any_process(self, flag: Tensor) -> None:
         if flag.device.type == self._device.type:
@@ -195,11 +196,6 @@ class ShardedGradients(Gradients):
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def _part(gradient: Tensor) -> Tensor:
-    """As much of it as this process holds, sharing its memory."""
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
 def _copies(gradient: Tensor, processes: int) -> int:

@@ -17,6 +17,32 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+Place = tuple[str, ...]
+"""Where something is in nested containers: the keys and the indices that lead to it."""
+
+
+def mapped(value: Any, change: Callable[[Place, Tensor], Any], place: Place = ()) -> Any:
+    """``value`` with what ``change`` makes of each tensor in its containers; those that change are new ones.
+
+    Args:
+        value: dicts, lists, tuples and what is in them, such as a checkpoint.
+        change: gets where a tensor is, and the tensor.
+        place: where ``value`` itself is.
+    """
+    if isinstance(value, Tensor):
+        return change(place, value)
+    if isinstance(value, dict):
+        made = {key: mapped(one, change, (*place, str(key))) for key, one in value.items()}
+        if all(made[key] is one for key, one in value.items()):
+            return value
+        copied = copy(value)  # with the `_metadata` of a module's state
+        copied.update(made)
+        return copied
+    if type(value) in (list, tuple):
+        items = [mapped(one, change, (*place, str(index))) for index, one in enumerate(value)]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    return value
+
 
 def gathered(value: Any, keep: bool) -> Any:
     """``value`` with a whole tensor in the CPU's memory for each ``DTensor`` in its containers.
@@ -28,7 +54,7 @@ def gathered(value: Any, keep: bool) -> Any:
         keep: whether this process wants the whole tensors. Others get empty ones.
     """
 
-    def gather(tensor: Any) -> Any:
+    def gather(_: Place, tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
         mesh = tensor.device_mesh
@@ -36,7 +62,7 @@ def gathered(value: Any, keep: bool) -> Any:
         whole: Tensor = there.full_tensor()  # type: ignore[attr-defined]
         return whole.cpu() if keep else whole.new_empty(0, device="cpu")
 
-    return _mapped(value, gather)
+    return mapped(value, gather)
 
 
 def spread(value: Any, like: Any) -> Any:
@@ -50,7 +76,7 @@ def spread(value: Any, like: Any) -> Any:
     return part if part.device == like.device else part.to(like.device)
 
 
-def template(module: nn.Module, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+def template(module: nn.Module, place: Place, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
     """What a tensor of a checkpoint is read into: sharded as the parameter whose name is in its place; else None.
 
     Args:
@@ -128,19 +154,3 @@ def _fsdp_parameters(root: nn.Module) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 yield from group.fsdp_params
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        made = {key: _mapped(one, function) for key, one in value.items()}
-        if all(made[key] is one for key, one in value.items()):
-            return value
-        copied = copy(value)  # with the `_metadata` of a module's state
-        copied.update(made)
-        return copied
-    if type(value) in (list, tuple):
-        items = [_mapped(one, function) for one in value]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
-    return value

@@ -1,0 +1,697 @@
+"""Compile: the same weights and the same logged values as uncompiled, also where results are overwritten."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, MetricCollection
+
+from tests.support import (
+    OPTIMIZERS,
+    Regression,
+    Trace,
+    adamw,
+    assert_same,
+    fit_and_watch,
+    loader_of,
+    loss_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    native_fp16,
+    train_by_hand,
+)
+from trainer.callbacks import ActivationCheckpointing, Compile, HalveOnOutOfMemory
+from trainer.engine import compilation
+from trainer.errors import ConfigurationError
+from trainer.precision import MixedPrecision
+from trainer.record.recorder import RunRecorder
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look at its inputs
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Replays:
+    """A backend whose graphs write to the same memory at each step, as CUDA graphs do; what a step left is gone then.
+
+    The n-th call of a graph in a step has memory of its own. `torch.compiler.cudagraph_mark_step_begin` begins a step:
+    there all memory is overwritten with NaN, and what was computed in it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps = self.graphs = self.calls = 0
+        self._memory: list[dict[tuple[int, int], Tensor]] = []
+        self._called: list[list[int]] = []
+        monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", self.begin_step)
+
+    def begin_step(self) -> None:
+        self.steps += 1
+        for called in self._called:
+            called[0] = 0
+        for memory in self._memory:
+            for tensor in memory.values():
+                with torch.inference_mode(tensor.is_inference()):
+                    torch.Tensor.fill_(tensor, float("nan") if tensor.is_floating_point() else 99)
+
+    @property
+    def backend(self) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+
+        return aot_autograd(fw_compiler=self._compile, bw_compiler=self._compile)
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+
+        memory: dict[tuple[int, int], Tensor] = {}
+        called = [0]
+        self.graphs += 1
+        self._memory.append(memory)
+        self._called.append(called)
+
+        def replay(*arguments: Any) -> list[Any]:
+            self.calls += 1
+            called[0] += 1
+            return [self._written(memory, (called[0], i), one, arguments) for i, one in enumerate(graph(*arguments))]
+
+        return make_boxed_func(replay)
+
+    def _written(self, memory: Any, where: tuple[int, int], value: Any, arguments: Any) -> Any:
+        if not isinstance(value, Tensor) or any(value is one for one in arguments):
+            return value
+        if where not in memory or memory[where].shape != value.shape:
+            memory[where] = value.detach().clone()
+        return memory[where].copy_(value).detach()
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
+    return Replays(monkeypatch)
+
+
+PRECISIONS: dict[str, Any] = {"32-true": "32-true", "bf16-mixed": "bf16-mixed", "16-mixed": native_fp16()}
+
+
+# --- CUDA graphs' trap, by a stand-in ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_weights_are_those_of_a_loop_by_hand(tmp_path, replays, precision, window):
+    mine, theirs, batches = make_net(), make_net(), make_batches(7)
+    clip = 0.1 if window == 3 else None
+    _, trace = fit_and_watch(
+        tmp_path,
+        Regression(mine, adamw),
+        batches,
+        callbacks=[Compile(backend=replays.backend)],
+        precision=PRECISIONS[precision],
+        accumulate_grad_batches=window,
+        gradient_clip_val=clip,
+        max_epochs=2,
+    )
+    by_hand = (lambda parameters: nn.utils.clip_grad_norm_(parameters, clip)) if clip else None
+    expected = train_by_hand(
+        theirs, batches, precision=precision, optimizer=adamw, epochs=2, window=window, clip=by_hand
+    )
+    if clip is None:
+        trace.norms = []
+    assert_same(trace, expected)
+    assert (replays.graphs, replays.calls, replays.steps) == (2, 28, 14)
+
+
+@pytest.mark.parametrize("name", ["sgd-fused", "adamw-fused", "momentum"])
+def test_outcomes_that_are_read_late(tmp_path, replays, name):
+    mine, theirs = make_net(), make_net()
+    batches = make_batches(8, gains={2: float("inf"), 5: 1e6})
+    precision = native_fp16(init_scale=2.0**12, growth_interval=2)
+    _, trace = fit_and_watch(
+        tmp_path,
+        Regression(mine, OPTIMIZERS[name]),
+        batches,
+        callbacks=[Compile(backend=replays.backend)],
+        precision=precision,
+        accumulate_grad_batches=2,
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+    expected = train_by_hand(theirs, batches, precision="16-mixed", optimizer=OPTIMIZERS[name], scaler=scaler, window=2)
+    trace.norms = []
+    assert any(trace.skipped)
+    assert_same(trace, expected)
+
+
+def test_gradients_that_outlive_the_step_for_a_hook(tmp_path, replays):
+    class Looking(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Tensor] = []
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.seen += [p.grad.clone() for p in self.net.parameters() if p.grad is not None]
+
+    compiled, plain = Looking(), Looking()
+    fit_and_watch(tmp_path, compiled, make_batches(4), callbacks=[Compile(backend=replays.backend)])
+    fit_and_watch(tmp_path, plain, make_batches(4))
+    assert len(compiled.seen) == 18
+    assert all(torch.equal(a, b) for a, b in zip(compiled.seen, plain.seen, strict=True))
+
+
+class Whole(LightningModule):
+    """Computes all of it in ``forward``, and keeps what it can: its loss, its weight, predictions, a metric."""
+
+    def __init__(self, weighted: bool = False) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.mean = MeanMetric()
+        self.weighted = weighted
+        self.kept: list[Tensor] = []
+        self.validated: list[Any] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        prediction = self.net(x)
+        losses = F.mse_loss(prediction, y, reduction="none").mean(1)
+        return {"loss": losses.mean(), "weight": losses.detach().abs().sum() + 1.0, "prediction": prediction}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self(*batch[:2])
+        self.log("loss", output["loss"], on_step=True, on_epoch=True, prog_bar=True, batch_size=4)
+        self.log("weight", output["weight"], on_step=True, on_epoch=True, reduce_fx="max")
+        self.mean.update(output["loss"].detach())
+        self.log("mean", self.mean, batch_size=4)
+        self.kept.append(output["loss"].detach())
+        return {"loss": output["loss"], "weight": output["weight"]} if self.weighted else output["loss"]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        output = self(*batch[:2])
+        self.log("val_loss", output["loss"], batch_size=4)
+        self.validated.append((output["prediction"], [output]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(*batch[:2])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def run_whole(folder: Path, callbacks: list[Any], **arguments: Any) -> dict[str, Any]:
+    module = Whole(weighted=arguments.pop("weighted", False))
+    batches = [batch[:2] for batch in make_batches(6)]
+    trainer = make_trainer(folder, callbacks=callbacks, enable_progress_bar=True, max_epochs=2, **arguments)
+    trainer.fit(module, loader_of(batches), loader_of(batches[:4]))
+    recorder = next(one for one in trainer.callbacks if isinstance(one, RunRecorder))
+    return {
+        "metrics": dict(trainer.callback_metrics),
+        "curve": recorder.losses.read(),
+        "predictions": trainer.predict(module, loader_of(batches)),
+        "kept": module.kept,
+        "validated": module.validated,
+        "weights": list(module.net.parameters()),
+    }
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert_alike(value, other[name])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_alike(mine, theirs)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 3, "weighted": True}]
+)
+def test_what_is_kept_of_a_step_stays_what_it_was(tmp_path, replays, arguments):
+    found = run_whole(tmp_path, [Compile(backend=replays.backend)], **arguments)
+    assert replays.steps > 20
+    torch.compiler.reset()
+    assert_alike(found, run_whole(tmp_path, [], **arguments))
+
+
+def test_a_batch_that_is_halved(tmp_path, replays):
+    class Large(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if len(batch[0]) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            return F.mse_loss(self.net(batch[0]), batch[1])
+
+    mine, theirs, batches = Large(), Large(), [batch[:2] for batch in make_batches(5)]
+    for module, more in ((mine, [Compile(backend=replays.backend)]), (theirs, [])):
+        trainer = make_trainer(tmp_path, callbacks=[*more, HalveOnOutOfMemory()], accumulate_grad_batches=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(module, loader_of(batches))
+    assert replays.calls
+    assert_alike(list(mine.parameters()), list(theirs.parameters()))
+
+
+def test_manual_optimization_of_two_networks(tmp_path, replays):
+    class Two(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.one, self.other = make_net(0), make_net(1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            first.zero_grad()
+            second.zero_grad()
+            loss = F.mse_loss(self.one(batch[0]), self.other(batch[0]).detach())
+            self.manual_backward(loss)
+            self.manual_backward(loss_of(self.other, batch))
+            self.manual_backward(loss_of(self.one, batch))  # adds to gradients that there are
+            first.step()
+            if batch_idx % 2:
+                second.step()
+            self.log("loss", loss)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.one, self.other)]
+
+    mine, theirs = Two(), Two()
+    compile_both = Compile(backend=replays.backend)
+    trainer = make_trainer(tmp_path, callbacks=[compile_both])
+    trainer.fit(mine, loader_of(make_batches(5)))
+    assert compile_both.compiled == ["one", "other"]
+    assert replays.calls
+    plain = make_trainer(tmp_path)
+    plain.fit(theirs, loader_of(make_batches(5)))
+    assert_alike(list(mine.parameters()), list(theirs.parameters()))
+    assert trainer.callback_metrics == plain.callback_metrics
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "expected"),
+    [
+        ({}, "cuda", False),
+        ({"mode": "default"}, "cuda", False),
+        ({"mode": "max-autotune-no-cudagraphs"}, "cuda", False),
+        ({"mode": "reduce-overhead"}, "cuda", True),
+        ({"mode": "reduce-overhead"}, "cpu", False),
+        ({"mode": "max-autotune"}, "cuda", True),
+        ({"options": {"triton.cudagraphs": True}}, "cuda", True),
+        ({"options": {"max_autotune": True}}, "cuda", False),
+        ({"backend": "cudagraphs"}, "cuda", True),
+        ({"backend": "aot_eager", "mode": None}, "cuda", False),
+        ({"backend": "of_somebody_else"}, "cpu", True),
+    ],
+)
+def test_which_settings_write_over_results(settings, device, expected):
+    assert compilation.reuses_memory(settings, torch.device(device)) is expected
+
+
+def test_no_step_is_marked_and_nothing_copied_without_cuda_graphs(tmp_path, replays):
+    class Looking(Whole):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            assert not isinstance(vars(self)["forward"]._compiled, compilation.Kept)
+            return super().predict_step(batch, batch_idx)
+
+    module = Looking()
+    trainer = make_trainer(tmp_path, callbacks=[Compile(backend="aot_eager", mode=None)])
+    batches = loader_of([batch[:2] for batch in make_batches(2)])
+    trainer.fit(module, batches, batches)
+    trainer.predict(module, batches)
+    assert replays.steps == 0
+
+
+# --- what is compiled -------------------------------------------------------------------------------------------------
+
+
+class Custom(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x * self.weight)
+
+
+class Parts(LightningModule):
+    """Whatever a module may consist of; what does not matter is not called."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.weight * batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithForward(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+@pytest.mark.parametrize(
+    ("module", "modules", "expected"),
+    [
+        (lambda: Regression(), None, ["net"]),
+        (lambda: Parts(a=Custom(), b=nn.Linear(6, 6), loss=nn.MSELoss()), None, ["a"]),
+        (lambda: Parts(a=Custom(), mean=MeanMetric(), all=MetricCollection({"mean": MeanMetric()})), None, ["a"]),
+        (lambda: Parts(a=nn.ModuleList([Custom(), nn.ReLU(), make_net()])), None, ["a.0", "a.2"]),
+        (lambda: Parts(a=nn.ModuleDict({"x": nn.ModuleList([Custom()])})), None, ["a.x.0"]),
+        (lambda: WithForward(a=nn.Linear(6, 6)), None, ["forward"]),
+        (lambda: WithForward(a=Custom()), None, ["a", "forward"]),
+        (lambda: WithForward(a=make_net(), b=Custom()), "Linear", ["a.0", "a.4"]),
+        (lambda: WithForward(a=make_net(), b=Custom()), ["b", nn.LayerNorm], ["a.1", "b"]),
+    ],
+)
+def test_which_parts_are_compiled(tmp_path, module, modules, expected):
+    callback = Compile(modules, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing of it is called
+        make_trainer(tmp_path, callbacks=[callback]).fit(module(), loader_of(make_batches(1)))
+    assert callback.compiled == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "modules", "message"),
+    [
+        (lambda: Parts(a=nn.Linear(6, 6)), None, r"nothing to compile in Parts: it has no forward, and no part"),
+        (Regression, ["net.blck*"], r"Got 'net.blck\*' among the modules of Compile, expected a pattern"),
+        (
+            lambda: torch.compile(Regression(), backend="eager"),
+            None,
+            r"Regression has been compiled with torch.compile",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(tmp_path, make, modules, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(tmp_path, callbacks=[Compile(modules, backend="eager")]).fit(make(), loader_of(make_batches(1)))
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ConfigurationError, match=r"Got modules=\[\], expected at least one pattern"):
+        Compile([])
+    with pytest.raises(
+        ConfigurationError, match=r"Got mode='default' and options=\{'max_autotune': True\}, expected one"
+    ):
+        Compile(mode="default", options={"max_autotune": True})
+
+
+def counting(graphs: list[int]) -> Any:
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    return backend
+
+
+def test_a_forward_is_one_graph_with_its_parts_in_it(tmp_path):
+    class Both(Regression):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) * 2
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = F.mse_loss(self(batch[0]) if self.whole else self.net(batch[0]) * 2, batch[1])
+            self.log("loss", loss)
+            return loss
+
+    for whole in (True, False):
+        torch.compiler.reset()
+        graphs: list[int] = []
+        module = Both()
+        module.whole = whole
+        callback = Compile(backend=counting(graphs))
+        make_trainer(tmp_path, callbacks=[callback]).fit(module, loader_of(make_batches(5)))
+        assert len(graphs) == len(callback.compilations) == 1
+        assert callback.run_facts()["compile"]["graph_breaks"] == 0
+
+
+def test_blocks_share_a_compilation(tmp_path):
+    class Deep(Regression):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(*[Custom() for _ in range(12)], nn.Linear(6, 3)))
+
+    graphs: list[int] = []
+    module, plain = Deep(), Deep()
+    plain.load_state_dict(module.state_dict())
+    callback = Compile(["Custom"], backend=counting(graphs))
+    _, trace = fit_and_watch(tmp_path, module, make_batches(3), callbacks=[callback])
+    assert len(callback.compiled) == 12
+    assert len(graphs) == 2  # the first block's input wants no gradient
+    assert_same(trace, fit_and_watch(tmp_path, plain, make_batches(3))[1])
+
+
+def test_what_its_owner_has_compiled_stays_as_it_is(tmp_path):
+    own: list[int] = []
+    module = Regression()
+    module.net.compile(backend=counting(own))
+    fit_and_watch(tmp_path, module, make_batches(2), callbacks=[Compile(backend="eager")])
+    assert own != [] or torch.__version__ < "2.13"  # which compiles no nn.Sequential in place
+    assert compilation.is_compiled(module.net)
+
+
+# --- with everything else ---------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.2)) for _ in range(3))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+def blocks() -> Blocks:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+@pytest.mark.parametrize("modules", [None, ["net.blocks.*"]])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_with_checkpointing_and_fp32_modules(tmp_path, precision, modules):
+    def run(*callbacks: Any) -> Trace:
+        torch.manual_seed(3)
+        plugin: Any = "32-true"
+        if precision != "32-true":
+            plugin = MixedPrecision(
+                {"bf16-mixed": "bfloat16", "16-mixed": "float16"}[precision],
+                loss_scaling=precision == "16-mixed",
+                cpu_kernels="native" if precision == "16-mixed" else "auto",
+                init_scale=2.0**9,
+                fp32_modules=["net.head", "*.norm"],
+            )
+        more = [*callbacks, ActivationCheckpointing("net.blocks.*")]
+        return fit_and_watch(tmp_path, Regression(blocks()), make_batches(6), callbacks=more, precision=plugin)[1]
+
+    graphs: list[int] = []
+    found = run(Compile(modules, backend=counting(graphs)))
+    assert graphs != []
+    torch.compiler.reset()
+    expected = run()
+    if precision == "32-true":
+        assert_same(found, expected)
+    for one, other in zip(found.weights[-1], expected.weights[-1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=2e-3)
+
+
+def test_averages_are_those_of_the_uncompiled_run(tmp_path):
+    def run(*callbacks: Any) -> Any:
+        averaging = WeightAveraging(avg_fn=lambda average, new, number: average + (new - average) * 0.3)
+        module = Whole()
+        trainer = make_trainer(tmp_path, callbacks=[*callbacks, averaging], max_epochs=2)
+        trainer.fit(module, loader_of(make_batches(4)), loader_of(make_batches(2)))
+        return list(module.parameters()), trainer.callback_metrics
+
+    found = run(Compile(backend="aot_eager"))
+    torch.compiler.reset()
+    assert_alike(found, run())
+
+
+def test_other_sizes_in_evaluation_and_at_the_end(tmp_path):
+    class Sized(Whole):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", self(*batch[:2])["loss"])
+
+    def run(*callbacks: Any) -> Any:
+        module, batches = Sized(), make_batches(4)
+        batches[-1] = [one[:3] if one.dim() else one for one in batches[-1]]
+        large = [[torch.cat([one[i] for one in batches[:3]]) for i in (0, 1)], [one[:1] for one in batches[0][:2]]]
+        trainer = make_trainer(tmp_path, callbacks=[*callbacks], max_epochs=2)
+        batches = [batch[:2] for batch in batches]
+        trainer.fit(module, loader_of(batches), loader_of(large))
+        results = [trainer.validate(module, loader_of(large), verbose=False)]
+        results.append(trainer.test(module, loader_of(batches), verbose=False))
+        return list(module.parameters()), results, trainer.predict(module, loader_of(large))
+
+    found = run(Compile(backend="aot_eager"))
+    torch.compiler.reset()
+    expected = run()
+    for one, other in zip(_tensors(found), _tensors(expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def _tensors(of: Any) -> list[Any]:
+    return [one for one in torch.utils._pytree.tree_leaves(of) if isinstance(one, (Tensor, float))]
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_run_is_resumed_with_it_or_without_it(tmp_path, compiled_first):
+    def trainer_of(folder: str, compiles: bool, epochs: int) -> Any:
+        callbacks = [Compile(backend="aot_eager")] if compiles else []
+        return make_trainer(tmp_path / folder, callbacks=callbacks, max_epochs=epochs, precision="bf16-mixed")
+
+    def module() -> Any:
+        return Regression(make_net(), adamw)
+
+    batches = loader_of(make_batches(4))
+    whole, first, second = module(), module(), module()
+    trainer_of("whole", False, 2).fit(whole, batches)
+    begun = trainer_of("first", compiled_first, 1)
+    begun.fit(first, batches)
+    begun.save_checkpoint(tmp_path / "one.ckpt")
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    assert list(saved) == list(whole.state_dict())
+    trainer_of("second", not compiled_first, 2).fit(second, batches, ckpt_path=tmp_path / "one.ckpt")
+    assert_alike(list(second.parameters()), list(whole.parameters()))
+
+
+def test_keys_and_copies_are_the_modules_own_and_nothing_is_left_behind(tmp_path):
+    class Looking(Whole):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert list(self.state_dict()) == keys
+            assert compilation.is_compiled(self.net)
+            assert isinstance(vars(self)["forward"], compilation.CompiledForward)
+            for other in (copy.deepcopy(self.net), pickle.loads(pickle.dumps(self.net))):
+                assert not compilation.is_compiled(other)
+                assert torch.equal(other(batch[0]), self.net(batch[0]))
+            twin = copy.deepcopy(self)
+            assert twin.forward.__self__ is twin
+            assert torch.equal(twin(*batch[:2])["loss"], self(*batch[:2])["loss"])
+            if batch_idx == fails_at:
+                raise RuntimeError("enough")
+
+    for fails_at in (-1, 1):
+        module = Looking()
+        keys = list(module.state_dict())
+        trainer = make_trainer(tmp_path, callbacks=[Compile(backend="eager")])
+        if fails_at < 0:
+            trainer.fit(module, loader_of(make_batches(3)), loader_of(make_batches(1)))
+        else:
+            with pytest.raises(RuntimeError, match="enough"):
+                trainer.fit(module, loader_of(make_batches(3)), loader_of(make_batches(1)))
+        assert not compilation.is_compiled(module.net)
+        assert "_compiled_call_impl" not in vars(module.net)
+        assert "forward" not in vars(module)
+
+
+def test_memory_of_a_run_is_freed(tmp_path):
+    module = Regression()
+    fit_and_watch(tmp_path, module, make_batches(2), callbacks=[Compile(backend="aot_eager")])
+    handlers = __import__("torch._dynamo.callback", fromlist=["callback_handler"]).callback_handler.end_callbacks
+    gc.collect()
+    assert handlers == []
+
+
+# --- inductor ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch 2.10's own
+def test_inductor_compiles_a_small_network(tmp_path):
+    mine, theirs = (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2))
+    theirs.load_state_dict(mine.state_dict())
+    callback = Compile(mode="reduce-overhead")
+    fit_and_watch(tmp_path, Regression(mine), make_batches(3), callbacks=[callback], accumulate_grad_batches=2)
+    train_by_hand(theirs, make_batches(3), window=2)
+    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    facts = callback.run_facts()["compile"]
+    assert (facts["compilations"], facts["recompilations"], facts["modules"]) == (1, 0, ["net"])
+    assert facts["seconds"] > 0
+
+
+# --- what was compiled, and why anew ----------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Has a number that changes at each step, which is a constant of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.steps = "0"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = self.steps + "0"
+        return self.net(x) * len(self.steps)
+
+
+def test_recompilations_are_counted_and_told_once(tmp_path):
+    callback = Compile(backend="eager")
+    with pytest.warns(
+        match=r"forward \(.*test_compile.py:\d+\) has been compiled anew 5 times, in .* s; the last"
+    ) as caught:
+        fit_and_watch(tmp_path, Regression(Counting()), make_batches(8), callbacks=[callback])
+    mine = [str(one.message) for one in caught if "compiled anew" in str(one.message)]
+    assert len(mine) == 1
+    assert "steps ==" in mine[0].partition("because: ")[2]
+    facts = callback.run_facts()["compile"]
+    assert facts["recompilations"] == 7
+    assert facts["compilations"] == 8
+    assert len(facts["reasons"]) == 5
+    assert all("steps ==" in reason for reason in facts["reasons"])
+
+
+def test_usual_recompilations_are_not_told(tmp_path):
+    callback, batches = Compile(backend="eager"), make_batches(4)
+    batches[-1] = [one[:3] if one.dim() else one for one in batches[-1]]
+
+    class Validated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", loss_of(self.net, batch), batch_size=4)
+
+    trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=3)
+    trainer.fit(Validated(), loader_of(batches), loader_of(make_batches(2)))
+    facts = callback.run_facts()["compile"]
+    assert facts["recompilations"] == 2
+    assert any("size mismatch at index 0. expected 4, actual 3" in reason for reason in facts["reasons"])
+
+
+def test_a_second_run_counts_its_own(tmp_path):
+    callback, module = Compile(backend="eager"), Regression()
+    for expected in (1, 0):
+        make_trainer(tmp_path, callbacks=[callback]).fit(module, loader_of(make_batches(2)))
+        assert len(callback.compilations) == expected
+
+
+def test_a_module_that_no_step_calls(tmp_path, monkeypatch):
+    monkeypatch.setitem(torch._dynamo.utils.counters["stats"], "unique_graphs", 0)
+    with pytest.warns(match="Compile has compiled nothing: no step has called 'a'. Steps have to call modules"):
+        make_trainer(tmp_path, callbacks=[Compile(backend="eager")]).fit(Parts(a=Custom()), loader_of(make_batches(1)))

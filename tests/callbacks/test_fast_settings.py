@@ -1,0 +1,326 @@
+"""FastSettings: what is on, that no bit of `channels_last` is ours, and that all is as before when a run is over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+
+from tests.support import FakeTrainer, Regression, loader_of, make_batches, make_trainer
+from trainer.callbacks import Compile, FastSettings
+from trainer.callbacks.fast_settings import missed
+
+LAST = torch.channels_last
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    yield
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
+
+
+def convnet() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.MaxPool2d(2),
+        nn.ConvTranspose2d(8, 4, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def images(number: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(4, 3, 8, 8, generator=generator), torch.arange(4) % 3] for _ in range(number)]
+
+
+class Classifier(LightningModule):
+    def __init__(self, lazily: bool = False, **how: Any) -> None:
+        super().__init__()
+        self.how = {"lr": 0.05, "momentum": 0.9} | how
+        self.layouts: list[bool] = []
+        if not lazily:
+            self.net = convnet()
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = convnet()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first = self.net[0](batch[0])
+        self.layouts.append(first.is_contiguous(memory_format=LAST))
+        return F.cross_entropy(self.net[1:](first), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), **self.how)
+
+
+# --- channels_last ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_weights_are_those_of_a_loop_by_hand(tmp_path, precision, lazily):
+    module, net = Classifier(lazily), convnet().to(memory_format=LAST)
+    fast = FastSettings()
+    make_trainer(tmp_path, callbacks=[fast], precision=precision, max_epochs=2).fit(module, loader_of(images(4)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for x, y in images(4) * 2:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            loss = F.cross_entropy(net(x.to(memory_format=LAST)), y)
+        loss.backward()
+        optimizer.step()
+    assert fast.on == ["channels_last"]
+    assert module.layouts == [True] * 8
+    for mine, theirs in zip(module.net.state_dict().values(), net.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.is_contiguous()  # as before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_layout_is_that_of_the_run_alone(tmp_path, fails):
+    class Looking(Classifier):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append([p.stride() for p in self.parameters()])
+            assert [id(p) for p in self.parameters()] == before
+            if fails:
+                raise RuntimeError("enough")
+
+    module, seen = Looking(), []
+    before = [id(p) for p in module.parameters()]
+    strides = [p.stride() for p in module.parameters()]
+    trainer = make_trainer(tmp_path, callbacks=[FastSettings()])
+    if fails:
+        with pytest.raises(RuntimeError, match="enough"):
+            trainer.fit(module, loader_of(images(2)))
+    else:
+        trainer.fit(module, loader_of(images(2)))
+    assert seen[0] != strides
+    assert [p.stride() for p in module.parameters()] == strides
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_is_that_of_any_run(tmp_path, first):
+    """Resumed with the other layout. A fused optimizer wants states that are laid out like their weights."""
+
+    def fit(module: Any, fast: bool, epochs: int, ckpt: Any = None) -> Any:
+        trainer = make_trainer(tmp_path, callbacks=[FastSettings()] if fast else [], max_epochs=epochs)
+        trainer.fit(module, loader_of(images(3)), ckpt_path=ckpt)
+        return trainer
+
+    class Looking(Classifier):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for weight, state in self.optimizers().state.items():
+                assert state["momentum_buffer"].stride() == weight.stride()
+            if batch_idx == 2:
+                self.trainer.save_checkpoint(tmp_path / f"{self.current_epoch}.ckpt")
+
+    fit(Looking(fused=True), first, 1)
+    saved = torch.load(tmp_path / "0.ckpt", weights_only=True)
+    states = saved["optimizer_states"][0]["state"].values()
+    assert all(one["momentum_buffer"].is_contiguous() for one in states)
+    assert all(value.is_contiguous() for value in saved["state_dict"].values())
+    resumed, whole = Looking(fused=True), Classifier(fused=True)
+    fit(resumed, not first, 2, tmp_path / "0.ckpt")
+    fit(whole, False, 2)
+    for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_are_computed_are_left_alone(tmp_path):
+    module = Classifier()
+    module.net[3] = weight_norm(nn.Conv2d(8, 8, 1))
+    fast = FastSettings()
+    make_trainer(tmp_path, callbacks=[fast]).fit(module, loader_of(images(1)))
+    assert fast.on == ["channels_last"]
+
+
+def test_a_module_without_convolutions_has_nothing_on(tmp_path):
+    fast = FastSettings()
+    make_trainer(tmp_path, callbacks=[fast]).fit(Regression(), loader_of(make_batches(2)))
+    assert fast.on == []
+    assert fast.run_facts() == {"fast_settings": []}
+
+
+def test_with_compile(tmp_path):
+    class Whole(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    torch.compiler.reset()
+    found = []
+    for callbacks in ([FastSettings(), Compile(backend="aot_eager")], [FastSettings()]):
+        module = Whole()
+        make_trainer(tmp_path, callbacks=callbacks).fit(module, loader_of(images(3)))
+        found.append(list(module.parameters()))
+    torch.compiler.reset()
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+# --- on CUDA ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr("sys.platform", "linux")
+
+
+def on_cuda(fast: FastSettings, module: Any, **values: Any) -> FakeTrainer:
+    trainer = FakeTrainer(fast, device="cuda", **values)
+    fast.setup(trainer, module, "fit")
+    return trainer
+
+
+ALL = ["TF32", "cudnn.benchmark", "expandable segments", "channels_last"]
+
+
+@pytest.mark.parametrize("end", ["teardown", "on_exception"])
+def test_all_is_on_for_the_run_and_put_back(has_cuda, end):
+    fast, module = FastSettings(), Classifier()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    trainer = on_cuda(fast, module)
+    assert fast.on == ALL
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cudnn.benchmark is True
+    getattr(fast, end)(trainer, module, "fit")
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cudnn.benchmark is False
+    fast.teardown(trainer, module, "fit")
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"tf32": False}, "TF32"),
+        ({"cudnn_benchmark": False}, "cudnn.benchmark"),
+        ({"channels_last": False}, "channels_last"),
+        ({"expandable_segments": False}, "expandable segments"),
+    ],
+)
+def test_each_may_be_left_out(has_cuda, arguments, name):
+    fast, module = FastSettings(**arguments), Classifier()
+    trainer = on_cuda(fast, module)
+    assert fast.on == [one for one in ALL if one != name]
+    assert (torch.get_float32_matmul_precision() == "high") is (name != "TF32")
+    assert torch.backends.cudnn.benchmark is (name != "cudnn.benchmark")
+    fast.teardown(trainer, module, "fit")
+
+
+def test_what_the_user_has_set_stays(has_cuda, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    torch.set_float32_matmul_precision("medium")
+    try:
+        fast, module = FastSettings(), Classifier()
+        trainer = on_cuda(fast, module)
+        assert "expandable segments" not in fast.on
+        assert torch.get_float32_matmul_precision() == "medium"
+        fast.teardown(trainer, module, "fit")
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
+        assert "PYTORCH_ALLOC_CONF" not in os.environ
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_user_who_expands_segments_is_told_that_they_are(has_cuda, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    fast, module = FastSettings(), Classifier()
+    trainer = on_cuda(fast, module)
+    assert "expandable segments" in fast.on
+    fast.teardown(trainer, module, "fit")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_no_tf32_where_modules_are_to_run_in_float32(has_cuda):
+    fast, module = FastSettings(), Classifier()
+    engine = SimpleNamespace(precision=SimpleNamespace(fp32_modules=("head",)), gradients=None)
+    trainer = on_cuda(fast, module, engine=engine)
+    assert "TF32" not in fast.on
+    assert torch.get_float32_matmul_precision() == "highest"
+    fast.teardown(trainer, module, "fit")
+
+
+def test_no_benchmark_of_deterministic_kernels(has_cuda):
+    torch.use_deterministic_algorithms(True)
+    try:
+        fast, module = FastSettings(), Classifier()
+        trainer = on_cuda(fast, module)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "cudnn.benchmark" not in fast.on
+    fast.teardown(trainer, module, "fit")
+
+
+def test_cuda_that_is_used_already_has_its_allocator(has_cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    fast, module = FastSettings(), Classifier()
+    trainer = on_cuda(fast, module)
+    assert "expandable segments" not in fast.on
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    fast.teardown(trainer, module, "fit")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    class Looking(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
+
+    seen: list[Any] = []
+    fast, module = FastSettings(), Looking()
+    module.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    make_trainer(tmp_path, callbacks=[fast], accelerator="gpu", devices=1).fit(module, loader_of(images(2)))
+    assert {"TF32", "cudnn.benchmark", "channels_last"} <= set(fast.on)
+    assert seen == [("high", True)] * 2
+
+
+@pytest.mark.parametrize("precision", ["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_no_precision_sets_anything_by_itself(tmp_path, precision):
+    class Looking(Classifier):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert torch.backends.cudnn.benchmark is False
+            assert not any(name.startswith("PYTORCH_") and "ALLOC" in name for name in os.environ)
+            assert all(p.is_contiguous() for p in self.parameters())
+
+    make_trainer(tmp_path, precision=precision).fit(Looking(), loader_of(images(2)))
+
+
+# --- what is left on the table ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "fast", "precision", "expected"),
+    [
+        (Classifier, None, "32-true", {"TF32", "cudnn.benchmark", "channels_last", "expandable segments"}),
+        (Classifier, None, "bf16-mixed", {"cudnn.benchmark", "channels_last", "expandable segments"}),
+        (Regression, None, "32-true", {"TF32", "expandable segments"}),
+        (Regression, None, "16-mixed", {"expandable segments"}),
+        (Classifier, {}, "32-true", set()),
+        (Classifier, {"tf32": False, "channels_last": False}, "32-true", {"TF32", "channels_last"}),
+    ],
+)
+def test_what_is_missed(module, fast, precision, expected):
+    assert missed(module(), None if fast is None else FastSettings(**fast), precision=precision).keys() == expected
+
+
+def test_segments_that_the_environment_expands_are_not_missed(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    assert missed(Regression(), None, precision="bf16-mixed") == {}

@@ -1,0 +1,305 @@
+"""``export ckpt=RUN to=FILE``: the file computes what the module's ``forward`` does, or is not written."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from trainer.cli import export, graphs, main
+from trainer.cli.arguments import UsageError, read
+from trainer.cli.graphs import inputs_of
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+needs_onnx = pytest.mark.skipif(
+    find_spec("onnx") is None or find_spec("onnxscript") is None, reason="needs onnx and onnxscript"
+)
+
+MODULE = """
+import line_fit
+import torch
+
+
+class Net(line_fit.Line):
+    def forward(self, points):
+        return {"value": self.net(points), "large": (self.net(points) > 1).float()}
+
+
+class Fixed(line_fit.Line):
+    def forward(self, points):
+        return self.net(points).reshape(4, 1)
+
+
+class Random(line_fit.Line):
+    def forward(self, points):
+        return self.net(points) + torch.rand(1)
+
+
+class Branches(line_fit.Line):
+    def forward(self, points):
+        return self.net(points) if points.sum().item() > 0 else points
+
+
+class Two(line_fit.Line):
+    def forward(self, points, factors, more=None):
+        return self.net(points) * factors
+
+
+class Other(line_fit.Line):
+    def forward(self, points):
+        return self.net(points[:, :, 0])
+
+
+class Given(Other):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.example_input_array = torch.ones(3, 1, 2)
+"""
+
+
+@pytest.fixture(autouse=True)
+def run(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a run of ``Net``."""
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(graphs, "_SECONDS", 0.0)
+    (project / "nets.py").write_text(MODULE)
+    yield project / "run"
+    sys.modules.pop("nets", None)
+
+
+def fit(kind: str = "Net") -> Any:
+    """Train; returns the weights."""
+    assert main(["fit", "+recipe=line", f"model._target_=nets.{kind}", "hydra.run.dir=run", "-q"]) == 0
+    return torch.load("run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+
+
+def line(state: Any, points: torch.Tensor) -> torch.Tensor:
+    return points @ state["net.weight"].T + state["net.bias"]
+
+
+def said(capfd: Any, *words: str) -> tuple[int, str, str]:
+    capfd.readouterr()
+    status = main(["export", *words])
+    out, err = capfd.readouterr()
+    return status, out, " ".join(err.split())
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_graph_computes_what_forward_does(project: Path, capfd: Any) -> None:
+    state = fit()
+    status, out, err = said(capfd, "ckpt=run", "to=out/model.pt2")
+    assert (status, err) == (0, "")
+    assert re.search(
+        r"out/model.pt2: [\d.]+ MiB, float32. Inputs: float32 \(batch, 1\); batches of any size, tried with 4 and 1.\n"
+        r"  Held against forward: equal to the bit \(tolerance [\d.]+e-04: 0.0001 of the largest value, [\d.]+, or of"
+        r" 1\).\n  A batch of 4 takes [\d.e-]+ ms, forward itself [\d.e-]+ ms \(median, this CPU\).\n$",
+        out,
+    )
+    assert files(Path("out")) == ["model.pt2"]
+    loaded = torch.export.load("out/model.pt2")
+    assert loaded.example_inputs is None  # no data in the file
+    for rows in (1, 4, 9):
+        points = torch.linspace(-2, 2, rows).unsqueeze(1)
+        found = loaded.module()(points)
+        torch.testing.assert_close(found["value"], line(state, points))
+        assert found["large"].dtype == torch.float32
+    status, _, err = said(capfd, "ckpt=run", "to=out/model.pt2")
+    assert (status, err) == (2, "trainer: out/model.pt2 is there already. Choose another name, or remove it first.")
+
+
+def test_a_checkpoint_with_a_config_and_settings(project: Path, capfd: Any) -> None:
+    fit()
+    last = "run/checkpoints/last.ckpt"
+    words = ["+recipe=line", "model._target_=nets.Net", f"ckpt_path={last}", "to=a=b.pt2", "data.batch_size=8"]
+    status, out, _ = said(capfd, *words)
+    assert status == 0
+    assert "tried with 8 and 1" in out
+    assert Path("a=b.pt2").is_file()
+    status, out, _ = said(capfd, "ckpt=run", "to=one.pt2", "data.batch_size=1")
+    assert "tried with 2 and 1" in out  # of one row a graph would take the number for a constant
+
+
+def test_weights_alone(project: Path, capfd: Any) -> None:
+    state = fit()
+    assert said(capfd, "to=a.safetensors", "ckpt=run")[0] == 0
+    found = load_file("a.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    status, _, err = said(capfd, "ckpt=run", "to=b.safetensors", "data.batch_size=8")
+    assert status == 2
+    assert "takes the weights as the checkpoint has them, and no settings" in err
+
+
+def test_a_forward_of_one_size(project: Path, capfd: Any) -> None:
+    fit("Fixed")
+    status, out, _ = said(capfd, "ckpt=run", "to=model.pt2")
+    assert status == 0
+    assert "Inputs: float32 (4, 1); batches of 4, no other size." in out
+
+
+def test_what_computes_something_else_is_not_kept(project: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit("Random")
+    status, _, err = said(capfd, "ckpt=run", "to=out/model.pt2")
+    assert status == 1
+    assert "out/model.pt2 was not written: it gives values that are up to" in err
+    assert "A forward in eval mode must give the same values each time." in err
+    assert files(Path("out")) == []
+
+
+def test_what_has_no_graph(project: Path, capfd: Any) -> None:
+    fit("Branches")
+    status, _, err = said(capfd, "ckpt=run", "to=model.pt2")
+    assert status == 1
+    assert "torch.export cannot make a graph of Branches.forward:" in err
+    assert not Path("model.pt2").exists()
+
+
+def test_the_example_of_the_module(project: Path, capfd: Any) -> None:
+    fit("Given")
+    status, out, _ = said(capfd, "ckpt=run", "to=model.pt2")
+    assert status == 0
+    assert "Inputs: float32 (batch, 1, 2); batches of any size, tried with 3 and 1." in out
+
+
+MISTAKES = [
+    ("Net", ["ckpt=run"], "export needs the file to write, which ends in .onnx, .pt2 or .safetensors"),
+    ("Net", ["ckpt=run", "to=model.pth"], "to is model.pth, expected the name of one that ends in .onnx, .pt2 or"),
+    ("Net", ["ckpt=runs", "to=model.pt2"], "ckpt is runs: there is no such file or folder. Did you mean 'run'?"),
+    ("Net", ["+recipe=line", "to=model.pt2"], "export needs what was trained: ckpt=RUN"),
+    ("Net", ["ckpt=run", "to=model.pt2", "-m"], "--multirun does not go with export."),
+    ("Net", ["ckpt=run", "to=model.pt2", "data.size=3"], "There is no setting 'data.size'."),
+    (
+        "Net",
+        ["ckpt=run", "to=run/model.pt2/a.pt2", "model._target_=os.system"],
+        "which runs or unpickles what it reads",
+    ),
+    ("Net", ["run", "model.pt2"], "for a run's best one: python -m trainer export ckpt=run to=model.pt2"),
+    ("Net", ["run/checkpoints/last.ckpt", "model.pt2"], "for which the config of the run is needed: python -m trainer"),
+    ("Net", ["a.ckpt", "ckpt=run", "to=model.pt2"], "export got the word 'a.ckpt' among settings"),
+    ("Net", ["ckpt=run", "to=model.pt2", "weights=run"], "with which a training begins, and export is none."),
+    ("Other", ["ckpt=run", "to=model.pt2"], "cannot be told from a batch, a list of Tensor, Tensor: forward raised"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words", "expected"), MISTAKES)
+def test_mistakes(project: Path, capfd: Any, kind: str, words: list[str], expected: str) -> None:
+    fit(kind)
+    before = files(project)
+    status, _, err = said(capfd, *words)
+    assert status == 2
+    assert expected in err
+    assert files(project) == before
+
+
+def test_a_module_without_forward(project: Path, capfd: Any) -> None:
+    assert main(["fit", "+recipe=line", "hydra.run.dir=run", "-q"]) == 0
+    status, _, err = said(capfd, "ckpt=run", "to=model.pt2")
+    assert (status, "and Line has no forward" in err) == (2, True)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch, project: Path, capfd: Any) -> None:
+    fit()
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    status, _, err = said(capfd, "ckpt=run", "to=model.onnx")
+    assert status == 2
+    assert "export needs onnx, which is not installed: pip install 'amp-trainer[export]'" in err
+
+
+@needs_onnx
+@pytest.mark.parametrize("has_runtime", [True, False])
+def test_onnx(project: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch, has_runtime: bool) -> None:
+    if has_runtime:
+        pytest.importorskip("onnxruntime")
+    else:
+        monkeypatch.setattr(graphs, "find_spec", lambda name: None)
+    from onnx.reference import ReferenceEvaluator
+
+    state = fit()
+    status, out, err = said(capfd, "ckpt=run", "to=model.onnx")
+    assert (status, err) == (0, "")
+    assert "batches of any size, tried with 4 and 1." in out
+    assert ("onnxruntime is not installed" in out) != has_runtime
+    points = torch.linspace(-2, 2, 9).unsqueeze(1)
+    value, large = ReferenceEvaluator("model.onnx").run(None, {"points": points.numpy()})
+    torch.testing.assert_close(torch.from_numpy(value), line(state, points))
+    assert large.dtype == "float32"
+
+
+# --- what forward is called with --------------------------------------------------------------------------------------
+
+
+class Taking(nn.Module):
+    def forward(self, a: Any, b: Any, c: Any = None) -> Any:
+        return a["x"] if isinstance(a, dict) else a + b
+
+
+class TakingOne(nn.Module):
+    def forward(self, batch: Any) -> Any:
+        return batch["x"] if isinstance(batch, dict) else batch
+
+
+X, Y = torch.ones(2, 3), torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "positional", "named"),
+    [
+        (Taking(), (X, Y, X), [X, Y], {}),
+        (Taking(), [X, Y], [X, Y], {}),
+        (Taking(), {"b": Y, "a": X, "label": Y}, [], {"a": X, "b": Y}),
+        (TakingOne(), X, [X], {}),
+        (TakingOne(), (X, Y), [X], {}),
+        (TakingOne(), {"x": X}, [{"x": X}], {}),
+    ],
+)
+def test_what_forward_is_called_with(module: Any, batch: Any, positional: list[Any], named: dict[str, Any]) -> None:
+    found = inputs_of(module, batch)
+    torch.testing.assert_close(list(found.positional), positional)
+    assert list(found.named) == list(named)
+    torch.testing.assert_close(found.named, named)
+
+
+@pytest.mark.parametrize("example", [X, (X,), {"batch": X}])
+def test_an_example_of_the_module(example: Any) -> None:
+    module = TakingOne()
+    module.example_input_array = example
+    found = inputs_of(module, None)
+    torch.testing.assert_close([*found.positional, *found.named.values()], [X])
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "expected"),
+    [
+        (Taking(), X, "a Tensor: forward takes a, b, c. Set self.example_input_array"),
+        (Taking(), [X], "a list of Tensor: forward takes a, b, c."),
+        (Taking(), {"x": X}, "a mapping of x: forward takes a, b, c."),
+        (TakingOne(), ["text"], "a list of str: there is no tensor in it."),
+        (Taking(), (X, torch.ones(5)), "forward raised RuntimeError: The size of tensor a (3) must match"),
+    ],
+)
+def test_what_cannot_be_told(module: Any, batch: Any, expected: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        inputs_of(module, batch)
+    assert expected in str(caught.value)
+
+
+def test_which_words_are_settings() -> None:
+    assert read(["export", "epoch=3.ckpt", "a=b.safetensors", "model."]).words == [
+        "epoch=3.ckpt", "a=b.safetensors", "model.",
+    ]  # fmt: skip
+    found = read(["export", "ckpt=epoch=3.ckpt", "to=a=b.pt2", "data.batch_size=3"])
+    assert found.overrides == ["ckpt='epoch=3.ckpt'", "to='a=b.pt2'", "data.batch_size=3"]
+    assert found.words == []

@@ -1,0 +1,126 @@
+"""``weights=``: a run that begins with the weights of another; what was loaded is on the terminal and in its record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.cli import main
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+OTHER = """
+import line_fit
+import torch
+
+
+class Wide(line_fit.Line):
+    def __init__(self, optimizer, start, fail_at):
+        super().__init__(optimizer, start, fail_at)
+        self.more = torch.nn.Linear(1, 2)
+"""
+
+
+@pytest.fixture(autouse=True)
+def alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def fit(folder: str, *words: str) -> dict[str, Any]:
+    assert main(["fit", "+recipe=line", f"hydra.run.dir={folder}", *words]) == 0
+    return json.loads(Path(folder, "run.json").read_text())
+
+
+def weights(file: str | Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(file, weights_only=True)["state_dict"]
+    return state
+
+
+def test_a_run_begins_with_the_weights_of_another(project: Path, capfd: Any) -> None:
+    fit("first", "trainer.max_epochs=3")
+    best = Path("first/checkpoints/epoch=002-step=12.ckpt")
+    capfd.readouterr()
+    record = fit("second", "weights=first", "optimizer.lr=0.0")
+    said = f"Weights from {best}: 2 of 2 tensors, 2 of 2 parameters."
+    assert said in capfd.readouterr().err
+    assert record["weights"] == {
+        "path": str(best), "tensors": [2, 2], "parameters": [2, 2], "missing": [], "differing": {}, "unused": [],
+        "prefixes": ["", ""],
+    }  # fmt: skip
+    before, after = weights(best), weights("second/checkpoints/last.ckpt")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert record["steps"] == 8  # its own
+    fit("third", f"weights={best}")  # an = in a name needs no quotes
+    fit("fourth", f"weights={Path.cwd()}/first/checkpoints")
+    assert main(["fit", "ckpt=second", "trainer.max_epochs=3"]) == 0  # goes on: nothing is loaded again
+
+
+def test_what_was_left_out_is_a_warning(project: Path, capfd: Any) -> None:
+    fit("first")
+    Path("wide.py").write_text(OTHER)
+    capfd.readouterr()
+    record = fit("second", "weights=first", "model._target_=wide.Wide", "-q")
+    error = " ".join(capfd.readouterr().err.split())
+    assert "WARNING: Weights from first/checkpoints/" in error
+    assert (
+        ": 2 of 4 tensors, 2 of 6 parameters. Left as they were, because the file does not have them: more.weight,"
+        in error
+    )
+    assert record["weights"]["missing"] == ["more.weight", "more.bias"]
+    log = Path("second/fit.log").read_text()
+    assert log.count("Weights from first/checkpoints/") == 1
+
+
+def test_a_run_that_goes_on_keeps_what_its_record_says(project: Path) -> None:
+    fit("first")
+    again = ["weights=first", "resume=auto"]
+    begun = fit("second", *again)
+    (Path("first") / "run.json").unlink()  # and no best one any more
+    gone_on = fit("second", *again, "trainer.max_epochs=4")
+    assert gone_on["steps"] == 16
+    assert gone_on["weights"] == begun["weights"]
+
+
+def test_each_job_of_a_sweep(project: Path) -> None:
+    fit("first")
+    words = ["fit", "-m", "+recipe=line", "weights=first", "optimizer.lr=0.0,0.1", "hydra.sweep.dir=swept"]
+    assert main(words) == 0
+    records = [json.loads((Path("swept") / job / "run.json").read_text()) for job in "01"]
+    assert [record["weights"]["parameters"] for record in records] == [[2, 2]] * 2
+    assert torch.equal(*(weights(f"{run}/checkpoints/last.ckpt")["net.weight"] for run in ("first", "swept/0")))
+
+
+MISTAKES = [
+    (["ckpt=first", "weights=first"], "Got weights=first and ckpt=first/checkpoints/last.ckpt, expected one of them"),
+    (["weights=first"], "brings no config along. Choose a recipe, such as `python -m trainer fit +recipe=line`"),
+    (
+        ["+recipe=line", "weights=first", "trainer._target_=lightning.Trainer"],
+        "weights is for trainer.Trainer, and trainer._target_ is lightning.Trainer: leave one of them out.",
+    ),
+    (["+recipe=line", "weights=numbers.pt"], "numbers.pt has no weights in it: it is a mapping of loss."),
+    (["+recipe=line", "weights=other.pt"], "No name in other.pt is one of the Line's. It has a; expected net."),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES)
+def test_mistakes(project: Path, capfd: Any, words: list[str], said: str) -> None:
+    fit("first")
+    torch.save({"loss": 1.0}, "numbers.pt")
+    torch.save({"a": torch.ones(1)}, "other.pt")
+    capfd.readouterr()
+    assert main(["fit", *words, "hydra.run.dir=second"]) != 0
+    assert said in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_range_test_begins_with_them(project: Path) -> None:
+    fit("first", "trainer.max_epochs=30")
+    common = ["tune", "lr", "+recipe=line", "tune.steps=10", "tune.min_lr=1e-9", "tune.max_lr=1e-8"]
+    assert main([*common, "hydra.run.dir=fresh"]) in (0, 1)
+    assert main([*common, "hydra.run.dir=trained", "weights=first"]) in (0, 1)
+    fresh, trained = (json.loads(Path(run, "tune.json").read_text()) for run in ("fresh", "trained"))
+    assert max(trained["curve"]["loss"]) < 0.1 * min(fresh["curve"]["loss"])

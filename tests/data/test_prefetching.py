@@ -1,0 +1,593 @@
+"""A batch goes to the GPU while the step before it runs, and nothing else changes."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningModule
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.simulated_cuda.device import DEVICE
+from tests.support import AUTOCAST_DTYPES, OPTIMIZERS, loader_of, make_trainer
+from trainer.callbacks import HalveOnOutOfMemory, RunSummary
+from trainer.data import prefetching
+from trainer.precision import MixedPrecision
+
+ROWS, WIDTH, BATCHES = 64, 1024, 6
+NBYTES = ROWS * WIDTH * 4
+SCALE = 2.0**10  # at which nothing overflows
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, 2)
+
+
+def make_batches(number: int = BATCHES, seed: int = 1) -> list[list[Tensor]]:
+    """Pinned; of each, the first tensor is large and the second small."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (ROWS, WIDTH), (ROWS, 2)
+    return [[torch.randn(size, generator=generator).pin_memory() for size in sizes] for _ in range(number)]
+
+
+class Probe(LightningModule):
+    """Fits ``make_net``."""
+
+    def __init__(self, optimizer: str = "adamw-fused") -> None:
+        super().__init__()
+        self.net, self.make_optimizer = make_net(), OPTIMIZERS[optimizer]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.net.parameters())
+
+
+class Validated(Probe):
+    """Sums up, too."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("sum", self.net(batch[0]).sum())
+
+
+def plugin(precision: str) -> Any:
+    return MixedPrecision("float16", init_scale=SCALE) if precision == "16-mixed" else precision
+
+
+def make(folder: Any, *, on: bool = True, precision: str = "bf16-mixed", **options: Any) -> Any:
+    fixed = {"accelerator": "gpu", "devices": 1, "precision": plugin(precision), "prefetch_batches": int(on)}
+    return make_trainer(folder, **fixed | options)
+
+
+def weights(module: Any) -> list[Tensor]:
+    return [parameter.detach().cpu() for parameter in module.net.parameters()]
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+
+
+class Marks(Callback):
+    """How many kernels there were when each batch had been copied, and before that."""
+
+    def __init__(self, seen: Any) -> None:
+        self.seen = seen
+        self.copied: list[int] = []
+        self.issued: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.copied.append(len(self.seen.kernels))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.issued.append(len(self.seen.kernels))
+
+
+def copies_of_batches(seen: Any) -> list[Any]:
+    return [copy for copy in seen.copies if copy.nbytes == NBYTES]
+
+
+class Samples:
+    """What a custom batch is: an object with a method ``to``, which knows nothing of non-blocking copies."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def to(self, device: Any) -> Samples:
+        return Samples(self.x.to(device), self.y.to(device))
+
+
+# --- what it is for -----------------------------------------------------------------------------------------------
+
+
+def prefetched_by_hand(precision: str, optimizer: str, batches: list[Any]) -> list[Tensor]:
+    """The loop that one writes by hand: it copies a batch ahead."""
+    net = make_net().cuda()
+    stepper, dtype = OPTIMIZERS[optimizer](net.parameters()), AUTOCAST_DTYPES.get(precision)
+    scaler = torch.amp.GradScaler("cuda", SCALE, enabled=precision == "16-mixed")
+    usual, side, left = torch.cuda.current_stream(), torch.cuda.Stream(), iter(batches)
+
+    def copied_ahead() -> list[Tensor]:
+        side.wait_stream(usual)
+        with torch.cuda.stream(side):
+            return [part.to("cuda", non_blocking=True) for part in next(left, ())]
+
+    following = copied_ahead()
+    while following:
+        usual.wait_stream(side)
+        x, y = following
+        following = copied_ahead()
+        stepper.zero_grad()
+        with torch.autocast("cuda", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = F.mse_loss(net(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(stepper)
+        scaler.update()
+    return [parameter.detach().cpu() for parameter in net.parameters()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "momentum-fused"])
+def test_trains_to_the_weights_of_a_loop_by_hand(tmp_path, precision, optimizer):
+    batches = make_batches()
+    by_hand = prefetched_by_hand(precision, optimizer, batches)
+    assert not torch.equal(by_hand[0], make_net().weight)
+    for on in (True, False):
+        trainer, module = make(tmp_path, on=on, precision=precision), Probe(optimizer)
+        trainer.fit(module, loader_of(batches))
+        assert_equal(weights(module), by_hand)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_copy_waits_for_the_step_before_the_last_and_the_host_for_nothing(cuda, tmp_path, precision):
+    waits = {}
+    for on in (True, False):
+        with cuda.watch() as seen:
+            marks = Marks(seen)
+            make(tmp_path, on=on, precision=precision, callbacks=[marks]).fit(Probe(), loader_of(make_batches()))
+        copies = copies_of_batches(seen)
+        assert len(copies) == BATCHES
+        assert [copy.stream > 0 for copy in copies] == [on] * BATCHES
+        assert marks.issued[:-1] == marks.copied[1:]  # copies are no kernels
+        before = [0, *marks.copied[:-1]] if on else marks.copied
+        assert [copy.after for copy in copies] == before
+        assert len(set(before)) == BATCHES  # there are kernels in each step
+        waits[on] = [(wait.what, wait.where) for wait in seen.waits]
+    assert waits[True] == waits[False]
+
+
+@pytest.mark.gpu
+def test_a_batch_is_there_while_the_device_works_at_the_step_before(tmp_path):
+    class Busy(Probe):
+        """Has the device work for a second in the step of batch 3, and sees whether batch 4 is there meanwhile."""
+
+        work: Any = None
+        arrived_meanwhile: bool | None = None
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.trainer.global_step == 3:
+                torch.cuda._sleep(2_000_000_000)
+                self.work = torch.cuda.Event()
+                self.work.record()
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+            if self.trainer.global_step == 4:
+                copied, deadline = self.trainer.data.prefetching._stream.record_event(), time.monotonic() + 10
+                while not copied.query() and time.monotonic() < deadline:
+                    pass
+                self.arrived_meanwhile = copied.query() and not self.work.query()
+            return moved
+
+    module = Busy()
+    make(tmp_path).fit(module, loader_of(make_batches()))
+    assert module.arrived_meanwhile
+
+
+def test_an_evaluation_is_prefetched_too(cuda, tmp_path):
+    batches, predictions, sums = make_batches(), {}, {}
+    for on in (True, False):
+        trainer, module = make(tmp_path, on=on), Validated()
+        with cuda.watch() as seen:
+            predictions[on] = trainer.predict(module, loader_of(batches))
+            sums[on] = trainer.validate(module, loader_of(batches), verbose=False)
+        copies = copies_of_batches(seen)
+        assert [copy.stream > 0 for copy in copies] == [on] * 2 * BATCHES
+        assert max(copy.alive for copy in copies) == 2 * NBYTES * on
+    assert_equal(predictions[True], predictions[False])
+    assert sums[True] == sums[False]
+
+
+def test_small_tensors_take_the_usual_way(cuda, tmp_path):
+    with cuda.watch() as seen:
+        make(tmp_path).fit(Probe(), loader_of(make_batches()))
+    small = [copy for copy in seen.copies if copy.nbytes == ROWS * 2 * 4]
+    assert [copy.stream for copy in small] == [0] * BATCHES
+    assert prefetching.WORTHWHILE == NBYTES
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict, Tensor, Samples])
+def test_a_batch_of_any_kind_is_sent_if_it_has_a_large_tensor(cuda, kind):
+    ways = {
+        list: lambda x, y: [y, x],
+        tuple: lambda x, y: (y, x),
+        dict: lambda x, y: {"y": y, "x": x},
+        Tensor: lambda x, y: x,
+        Samples: Samples,
+    }
+    x, y = make_batches(1)[0]
+    move = prefetching.Prefetching(torch.device("cuda", 0)).around(move_data_to_device)
+    for large in (x, x[1:]):
+        with cuda.watch() as seen:
+            move(ways[kind](large, y), torch.device("cuda", 0))
+        assert [copy.stream > 0 for copy in seen.copies if copy.nbytes == large.nbytes] == [large is x]
+
+
+def test_tensors_of_other_kinds_take_the_usual_way(cuda, monkeypatch):
+    monkeypatch.setattr(prefetching, "WORTHWHILE", 0)
+    move = prefetching.Prefetching(torch.device("cuda", 0)).around(move_data_to_device)
+    with cuda.watch() as seen:
+        move([torch.ones(3).requires_grad_(), nn.Parameter(torch.ones(3)), torch.ones(3)], torch.device("cuda", 0))
+    assert [copy.stream > 0 for copy in seen.copies] == [False, False, True]
+
+
+def test_batches_that_are_on_the_device_stay_there(cuda, tmp_path):
+    batches = [[part.cuda() for part in batch] for batch in make_batches()]
+    trainer = make(tmp_path)
+    with cuda.watch() as seen:
+        trainer.fit(Probe(), loader_of(batches))
+    assert not copies_of_batches(seen)
+    assert trainer.data.prefetching.from_pinned is None
+
+
+def test_there_is_none_on_a_cpu(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Probe(), loader_of([[torch.ones(2, WIDTH), torch.ones(2, 2)]]))
+    assert (trainer.prefetch_batches, trainer.data.prefetching) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "told"),
+    [
+        (True, "1 batch, from pinned memory"),
+        (False, "1 batch, from memory that is not pinned: DataLoader(pin_memory=True)"),
+    ],
+)
+def test_the_summary_says_that_it_is_on_and_whether_batches_are_pinned(cuda, tmp_path, pinned, told):
+    batches = make_batches() if pinned else [[part.clone() for part in batch] for batch in make_batches()]
+    for on in (True, False):
+        written = io.StringIO()
+        summary = RunSummary(tmp_path, console=Console(file=written))
+        make(tmp_path, on=on, callbacks=[summary]).fit(Probe(), loader_of(batches))
+        assert summary.summary.get("prefetching") == (told if on else None)
+        assert bool(re.search(f"prefetching +{re.escape(told)} ", written.getvalue())) is on
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def test_two_batches_are_alive_however_far_the_host_is_ahead(cuda, tmp_path):
+    with cuda.watch() as seen:
+        make(tmp_path).fit(Probe("adamw"), loader_of(make_batches(20)))
+    first, *others = copies_of_batches(seen)
+    assert first.alive == NBYTES
+    assert {copy.alive for copy in others} == {2 * NBYTES}
+
+
+class Dropping(Probe):
+    """Lets go of its batch before the step is issued."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        batch.clear()
+        return loss
+
+
+class Keeping(Probe):
+    """Trains on the batch before the last as well, and then lets go of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.kept.append(batch[0][1:] if batch_idx % 2 else batch[0])  # a view has the memory, too
+        return loss + self.net(self.kept.pop(0)).mean() if len(self.kept) > 2 else loss
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Dropping, Keeping])
+def test_who_lets_go_earlier_or_later_trains_to_the_same_weights(tmp_path, kind):
+    trained = []
+    for on in (True, False):
+        module = kind()
+        make(tmp_path, on=on).fit(module, loader_of(make_batches()))
+        trained.append(weights(module))
+    assert_equal(*trained)
+
+
+def test_what_is_freed_in_its_step_would_be_overwritten_if_nobody_held_it(cuda, tmp_path, monkeypatch):
+    send = prefetching.Prefetching.__torch_function__
+
+    def send_and_forget(self: Any, *call: Any) -> Any:
+        copy = send(self, *call)
+        self._sent.clear()
+        return copy
+
+    monkeypatch.setattr(prefetching.Prefetching, "__torch_function__", send_and_forget)
+    with pytest.raises(RuntimeError, match="allocates memory that is free and may still be used"):
+        make(tmp_path).fit(Dropping(), loader_of(make_batches()))
+
+
+def test_what_others_hold_would_be_overwritten_if_nobody_knew(cuda, tmp_path, monkeypatch):
+    monkeypatch.setattr(prefetching, "_has_other_holders", lambda tensor: False)
+    with pytest.raises(RuntimeError, match="allocates memory that is free and may still be used"):
+        make(tmp_path).fit(Keeping(), loader_of(make_batches()))
+
+
+def test_where_torch_does_not_say_who_holds_what_all_memory_waits_for_the_device(cuda, tmp_path, monkeypatch):
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    module = Keeping()
+    with cuda.watch() as seen:
+        make(tmp_path).fit(module, loader_of(make_batches()))
+    assert copies_of_batches(seen)[-1].alive == BATCHES * NBYTES
+
+
+def test_a_copy_that_nobody_waits_for_would_be_read_too_early(cuda, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda stream, event: None)
+    with pytest.raises(RuntimeError, match="reads what is not written yet"):
+        make(tmp_path).fit(Probe(), loader_of(make_batches()))
+
+
+def bytes_held() -> int:
+    return sum(block.nbytes for block in DEVICE.watched if block.is_taken(DEVICE.done))
+
+
+def test_a_validation_and_the_time_after_a_run_have_the_memory_for_themselves(cuda, tmp_path):
+    held = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            held.append(("batch", bytes_held()))
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            held.append(("validation", bytes_held()))
+
+    batches = make_batches(2)
+    trainer = make(tmp_path, callbacks=[Look()], val_check_interval=1, num_sanity_val_steps=0)
+    with cuda.watch() as seen:
+        trainer.fit(Validated(), loader_of(batches), loader_of(batches))
+    assert held == 2 * [("batch", NBYTES), ("validation", 0)]
+    assert bytes_held() == 0
+    assert [copy.alive // NBYTES for copy in copies_of_batches(seen)] == [1, 1, 2, 2, 1, 2]
+
+
+def test_nothing_is_held_after_a_run_that_has_failed(cuda, tmp_path):
+    class Failing(Probe):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        make(tmp_path).fit(Failing(), loader_of(make_batches()))
+    assert bytes_held() == 0
+
+
+# --- nothing else changes -----------------------------------------------------------------------------------------
+
+
+class Hooked(Probe):
+    """Draws random numbers in each hook, on the host and on the device, and keeps what it drew.
+
+    Args:
+        way: how a batch gets to the device: by the method of its own, by the usual way, or by tensors that are sent.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.account: list[Any] = []
+
+    def draw(self, where: str) -> float:
+        number = torch.rand(()).item()
+        self.account.append((where, number))
+        return number
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return Samples(batch[0] + self.draw("before"), batch[1]) if self.way != "usual" else batch
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.draw("transfer")
+        if self.way != "sent":
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        batch.x = batch.x.cuda(non_blocking=True) / 2  # it computes, too
+        batch.y = batch.y.to(device=device, dtype=torch.float32)
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch if self.way == "usual" else (batch.x, batch.y)
+        return [x + torch.rand(x.shape, device=x.device) * self.draw("after"), y]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + self.draw("step"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["usual", "own", "sent"])
+def test_hooks_run_in_their_order_and_draw_the_same_numbers(tmp_path, way):
+    account, trained = {}, {}
+    for on in (True, False):
+        module = Hooked(way)
+        torch.manual_seed(5)
+        make(tmp_path, on=on).fit(module, loader_of(make_batches()))
+        account[on], trained[on] = module.account, weights(module)
+    assert account[True] == account[False]
+    each = ["transfer", "after", "step"] if way == "usual" else ["before", "transfer", "after", "step"]
+    assert [where for where, _ in account[True]] == each * BATCHES
+    assert_equal(trained[True], trained[False])
+
+
+@pytest.mark.parametrize("way", ["usual", "own", "sent"])
+def test_what_hooks_copy_goes_by_the_side_and_what_they_compute_does_not(cuda, tmp_path, way):
+    with cuda.watch() as seen:
+        marks = Marks(seen)
+        make(tmp_path, callbacks=[marks]).fit(Hooked(way), loader_of(make_batches()))
+    copies = copies_of_batches(seen)
+    assert [copy.stream > 0 for copy in copies] == [True] * BATCHES
+    assert all(copy.after < issued for copy, issued in zip(copies[1:], marks.issued, strict=False))
+    assert len(seen.numbers) == len(seen.kernels)  # all on the default stream
+
+
+class Manual(Probe):
+    def __init__(self) -> None:
+        super().__init__("momentum")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(Probe.training_step(self, batch, batch_idx))
+        optimizer.step()
+
+
+class Closures(Probe):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.net.parameters(), lr=0.01, max_iter=2)
+
+
+class Halved(Probe):
+    """Has no memory for more than half a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(batch[0]) > ROWS // 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. On purpose.")
+        return super().training_step(batch, batch_idx)
+
+
+class Skipping(Probe):
+    """Has no step for every other batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx % 2 else None
+
+
+PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "window": (Probe, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}),
+    "manual": (Manual, {}),
+    "closures": (Closures, {"precision": "32-true"}),
+    "halved": (Halved, {"callbacks": lambda: [HalveOnOutOfMemory()]}),
+    "skipping": (Skipping, {}),
+    "validations": (Validated, {"val_check_interval": 2, "max_epochs": 2}),
+    "limits": (Probe, {"limit_train_batches": 3, "max_epochs": 2}),
+    "steps": (Probe, {"max_steps": 4, "max_epochs": -1}),
+    "anew": (Probe, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_of_a_batch_trains_to_the_same_weights(tmp_path, path, recwarn):
+    kind, options = PATHS[path]
+    trained = []
+    for on in (True, False):
+        module, more = kind(), {key: value() if callable(value) else value for key, value in options.items()}
+        trainer = make(tmp_path, on=on, **more)
+        trainer.fit(module, loader_of(make_batches()), loader_of(make_batches(2)) if kind is Validated else None)
+        trained.append(weights(module))
+    assert_equal(*trained)
+    assert not torch.equal(trained[0][0], make_net().weight)
+
+
+class Fetched:
+    """Batches of no known length that are counted as they are fetched, the last of which cannot be."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.count = batches, 0
+
+    def __len__(self) -> int:
+        return len(self.batches) + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.count += 1
+            yield batch
+        raise OSError("the disk is gone")
+
+
+def test_a_batch_is_fetched_after_the_step_before_it_and_its_error_comes_then(cuda, tmp_path):
+    source, account = Fetched(make_batches(3)), []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            account.append((batch_idx, source.count, trainer.global_step))
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        make(tmp_path, callbacks=[Look()]).fit(Probe(), source)
+    assert account == [(0, 1, 1), (1, 2, 2), (2, 3, 3)]
+
+
+def test_nothing_is_fetched_beyond_a_limit(cuda, tmp_path):
+    for options in ({"limit_train_batches": 2}, {"max_steps": 2}):
+        source = Fetched(make_batches(5))
+        make(tmp_path, **options).fit(Probe(), source)
+        assert source.count == 2
+
+
+class Noisy(Dataset[Any]):
+    """Rows to which fetching them adds noise."""
+
+    def __len__(self) -> int:
+        return 4 * ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((WIDTH,), index / 100) + torch.randn(WIDTH), torch.randn(2)
+
+
+def noisy() -> Any:
+    return DataLoader(Noisy(), batch_size=ROWS, shuffle=True)
+
+
+class Killed(Callback):
+    """Saves a checkpoint at the end of a batch, and ends the run after the next one's step."""
+
+    def __init__(self, path: Any, after: int) -> None:
+        self.path, self.after = path, after
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.after:
+            trainer.save_checkpoint(self.path)
+        elif trainer.global_step > self.after:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("resumes_with", [True, False])
+def test_a_killed_run_is_resumed_exactly(tmp_path, resumes_with):
+    def run(on: bool, path: Any = None, **options: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        module = Hooked("usual")
+        make(tmp_path, on=on, max_epochs=2, **options).fit(module, noisy(), ckpt_path=path)
+        return weights(module)
+
+    alone = run(on=False)
+    assert_equal(run(on=True), alone)
+    for after in (2, 4, 7):
+        path = tmp_path / f"{after}.ckpt"
+        with pytest.raises(RuntimeError, match="killed"):
+            run(on=not resumes_with, callbacks=[Killed(path, after)])
+        assert_equal(run(resumes_with, path), alone)

@@ -1,0 +1,49 @@
+"""State dicts of sharded tensors; see also ``tests/distributed/test_checkpoints.py``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+
+import torch
+import torch.distributed as distributed
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from trainer.engine.sharding.state import gathered, mapped
+
+
+def test_what_is_gathered_of_a_module_has_its_versions(tmp_path: Path) -> None:
+    """``_metadata`` of a state dict, by which modules such as BatchNorm tell old ones."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        versions = module.state_dict()._metadata
+        weight = module[0].weight.detach().clone()
+        module[0].weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (1,)), [Shard(0)]))
+        whole = gathered(module.state_dict(), keep=True)
+    finally:
+        distributed.destroy_process_group()
+    assert not any(isinstance(value, DTensor) for value in whole.values())
+    assert torch.equal(whole["0.weight"], weight)
+    assert whole._metadata == versions
+    assert versions["1"] == {"version": 2}
+
+
+def test_only_what_changes_is_made_anew_and_places_are_told() -> None:
+    kept, ones = {"a": (1, [torch.zeros(1)])}, torch.ones(1)
+    value = OrderedDict(kept=kept, more=[ones, {"b": ones}], counts=defaultdict(int, {2: ones}))
+    places = []
+
+    def change(place: tuple[str, ...], tensor: torch.Tensor) -> torch.Tensor:
+        places.append(place)
+        return tensor * 2 if tensor is ones else tensor
+
+    made = mapped(value, change)
+    assert places == [("kept", "a", "1", "0"), ("more", "0"), ("more", "1", "b"), ("counts", "2")]
+    assert made["kept"] is kept
+    assert (type(made), type(made["counts"]), list(made)) == (OrderedDict, defaultdict, list(value))
+    assert [made["more"][0], made["more"][1]["b"], made["counts"][2]] == [torch.tensor([2.0])] * 3
+    assert value["more"] == [ones, {"b": ones}]
+    assert mapped(value, lambda _, tensor: tensor) is value

@@ -1,0 +1,197 @@
+"""How much of a GPU's memory a step takes: no more than a loop that one would write by hand.
+
+On the simulated device, by counting the bytes of all tensors on it as they come and go. CUDA's allocator rounds
+each up to 512 bytes, and what a kernel needs inside is not seen; both are the same for both loops.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+
+from tests.gpu.test_steps import LIMIT, OPTIMIZERS, PRECISIONS, SCALE, step_by_hand
+from tests.simulated_cuda.device import Simulated
+from tests.support import AUTOCAST_DTYPES, loader_of, make_trainer
+from trainer.cli.checks.fake_step import Living
+from trainer.precision import MixedPrecision
+
+BATCHES = 8
+FIRST = 4
+"""The first batch that counts: with whole states of the optimizer, and a window that begins."""
+
+SIZES = {"activations": (256, 16), "weights": (2, 128)}
+"""What takes most of the memory: by samples of a batch, and width."""
+
+
+class OnDevice(Living):
+    """Counts what is on the simulated device."""
+
+    def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        return tensor.held.untyped_storage() if isinstance(tensor, Simulated) else None
+
+
+@pytest.fixture(autouse=True)
+def no_gc() -> Iterator[None]:
+    """What is freed is freed because nobody holds it."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def make_net(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width), nn.Linear(width, 3)
+    )
+
+
+def make_batches(samples: int) -> list[list[Tensor]]:
+    return [[torch.ones(samples, 6), torch.zeros(samples, 3)] for _ in range(BATCHES)]
+
+
+class ByHand:
+    """The shortest correct loop, which keeps nothing that it does not need."""
+
+    def __init__(self, precision: str, kind: str, clips: bool, window: int, width: int) -> None:
+        self.net = make_net(width).cuda()
+        self.optimizer, self.dtype = OPTIMIZERS[kind](self.net.parameters()), AUTOCAST_DTYPES.get(precision)
+        self.scales, self.clips, self.window = precision == "16-mixed", clips, window
+        if self.scales:
+            self.scale, self.tracker = torch.tensor(SCALE).cuda(), torch.zeros((), dtype=torch.int32).cuda()
+            self.inverse = self.scale.reciprocal()
+
+    def step(self, number: int, batch: list[Tensor]) -> None:
+        x, y = (part.cuda() for part in batch)
+        if number % self.window == 0:
+            self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+            loss = F.mse_loss(self.net(x), y)
+        if self.window > 1:
+            loss = loss / self.window
+        (loss * self.scale if self.scales else loss).backward()
+        if number % self.window == self.window - 1:
+            self.update()
+
+    def update(self) -> None:
+        found_inf = torch.zeros((), device="cuda") if self.scales else None
+        if self.scales:
+            gradients = [parameter.grad for parameter in self.net.parameters()]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, self.inverse)
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.net.parameters(), LIMIT)
+        step_by_hand(self.optimizer, found_inf)
+        if self.scales:
+            torch._amp_update_scale_(self.scale, self.tracker, found_inf, 2.0, 0.5, 2000)
+
+
+def peak_by_hand(samples: int, width: int, precision: str, kind: str, clips: bool, window: int) -> int:
+    with OnDevice() as living:
+        loop = ByHand(precision, kind, clips, window, width)
+        for number, batch in enumerate(make_batches(samples)):
+            if number == FIRST:
+                living.peak = living.now
+            loop.step(number, batch)
+    return living.peak
+
+
+class Fits(LightningModule):
+    def __init__(self, width: int, optimizer: Any) -> None:
+        super().__init__()
+        self.net, self.make_optimizer = make_net(width), optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+class Watch(Callback):
+    """Begins to count between two batches: from the end of the one to the end of the last."""
+
+    def __init__(self, living: OnDevice) -> None:
+        self.living = living
+        self.peak = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FIRST:
+            self.living.peak = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.peak = self.living.peak
+
+
+def peak_of_fit(folder: Any, samples: int, module: Fits, precision: Any, **options: Any) -> int:
+    if precision == "16-mixed":
+        precision = MixedPrecision("float16", init_scale=SCALE)
+    with OnDevice() as living:
+        watch = Watch(living)
+        trainer = make_trainer(
+            folder, accelerator="gpu", precision=precision, log_every_n_steps=10 * BATCHES, callbacks=[watch], **options
+        )
+        trainer.fit(module, loader_of(make_batches(samples)))
+    return watch.peak
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_takes_no_more_memory_than_by_hand(cuda, tmp_path, precision, optimizer, clips, window):
+    """Beside the numbers that are kept until they are read, four bytes each: losses for the curve, norms to log."""
+    clipping = {"gradient_clip_val": LIMIT} if clips else {}
+    for what, logger in (("activations", False), ("weights", True)):
+        samples, width = SIZES[what]
+        hand = peak_by_hand(samples, width, precision, optimizer, clips, window)
+        ours = peak_of_fit(
+            tmp_path, samples, Fits(width, OPTIMIZERS[optimizer]), precision,
+            accumulate_grad_batches=window, logger=logger, **clipping,
+        )  # fmt: skip
+        kept = BATCHES * logger + BATCHES // window * clips
+        assert hand <= ours <= hand + 4 * kept, what
+
+
+def test_a_validation_has_the_memory_for_itself(cuda, tmp_path):
+    samples, width = 64, 32
+
+    class Validates(Fits):
+        now: list[int] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def on_validation_start(self) -> None:
+            self.now.append(living.now)
+
+    with OnDevice() as living:
+        trainer = make_trainer(
+            tmp_path, accelerator="gpu", num_sanity_val_steps=0, val_check_interval=BATCHES // 2, logger=False
+        )
+        batches = loader_of(make_batches(samples))
+        module = Validates(width, OPTIMIZERS["fused momentum"])
+        trainer.fit(module, batches, batches)
+    weights = 4 * sum(parameter.numel() for parameter in module.parameters())
+    momentum = weights
+    assert module.now == [weights + momentum] * 2
+
+
+def test_the_count_sees_a_batch_that_is_held(cuda, tmp_path):
+    class Holds(Fits):
+        last: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.last = [*self.last[-1:], batch]
+            return super().training_step(batch, batch_idx)
+
+    samples, width = SIZES["activations"]
+    plain, holding = (
+        peak_of_fit(tmp_path, samples, kind(width, OPTIMIZERS["fused"]), "32-true", logger=False)
+        for kind in (Fits, Holds)
+    )
+    assert holding - plain == 4 * samples * (6 + 3)

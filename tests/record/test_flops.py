@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.record.flops import PEAKS, FlopCounter, is_compiled, peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tf32", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16-mixed", False, 989.4),
+        ("NVIDIA H100 80GB HBM3", "32-true", True, 494.7),
+        ("NVIDIA H100 80GB HBM3", "32-true", False, 66.9),
+        ("NVIDIA H100 PCIe", "16-mixed", False, 756.0),
+        ("NVIDIA H100 NVL", "bf16-true", False, 835.5),
+        ("NVIDIA H200", "bf16-mixed", False, 989.5),
+        ("NVIDIA H200 NVL", "bf16-mixed", False, 835.5),
+        ("NVIDIA GH200 480GB", "bf16-mixed", False, 989.5),
+        ("NVIDIA B200", "bf16-mixed", False, 2250.0),
+        ("NVIDIA A100-SXM4-80GB", "16-mixed", False, 312.0),
+        ("NVIDIA A100 80GB PCIe", "32-true", True, 156.0),
+        ("NVIDIA A10", "16-true", False, 125.0),
+        ("NVIDIA L4", "bf16-mixed", False, 121.0),
+        ("NVIDIA L40", "bf16-mixed", False, 181.0),
+        ("NVIDIA L40S", "bf16-mixed", False, 362.0),
+        ("Tesla T4", "16-mixed", False, 65.0),
+        ("Tesla T4", "32-true", True, 8.1),  # which has no TensorFloat-32
+        ("Tesla V100-SXM2-16GB", "16-mixed", False, 125.0),
+        ("NVIDIA GeForce RTX 4090", "bf16-mixed", False, 165.2),
+        ("AMD Instinct MI300X", "bf16-mixed", False, 1307.4),
+    ],
+)
+def test_peaks_are_those_of_dense_products(name: str, precision: str, tf32: bool, teraflops: float) -> None:
+    assert peak_flops(name, precision, tf32) == teraflops * 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16-mixed"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16-mixed"),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16-mixed"),
+        ("NVIDIA RTX A4000", "bf16-mixed"),
+        ("Simulated H100", "bf16-mixed"),
+        ("Tesla T4", "bf16-mixed"),
+        ("NVIDIA H100 80GB HBM3", "64-true"),
+        ("NVIDIA H100 80GB HBM3", "transformer-engine"),
+    ],
+)
+def test_what_is_not_known_has_no_peak(name: str, precision: str) -> None:
+    assert peak_flops(name, precision, True) is None
+
+
+def test_no_device_is_slower_where_it_should_be_faster() -> None:
+    for name, peak in PEAKS.items():
+        assert peak.float32 <= (peak.tf32 or peak.float32) <= peak.float16, name
+        assert peak.bfloat16 in (None, peak.float16), name
+
+
+def test_forward_and_backward_pass_are_counted() -> None:
+    net, x = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)), torch.ones(4, 6)
+    with FlopCounter() as counter:
+        net(x).sum().backward()
+    first, second = 2 * 4 * 6 * 16, 2 * 4 * 16 * 3
+    assert counter.total == 2 * first + 3 * second  # the input wants no gradient
+    assert counter.convolutions == 0
+
+
+def test_convolutions_are_told_apart() -> None:
+    net, x = nn.Conv2d(3, 8, 3, bias=False), torch.ones(2, 3, 6, 6)
+    with FlopCounter() as counter:
+        y = net(x)
+        y.flatten(1) @ torch.ones(8 * 16, 5)
+    convolution = 2 * 2 * 8 * 16 * 3 * 9
+    assert (counter.total, counter.convolutions) == (convolution + 2 * 2 * 8 * 16 * 5, convolution)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_computes_again_does_not_count(reentrant: bool) -> None:
+    net, x = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16)), torch.ones(4, 6, requires_grad=True)
+    with FlopCounter() as plain:
+        net(x).sum().backward()
+    with FlopCounter() as again:
+        checkpoint(net, x, use_reentrant=reentrant).sum().backward()
+    assert again.total == plain.total > 0
+
+
+def test_the_gradient_of_a_gradient_counts() -> None:
+    weight, x = torch.ones(6, 3, requires_grad=True), torch.ones(4, 6, requires_grad=True)
+    with FlopCounter() as counter:
+        (gradient,) = torch.autograd.grad(F.softplus(x @ weight).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    assert counter.total > 3 * 2 * 4 * 6 * 3
+
+
+def test_what_is_compiled() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    assert not is_compiled(net)
+    net[0].compile()
+    assert is_compiled(net)
+    assert is_compiled(nn.Sequential(torch.compile(nn.Linear(2, 2))))

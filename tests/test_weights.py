@@ -1,0 +1,384 @@
+"""``load_weights`` and ``fit(weights=...)``: what belongs together is loaded, and what is not is said."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
+from trainer import CheckpointFiles, load_weights
+from trainer.errors import CheckpointError, ConfigurationError, UnsafeCheckpointError
+from trainer.weights import paired
+
+BATCHES = make_batches(3)
+
+
+class Small(nn.Module):
+    """A body, a batch normalisation and a head."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+        self.head = nn.Linear(5, classes)
+
+
+def small(seed: int, classes: int = 3) -> Small:
+    torch.manual_seed(seed)
+    made = Small(classes)
+    made.body[1].running_mean.fill_(float(seed))
+    return made
+
+
+def same(one: Any, other: Any) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["plain", "state_dict", "model", "model_state_dict", "safetensors", "legacy"])
+def test_every_kind_of_file(tmp_path: Path, form: str) -> None:
+    source, module, file = small(1), small(2), tmp_path / "weights.pt"
+    state = source.state_dict()
+    if form == "safetensors":
+        file = tmp_path / "weights.safetensors"
+        save_file(state, file)
+    elif form in ("plain", "legacy"):
+        torch.save(state, file, _use_new_zipfile_serialization=form == "plain")
+    else:
+        torch.save({form: state, "epoch": 3, "optimizer": {"state": {0: {"step": torch.ones(1)}}}}, file)
+    loaded = load_weights(module, file)
+    assert same(module.state_dict(), state)
+    assert loaded.complete
+    assert loaded.loaded == tuple(state)
+    assert loaded.parameters == (4 * 5 + 5 + 5 + 5 + 5 * 3 + 3,) * 2
+    assert str(loaded) == f"Weights from {file}: 9 of 9 tensors, 53 of 53 parameters."
+    assert loaded.facts == {
+        "path": str(file), "tensors": [9, 9], "parameters": [53, 53], "missing": [], "differing": {}, "unused": [],
+        "prefixes": ["", ""],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run(tmp_path: Path, sharded: bool) -> None:
+    saver = ModelCheckpoint(tmp_path / "run" / "checkpoints", save_last=True)
+    plugins = CheckpointFiles(sharded=sharded)
+    trained = Regression(make_net())
+    make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, max_epochs=1, plugins=plugins).fit(
+        trained, loader_of(BATCHES)
+    )
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_dir() == sharded
+    for path in ("run", "run/checkpoints", "run/checkpoints/last.ckpt"):
+        module = Regression(make_net(5))
+        assert not same(module.state_dict(), trained.state_dict())
+        assert load_weights(module, tmp_path / path).complete
+        assert same(module.state_dict(), trained.state_dict())
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    module, before = small(2), small(2).state_dict()
+    (tmp_path / "text.pt").write_text("no weights")
+    torch.save({"loss": 1.0, "epochs": 3}, tmp_path / "numbers.pt")
+    torch.save(small(1), tmp_path / "module.pt")
+    torch.save(small(1).state_dict(), tmp_path / "whole.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:-200])
+    save_file(small(1).state_dict(), tmp_path / "whole.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:-9])
+    (tmp_path / "empty.pt").touch()
+    expected = [
+        ("text.pt", UnsafeCheckpointError, "holds more than tensors and plain containers, or is damaged"),
+        ("numbers.pt", CheckpointError, "has no weights in it: it is a mapping of loss, epochs. Expected"),
+        ("module.pt", UnsafeCheckpointError, "it asks for tests.test_weights.Small"),
+        ("cut.pt", CheckpointError, "is damaged: it has no end"),
+        ("cut.safetensors", CheckpointError, "cannot be read as a checkpoint; it may be cut short"),
+        ("empty.pt", CheckpointError, "is damaged: it is empty"),
+        ("whole", ConfigurationError, "there is no such file or folder. Did you mean 'whole.pt'?"),
+        ("", ConfigurationError, "a folder without checkpoints"),
+        ("https://example.org/a.pt", ConfigurationError, "expected a file or folder of this machine. Fetch it first."),
+    ]
+    for name, kind, message in expected:
+        with pytest.raises(kind) as caught:
+            load_weights(module, name if "://" in name else tmp_path / name)
+        assert message in str(caught.value)
+    assert same(module.state_dict(), before)
+
+
+def test_a_file_of_ones_own_may_hold_more(tmp_path: Path) -> None:
+    torch.save({"state_dict": small(1).state_dict(), "of": Small}, tmp_path / "mine.pt")
+    module = small(2)
+    with pytest.raises(UnsafeCheckpointError, match="pass weights_only=False"):
+        load_weights(module, tmp_path / "mine.pt")
+    with pytest.warns(UserWarning, match="may run any code"):
+        load_weights(module, tmp_path / "mine.pt", weights_only=False)
+    assert same(module.state_dict(), small(1).state_dict())
+
+
+def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(small(1).state_dict(), tmp_path / "a.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setattr("trainer.checkpoint.weights.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"not installed: pip install 'amp-trainer\[safetensors\]'"):
+        load_weights(small(2), tmp_path / "a.safetensors")
+
+
+# --- what belongs together --------------------------------------------------------------------------------------------
+
+
+def test_what_differs_is_left_and_said(tmp_path: Path) -> None:
+    state = small(1, classes=7).state_dict()
+    del state["body.0.bias"]
+    state |= {"body.0.weight": torch.ones(5, 4, dtype=torch.int8), "aux.scale": torch.ones(2)}
+    torch.save(state, tmp_path / "a.pt")
+    module, before = small(2), small(2).state_dict()
+    loaded = load_weights(module, tmp_path / "a.pt")
+    assert not loaded.complete
+    assert loaded.missing == ("body.0.bias",)
+    assert loaded.unused == ("aux.scale",)
+    assert loaded.differing == {
+        "body.0.weight": "int8 in the file and float32 in the module",
+        "head.weight": "(7, 5) in the file and (3, 5) in the module",
+        "head.bias": "(7,) in the file and (3,) in the module",
+    }
+    assert loaded.parameters == (10, 53)
+    assert str(loaded).splitlines() == [
+        f"Weights from {tmp_path / 'a.pt'}: 5 of 9 tensors, 10 of 53 parameters.",
+        "  Left as they were, because they differ: body.0.weight is int8 in the file and float32 in the module;"
+        " head.weight is (7, 5) in the file and (3, 5) in the module; head.bias is (7,) in the file and (3,) in the"
+        " module.",
+        "  Left as they were, because the file does not have them: body.0.bias.",
+        "  Not used, because the module does not have them: aux.scale.",
+    ]
+    after = module.state_dict()
+    for name in after:
+        source = state if name in loaded.loaded else before
+        assert torch.equal(after[name], source[name]), name
+
+
+@pytest.mark.parametrize(
+    ("in_file", "in_module", "said"),
+    [
+        ("model.", "", "Names in the file begin with 'model.', which those of the module do not."),
+        ("state.model.", "", "Names in the file begin with 'state.model.', which those of the module do not."),
+        ("", "net.", "Names in the module begin with 'net.', which those of the file do not."),
+        ("net.", "model.", "Names in the file begin with 'net.' where those of the module have 'model.'."),
+    ],
+)
+def test_names_that_begin_differently(tmp_path: Path, in_file: str, in_module: str, said: str) -> None:
+    source = small(1).state_dict()
+    torch.save({f"{in_file}{name}": value for name, value in source.items()} | {"other": torch.ones(1)}, tmp_path / "a")
+    module = small(2) if not in_module else nn.ModuleDict({in_module[:-1]: small(2), "loss": nn.Linear(1, 1)})
+    loaded = load_weights(module, tmp_path / "a")
+    assert loaded.prefixes == (in_file, in_module)
+    assert said in str(loaded)
+    assert loaded.unused == ("other",)
+    found = module.state_dict()
+    assert all(torch.equal(found[f"{in_module}{name}"], value) for name, value in source.items())
+
+
+def test_the_same_names_come_first() -> None:
+    assert paired(["a.b", "b"], ["b"]) == ({"b": "b"}, ("", ""))
+    assert paired(["a.b", "a.c", "b"], ["b", "c"]) == ({"b": "a.b", "c": "a.c"}, ("a.", ""))
+    assert paired(["a.weight", "b.weight"], ["c.bias", "c.scale"]) == ({}, ("", ""))
+    assert paired(["a.weight"], ["c.weight"]) == ({}, ("", ""))  # any layer has one
+    assert paired(["a.0.x", "a.0.y", "a.0.z"], ["b.0.x", "b.0.v", "b.0.w"]) == ({}, ("", ""))  # less than the half
+
+
+def test_what_wrappers_put_into_names_does_not_count(tmp_path: Path) -> None:
+    source, module = small(1), small(2)
+    compiled = {name.replace("body.", "body._orig_mod."): value for name, value in source.state_dict().items()}
+    torch.save({f"_orig_mod.{name}": value for name, value in compiled.items()}, tmp_path / "a.pt")
+    assert load_weights(module, tmp_path / "a.pt").complete
+    assert same(module.state_dict(), source.state_dict())
+    torch.save(source.state_dict(), tmp_path / "b.pt")
+    wrapped = small(3)
+    wrapped.body = torch.compile(wrapped.body)
+    assert "body._orig_mod.0.weight" in wrapped.state_dict()
+    assert load_weights(wrapped, tmp_path / "b.pt").complete
+    assert torch.equal(wrapped.state_dict()["body._orig_mod.0.weight"], source.body[0].weight)
+
+
+def test_values_are_converted(tmp_path: Path) -> None:
+    source, module = small(1), small(2)
+    torch.save(small(1).half().state_dict(), tmp_path / "a.pt")
+    loaded = load_weights(module, tmp_path / "a.pt")
+    assert module.head.weight.dtype is torch.float32
+    assert torch.equal(module.head.weight, source.head.weight.half().float())
+    assert loaded.converted == {"float16 to float32": 8}  # and a counter, which is no floating-point number
+    assert "Converted: 8 from float16 to float32." in str(loaded)
+
+
+def test_tied_weights_are_counted_once(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+            self.head.weight = self.embedding.weight
+
+    source, module = Tied(), Tied()
+    torch.save({"embedding.weight": source.embedding.weight.detach()}, tmp_path / "a.pt")
+    loaded = load_weights(module, tmp_path / "a.pt")
+    assert (loaded.complete, loaded.parameters) == (True, (24, 24))
+    assert torch.equal(module.head.weight, source.embedding.weight)
+
+
+def test_lazy_parameters_take_the_shape_of_the_file(tmp_path: Path) -> None:
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "a.pt")
+    module = nn.LazyLinear(3)
+    assert load_weights(module, tmp_path / "a.pt").complete
+    assert module.weight.shape == (3, 4)
+
+
+def test_nothing_that_fits_is_an_error(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.ones(2), "a.bias": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(
+        ConfigurationError, match=r"No name in .*a.pt is one of the Small's. It has a.weight, a.bias;"
+    ) as e:
+        load_weights(small(1), tmp_path / "a.pt")
+    assert "expected body.0.weight, body.0.bias, body.1.weight, body.1.bias and 5 more" in str(e.value)
+    with pytest.raises(ConfigurationError, match=r"fits into the Linear: weight is \(2,\) in the file and \(1, 1\)"):
+        load_weights(nn.Linear(1, 1, bias=False), tmp_path / "a.pt")
+    with pytest.raises(ConfigurationError, match=r"without parameters\. If it makes them in configure_model"):
+        load_weights(nn.Module(), tmp_path / "a.pt")
+    with torch.device("meta"):
+        empty = small(1)
+    with pytest.raises(ConfigurationError, match=r"meta device.*Trainer.fit\(weights=PATH\)"):
+        load_weights(empty, tmp_path / "a.pt")
+
+
+# --- fits -------------------------------------------------------------------------------------------------------------
+
+
+class Seen(Regression):
+    """Keeps the weights that training begins with."""
+
+    def on_train_start(self) -> None:
+        self.first = {name: value.clone() for name, value in self.state_dict().items()}
+
+
+def weights_file(folder: Path, seed: int = 7) -> tuple[Path, dict[str, torch.Tensor]]:
+    state = Regression(make_net(seed)).state_dict()
+    torch.save(state, folder / "begin.pt")
+    return folder / "begin.pt", state
+
+
+def test_a_fit_begins_with_them(tmp_path: Path, caplog: Any) -> None:
+    file, state = weights_file(tmp_path)
+    module, by_hand = Seen(make_net()), Regression(make_net())
+    by_hand.load_state_dict(state)
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    logging.getLogger("lightning.pytorch.advice").addHandler(caplog.handler)
+    trainer.fit(module, loader_of(BATCHES), weights=file)
+    logging.getLogger("lightning.pytorch.advice").removeHandler(caplog.handler)
+    assert same(module.first, state)
+    assert trainer.loaded_weights.complete
+    assert f"Weights from {file}: 6 of 6 tensors" in caplog.text
+    make_trainer(tmp_path, max_epochs=1).fit(by_hand, loader_of(BATCHES))
+    assert same(module.state_dict(), by_hand.state_dict())
+    trainer.fit(module, loader_of(BATCHES))  # one that is not asked to
+    assert trainer.loaded_weights is None
+    assert same(module.state_dict(), by_hand.state_dict())
+
+
+def test_what_is_left_out_is_a_warning_in_the_log(tmp_path: Path, caplog: Any) -> None:
+    file, state = weights_file(tmp_path)
+    name = next(iter(state))
+    torch.save({key: value for key, value in state.items() if key != name}, file)
+    make_trainer(tmp_path, max_epochs=1).fit(Seen(make_net()), loader_of(BATCHES), weights=file)
+    (record,) = [one for one in caplog.records if one.name == "trainer.compat.checkpoints"]
+    assert record.levelname == "WARNING"
+    assert f"because the file does not have them: {name}." in record.message
+
+
+def test_weights_and_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    file, _ = weights_file(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"Got ckpt_path='a.ckpt' and weights=.*expected one of them"):
+        make_trainer(tmp_path).fit(Seen(make_net()), loader_of(BATCHES), ckpt_path="a.ckpt", weights=file)
+    with pytest.raises(ConfigurationError, match="weights is nowhere: there is no such file"):
+        make_trainer(tmp_path).fit(Seen(make_net()), loader_of(BATCHES), weights="nowhere")
+
+
+def test_a_run_that_goes_on_has_them_already(tmp_path: Path) -> None:
+    file, state = weights_file(tmp_path)
+
+    def fit(epochs: int) -> tuple[Any, Any]:
+        saver = ModelCheckpoint(tmp_path / "saved", save_last=True)
+        options = {"callbacks": [saver], "enable_checkpointing": True, "max_epochs": epochs, "resume": "auto"}
+        trainer, module = make_trainer(tmp_path, **options), Seen(make_net())
+        trainer.fit(module, loader_of(BATCHES), weights=file)
+        return trainer, module
+
+    first, before = fit(1)
+    assert same(before.first, state)
+    assert first.loaded_weights is not None
+    second, after = fit(2)
+    assert same(after.first, before.state_dict())
+    assert second.loaded_weights is None
+    assert second.global_step == 2 * len(BATCHES)
+
+
+class Validated(Seen):
+    """And those of the first validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated = getattr(self, "validated", {name: value.clone() for name, value in self.state_dict().items()})
+
+
+def test_an_average_begins_with_them(tmp_path: Path) -> None:
+    file, state = weights_file(tmp_path)
+    module = Validated(make_net())
+    averaging = EMAWeightAveraging(update_starting_at_epoch=5)  # so that the first validation is of the beginning
+    trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[averaging], num_sanity_val_steps=1)
+    trainer.fit(module, loader_of(BATCHES), loader_of(BATCHES), weights=file)
+    assert same(module.validated, state)
+
+
+@pytest.mark.filterwarnings("ignore:precision='16-true' keeps")
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_in_half_precision(tmp_path: Path, precision: str) -> None:
+    file, state = weights_file(tmp_path)
+    module = Seen(make_net())
+    trainer = make_trainer(tmp_path, max_epochs=1, precision=precision)
+    trainer.fit(module, loader_of(BATCHES), weights=file)
+    dtype = torch.float16 if precision == "16-true" else torch.bfloat16
+    assert same(module.first, {name: value.to(dtype) for name, value in state.items()})
+
+
+class Late(Seen):
+    """Makes its layers in ``configure_model``, without memory."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        other = Regression(make_net())
+        self._attributes = {name: value for name, value in vars(other).items() if not name.startswith("_")}
+        vars(self).update(self._attributes)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with torch.device("meta"):
+                self.net = make_net()
+
+
+def test_a_module_that_is_made_late(tmp_path: Path) -> None:
+    file, state = weights_file(tmp_path)
+    module = Late()
+    with pytest.raises(ConfigurationError, match="configure_model"):
+        load_weights(module, file)
+    make_trainer(tmp_path, max_epochs=1).fit(module, loader_of(BATCHES), weights=file)
+    assert same(module.first, state)
+
+
+def test_importing_it_does_not_import_dcp() -> None:
+    code = (
+        "import sys, trainer.trainer, trainer.weights; print('torch.distributed.checkpoint.filesystem' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -1,0 +1,164 @@
+"""What is in the memory of a device, by kind: for the moment in which it has run out."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from trainer import machine
+from trainer.precision.scaler import gradients_of
+
+_COUNTED = ("cuda", "xpu")
+"""Devices whose allocator says what it has given away, what it keeps, and what is left."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What is in the memory of a device, in bytes. None is what is not known there.
+
+    Args:
+        kinds: of ``weights``, ``gradients``, ``optimizer`` (its states), ``buffers`` and ``batch``, what lies on the
+            device. Tensors that share memory count once.
+        allocated: all tensors of the process; on a CPU the process.
+        unused: what torch has reserved of the device and no tensor occupies.
+        elsewhere: taken by others than torch's tensors: other processes, the driver's context, workspaces of libraries.
+        peak: the most that was allocated; since the fit began on CUDA, ever on a CPU.
+        total: the device's; on a CPU the machine's, or its control group's limit.
+    """
+
+    kinds: dict[str, int]
+    allocated: int | None = None
+    unused: int | None = None
+    elsewhere: int | None = None
+    peak: int | None = None
+    total: int | None = None
+
+    @property
+    def rest(self) -> int | None:
+        """What is allocated and of none of the kinds: activations, and whatever else is alive."""
+        return None if self.allocated is None else max(0, self.allocated - sum(self.kinds.values()))
+
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether an eighth of what torch has reserved, or more, lies between tensors."""
+        return bool(self.unused and self.allocated is not None and self.unused * 7 >= self.allocated)
+
+    @property
+    def is_mostly_states(self) -> bool:
+        """Whether weights, gradients and the optimizer's states take more than half of the device."""
+        states = sum(self.kinds[kind] for kind in ("weights", "gradients", "optimizer"))
+        return self.total is not None and states * 2 > self.total
+
+    def facts(self) -> dict[str, int]:
+        """What is known, for a record."""
+        known = {"rest": self.rest, "allocated": self.allocated, "unused": self.unused, "elsewhere": self.elsewhere}
+        known |= {"peak": self.peak, "total": self.total}
+        return {**self.kinds, **{name: size for name, size in known.items() if size is not None}}
+
+
+def measure(
+    device: torch.device, module: nn.Module | None, optimizers: Iterable[Optimizer], batch: Iterable[Tensor]
+) -> Usage:
+    """Look what is in the memory of a device. Does not wait for it.
+
+    Args:
+        device: of this process.
+        module: whose parameters, gradients and buffers they are.
+        optimizers: whose states, and whose parameters: an engine that shards has others in the module for a while.
+        batch: the tensors of the batch that runs.
+    """
+    optimizers = list(optimizers)
+    of_module = [] if module is None else list(module.parameters())
+    parameters = [*of_module, *(p for o in optimizers for group in o.param_groups for p in group["params"])]
+    found: dict[str, Iterable[Any]] = {
+        "weights": parameters,
+        "gradients": [gradient for optimizer in optimizers for gradient in gradients_of(optimizer)],
+        "optimizer": [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))],
+        "buffers": [] if module is None else module.buffers(),
+        "batch": batch,
+    }
+    seen: dict[int, torch.UntypedStorage] = {}
+    kinds = {kind: sum(_sizes(tensors, device, seen)) for kind, tensors in found.items()}
+    return Usage(kinds, **_of_device(device))
+
+
+def _sizes(tensors: Iterable[Any], device: torch.device, seen: dict[int, torch.UntypedStorage]) -> Iterator[int]:
+    """Of the storages on ``device`` that have not been seen before."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.device != device:
+            continue
+        if hasattr(tensor, "__tensor_flatten__"):  # a DTensor has its part of a parameter in it
+            parts = tensor.__tensor_flatten__()[0]
+            yield from _sizes([getattr(tensor, name) for name in parts], device, seen)
+        elif tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if id(storage) not in seen:
+                seen[id(storage)] = storage  # kept, so that nothing else gets its id
+                yield storage.nbytes()
+
+
+def _of_device(device: torch.device) -> dict[str, int | None]:
+    if device.type in _COUNTED:
+        backend = torch.get_device_module(device)
+        free, total = backend.mem_get_info(device)
+        allocated, reserved = backend.memory_allocated(device), backend.memory_reserved(device)
+        return {
+            "allocated": allocated,
+            "unused": reserved - allocated,
+            "elsewhere": max(0, total - free - reserved),
+            "peak": backend.max_memory_allocated(device),
+            "total": total,
+        }
+    if device.type == "mps":
+        allocated = torch.mps.current_allocated_memory()
+        unused = torch.mps.driver_allocated_memory() - allocated
+        return {"allocated": allocated, "unused": unused, "total": torch.mps.recommended_max_memory()}
+    if device.type == "cpu":
+        found = {"allocated": machine.memory_in_use(), "peak": machine.peak_memory(), "total": machine.memory().most}
+        return {name: size or None for name, size in found.items()}
+    return {}
+
+
+def expands_segments() -> bool:
+    """Whether CUDA's allocator has been told not to leave gaps."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older one
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in names)
+
+
+def write_snapshot(device: torch.device, file: Path) -> bool:
+    """Write torch's snapshot of CUDA's allocator, for https://pytorch.org/memory_viz.
+
+    Without a history (:class:`~trainer.callbacks.MemoryHistory`) it says which blocks there are, in which segments;
+    with one also which line has allocated each of them. Asks the host only.
+
+    Returns:
+        Whether there is one: on CUDA, and where torch has kept the name.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if device.type != "cuda" or dump is None:
+        return False
+    file.parent.mkdir(parents=True, exist_ok=True)
+    dump(str(file))
+    return True
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nobody uses any more; for the moment after an error about memory."""
+    if device.type == "cpu":
+        gc.collect(1)  # what a step has left behind; all of it takes a second, and the system has room to swap
+        return
+    gc.collect()
+    if device.type in ("cuda", "mps", "xpu"):
+        torch.get_device_module(device).empty_cache()
