@@ -159,6 +159,18 @@ def disk(folder: Path, mounts: Path = Path("/proc/mounts")) -> Disk:
     return Disk(place, usage.free, usage.total, problem, _network(place, mounts))
 
 
+def has_no_gpu(root: Path = Path("/")) -> bool:
+    """Whether this machine surely has no GPU that torch could use. False where that takes torch to find out.
+
+    On Linux, drivers of NVIDIA (Jetson and WSL included), AMD and Intel put files into ``/dev``.
+    """
+    if sys.platform != "linux":
+        return False
+    devices = root / "dev"
+    patterns = ("nvidia*", "nvmap", "nvhost*", "dxg", "kfd", "dri/render*", "accel*")
+    return devices.is_dir() and not any(found for pattern in patterns for found in devices.glob(pattern))
+
+
 def suggested_workers(usable: int, gpus: int) -> int:
     """``num_workers`` to begin with.
 

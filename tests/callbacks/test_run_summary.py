@@ -129,6 +129,20 @@ def test_paths_as_seen_from_the_working_directory(tmp_path, summary, monkeypatch
     assert "report" not in table  # there is no record on the disk
 
 
+@pytest.mark.parametrize("length", [10, 30, 60, 120])
+def test_a_path_is_not_broken_on_a_narrow_terminal(tmp_path, monkeypatch, length):
+    monkeypatch.chdir(tmp_path)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    summary = RunSummary(console=console)
+    checkpoint = f"run/{'c' * length}/epoch=000-step=2.ckpt"
+    summary.show(record(tmp_path, paths={"run": str(tmp_path / "run"), "best_checkpoint": str(tmp_path / checkpoint)}))
+    lines = printed(summary).splitlines()
+    assert [line.split()[-1] for line in lines if "ccc" in line] == [checkpoint]
+    label = "best checkpoint" if length + 25 <= 60 else "best checkpoint:"
+    assert any(label in line for line in lines)
+    assert "run folder" in rows(summary)
+
+
 def test_a_path_is_not_broken_in_a_log(tmp_path, summary):
     folder = tmp_path / ("x" * 100) / "y"
     summary.show(record(folder))

@@ -36,6 +36,7 @@ PROJECT = {
             setup = train_dataloader = prepare_data
     ''',
     "conf/data/untouched.yaml": "_target_: typed.Data\nbatch_size: 4\n",
+    "conf/data/bare.yaml": "_target_: typed.Data\n",
     "conf/model/typed.yaml": "_target_: typed.Typed\noptimizer: ${optimizer}\nwidth: 4\n",
     "conf/recipe/it.yaml": "# @package _global_\ndefaults: [line, override /data: untouched]\n",
     "conf/recipe/typed.yaml": "# @package _global_\ndefaults: [it, override /model: typed]\n",
@@ -81,6 +82,7 @@ EARLY: list[tuple[str, list[str], str]] = [
     ("no epochs between", [*IT, "trainer.check_val_every_n_epoch=0"], "is 0, expected at least 1, or null to count"),
     ("no device", [*IT, "trainer.devices=0"], "trainer.devices is 0, expected a number of devices of at least 1"),
     ("a device twice", [*IT, "trainer.devices=[0,0]"], "trainer.devices is [0, 0], expected a number of devices"),
+    ("all GPUs of a CPU", [*IT, "trainer.devices=-1"], "trainer.devices is -1, which means all GPUs, and trainer.acc"),
     ("an unknown device", [*IT, "trainer.accelerator=cuda:0"], "trainer.accelerator is cuda:0, expected"),
     ("words for a number", [*IT, "optimizer.lr=abc"], "optimizer.lr is abc, expected a number (it is 0.1 by default)."),
     ("no batch", [*IT, "data.batch_size=0"], "data.batch_size is 0, expected a whole number of at least 1."),
@@ -155,10 +157,9 @@ EARLY: list[tuple[str, list[str], str]] = [
     ),
     (
         "an argument that the config lacks",
-        [*TYPED, "model.batch=2"],
-        "There is no setting 'model.batch'. To add a new setting, write +model.batch=2.",
+        [*IT, "data=bare", "data.batch_size=0"],
+        "There is no setting 'data.batch_size'. To add a new setting, write +data.batch_size=0.",
     ),
-    ("one that is like another", [*IT, "data.max_batch_size=2"], "Did you mean 'data.batch_size'?"),
     (
         "a batch without end",
         [*IT, "data.batch_size=inf"],
@@ -224,6 +225,7 @@ EARLY: list[tuple[str, list[str], str]] = [
 ]
 
 LATE: list[tuple[str, list[str], str]] = [
+    ("no last checkpoint", [*IT, "data=points", "ckpt_path=last"], "ckpt_path is last, and there is none in"),
     ("an argument too few", [*TYPED, "~model.width"], "model: typed.Typed: missing a required argument: 'width'."),
     ("an argument too many", [*TYPED, "+model.widht=1"], "typed.Typed has no argument 'widht'. Did you mean 'width'?"),
     ("text for a number", [*TYPED, "model.width=wide"], "model.width is wide, expected a number"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.cli import main
 from trainer.cli.arguments import UsageError, canonical_precisions, read
 
 
@@ -128,3 +129,10 @@ def test_a_report_is_of_folders_whatever_they_are_called():
     assert arguments.overrides == []
     with pytest.raises(UsageError, match="expected settings"):
         read(["report", "a", "b", "c"])
+
+
+def test_hydras_own_help_is_shown(project, capsys):
+    assert main(["fit", "+recipe=line", "--hydra-help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Hydra (")
+    assert "--hydra-help : Hydra's help" in out

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.conftest import write
 from tests.cli.malformed import CASES, EARLY, LATE, PROJECT
+from trainer import machine
 from trainer.cli import main
 
 
@@ -70,3 +71,19 @@ def test_a_monitor_that_is_never_logged_is_named_after_the_first_validation(proj
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("trainer: `ModelCheckpoint(monitor='val_los')` could not find the monitored key")
     assert "'val_loss'" in err
+
+
+@pytest.mark.skipif(not machine.has_no_gpu(), reason="there may be a GPU")
+def test_a_gpu_that_is_not_there_is_missed_without_torch(malformed_project):
+    program = (
+        "import sys\nfrom trainer.cli import main\n"
+        "every = ['trainer.devices=-1', 'trainer.accelerator=auto']\n"
+        "for words in (['trainer.accelerator=gpu'], ['trainer=gpu'], every):\n"
+        "    assert main(['fit', '+recipe=it', *words]) == 2, words\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=240)
+    gpu, group, every = done.stderr.splitlines()
+    assert gpu.startswith("trainer: trainer.accelerator is gpu, and this machine has no GPU")
+    assert group == gpu
+    assert every.startswith("trainer: trainer.devices is -1, which means all GPUs, and this machine has no GPU")

@@ -96,7 +96,7 @@ def test_a_recipe_is_shown_composed_with_what_its_keys_mean(listed, capsys):
     assert line_of(lines, "tips:")[1] == "flow"
     assert line_of(lines, "optimizer: $") == ["optimizer: ${optimizer}", "what optimizer is"]
     assert line_of(lines, "max_epochs:")[1] == ARGUMENTS["max_epochs"].meaning
-    assert line_of(lines, "model_checkpoint:")[1].startswith("The newest checkpoint")
+    assert line_of(lines, "model_checkpoint:")[1].startswith("The best checkpoint")
 
 
 def test_a_copy_goes_by_its_own_name_and_works(listed, capsys):

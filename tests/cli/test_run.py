@@ -184,6 +184,40 @@ def test_an_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys
     assert (told["status"], told["error"], told["steps"]) == ("failed", "RuntimeError: asked to fail", 2)
 
 
+@pytest.mark.parametrize(
+    ("without", "command", "advice"),
+    [
+        ("training_step", "fit", "Write it into the module: def training_step(self, batch, batch_idx), which returns"),
+        ("configure_optimizers", "fit", "def configure_optimizers(self): return self.optimizer(self.parameters())"),
+        ("test_step", "test", "it is called as training_step is, with a batch and its index."),
+    ],
+)
+def test_what_a_module_lacks_is_said_with_what_to_write(project, capsys, without, command, advice):
+    text = (project / "line_fit.py").read_text().replace(f"def {without}(", f"def other_{without}(")
+    (project / "line_fit.py").write_text(text)
+    assert main([command, *LINE, "logger=none"]) == 2
+    err = capsys.readouterr().err
+    assert f"No `{without}()` method defined" in err
+    assert advice in err
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_the_last_checkpoint_has_to_exist(command, capsys):
+    assert main([command, *LINE, "logger=none", "ckpt_path=last", "hydra.run.dir=run"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(r"ckpt_path is last, and there is none in \S*run/checkpoints\. To go on", err)
+    assert f"python -m trainer {command} ckpt=RUN" in err
+    assert main(["fit", *LINE, "logger=none", "hydra.run.dir=run"]) == 0
+    assert main([command, *LINE, "logger=none", "ckpt_path=last", "hydra.run.dir=run"]) == 0
+
+
+def test_a_package_that_a_logger_lacks_is_named(capsys):
+    assert main(["fit", *LINE, "+logger.m._target_=lightning.pytorch.loggers.MLFlowLogger"]) == 1
+    err = capsys.readouterr().err
+    assert "Install it: pip install mlflow" in err
+    assert "None" not in err
+
+
 @pytest.mark.parametrize("command", ["fit", "validate"])
 def test_memory_that_runs_out_is_told_and_recorded(capsys, monkeypatch, command):
     def fail(*_):

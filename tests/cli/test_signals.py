@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from pathlib import Path
 
@@ -58,6 +59,17 @@ def test_the_exit_status_tells_the_signal(stopped: Path, number: int, status: in
     assert (path.name, torch.load(path, weights_only=True)["global_step"]) == ("interrupted.ckpt", 3)
 
 
+def test_an_interrupted_run_says_how_to_go_on(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *LINE, "model.number=15", "seed=3"]) == 143
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To go on: ")]
+    words = shlex.split(said.removeprefix("To go on: python -m trainer "))
+    (folder,) = Path("outputs/line").iterdir()
+    assert words == ["fit", *LINE, "model.number=15", "seed=3", "resume=auto", f"hydra.run.dir={folder}"]
+    assert main([*words[:-2], *words[-2:], "model.number=0"]) == 0
+    assert json.loads((folder / "run.json").read_text())["status"] == "completed"
+    assert json.loads((folder / "run.json").read_text())["steps"] == 8
+
+
 @pytest.mark.slow
 def test_a_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python: WarmPython) -> None:
     done = sweep(python, "fit", "-m", *LINE, "model.to_sweep=true", "seed=1,2", "hydra.sweep.dir=jobs")
@@ -66,4 +78,4 @@ def test_a_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python:
     assert (job["job"], job["status"], job["exit_status"], job["steps"]) == (0, "interrupted", 143, 3)
     (path,) = stopped.rglob("*.ckpt")
     assert (path.name, torch.load(path, weights_only=True)["global_step"]) == ("interrupted.ckpt", 3)
-    assert "Sweep of 1 job" in done.stdout
+    assert "Sweep of 1 of 2 jobs" in done.stdout

@@ -189,7 +189,13 @@ def test_keys_of_ones_own_in_a_file(project, text):
         ["trainer.devices=auto", "trainer.limit_train_batches=3", "trainer.fast_dev_run=true", "optimizer.lr=1"],
         ["trainer.devices=[0,1]", "trainer.limit_train_batches=0.5", "trainer.fast_dev_run=3", "seed=null"],
         ["trainer.devices='0,1'", "trainer.deterministic=warn", "trainer.max_epochs=null", "ckpt_path=last"],
-        ["trainer.devices=-1", "precision.init_scale=1e3", "model.start=-1.5", "model.fail_at=3"],
+        [
+            "trainer.devices=-1",
+            "trainer.accelerator=auto",
+            "precision.init_scale=1e3",
+            "model.start=-1.5",
+            "model.fail_at=3",
+        ],
         ["callbacks.model_checkpoint=null", "optimizer={lr: 0.5}", "++anything.at.all=1", "+data.more={a: [1]}"],
         ["callbacks=none", "+optimizer.maximize=true", "~optimizer.nesterov", "model.start=${optimizer.lr}"],
         [

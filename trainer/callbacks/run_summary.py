@@ -14,6 +14,9 @@ from rich.text import Text
 from trainer.record.reader import RunRecord, without_twins
 from trainer.record.recorder import RecordView
 
+_LABELS = 20
+"""Columns that the labels, and what is around them, take up at the most."""
+
 _TOLD = ("amp/scale", "amp/skipped_steps")
 """Logged values that the record has itself, as they are after the last step."""
 
@@ -75,10 +78,15 @@ class RunSummary(RecordView):
         console = self._console or get_console()
         if not console.is_terminal:  # where a width of 80 is assumed, and would break every path in two
             console = Console(file=console.file, width=250)
-        console.print(_table(record))
+        rows = _paths(record.paths)
+        room = console.width - _LABELS
+        console.print(_table(record, [row for row in rows if len(row[1]) <= room]))
+        for name, path in (row for row in rows if len(row[1]) > room):  # lines of their own, good to paste
+            console.print(Text(f" {name}:", style="dim"))
+            console.print(Text(f"   {path}"), soft_wrap=True)
 
 
-def _table(record: RunRecord) -> Table:
+def _table(record: RunRecord, paths: list[tuple[str, str]]) -> Table:
     title = f"fit {record.status}" + (f": {record.error}" if record.error else "")
     table = Table(
         title=Text(title),
@@ -103,7 +111,7 @@ def _table(record: RunRecord) -> Table:
         table.add_row(
             "best by", Text(f"{metric}, the {'lowest' if mode == 'min' else 'highest'}: {record.best_score:.4g}")
         )
-    for name, value in _paths(record.paths):
+    for name, value in paths:
         table.add_row(name, Text(value))
     return table
 

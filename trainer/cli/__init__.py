@@ -111,7 +111,7 @@ def _hydra(arguments: Arguments) -> int:
     from trainer.cli import restore
     from trainer.cli.compose import Composer
     from trainer.cli.validate import validate
-    from trainer.cli.workdir import claim, go_on_again, sweeps
+    from trainer.cli.workdir import claim, go_on_again, go_on_command, sweeps
 
     report: Callable[[], int] = int  # of a sweep; how many jobs failed
     waiting: AbstractContextManager[None] | None = None  # for the jobs of a sweep
@@ -136,7 +136,9 @@ def _hydra(arguments: Arguments) -> int:
         elif sweeps(arguments, config):
             from trainer.cli import sweep
 
-            report = partial(sweep.report, folder, since=started)
+            wanted = sweep.planned(composer, arguments.words_of_config(), config)
+            again = go_on_command(arguments.command, given, folder, "hydra.sweep.dir", arguments.flags)
+            report = partial(sweep.report, folder, since=started, wanted=wanted, again=again)
         if sweeps(arguments, config):
             from trainer.cli.sweep import jobs
 

@@ -128,7 +128,9 @@ class Arguments:
         return [*self.overrides, f"command={self.command}"]
 
     def for_hydra(self) -> list[str]:
-        """What ``sys.argv[1:]`` is to be: `words_of_config`, then Hydra's flags."""
+        """What ``sys.argv[1:]`` is to be: `words_of_config`, then Hydra's flags. For Hydra's own help that alone."""
+        if "--hydra-help" in self.flags:  # it is not about this config, and Hydra composes none of it
+            return ["--hydra-help"]
         flags = [word for flag, value in self.flags.items() if flag not in OURS for word in (flag, value) if word]
         return [*self.words_of_config(), *flags]
 

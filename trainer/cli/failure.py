@@ -107,6 +107,19 @@ _BY_MESSAGE = (
         "The Trainer calls it with two arguments: def training_step(self, batch, batch_idx).",
     ),
     (
+        r"No `training_step\(\)` method",
+        "Write it into the module: def training_step(self, batch, batch_idx), which returns the loss.",
+    ),
+    (
+        r"No `configure_optimizers\(\)` method",
+        "Write it into the module. To take the config's: an argument `optimizer` that its node sets, `optimizer:"
+        " ${optimizer}`, and def configure_optimizers(self): return self.optimizer(self.parameters())",
+    ),
+    (
+        r"No `(validation|test|predict)_step\(\)` method",
+        "Write it into the module: it is called as training_step is, with a batch and its index.",
+    ),
+    (
         r"`\w+_dataloader` must be implemented",
         "Choose data that has it, data=NAME or a node data with the _target_ of a LightningDataModule; or write it into"
         " the module.",
@@ -335,6 +348,12 @@ def _about_resuming(error: ResumeError) -> str:
 
 
 def _about_missing_module(error: ModuleNotFoundError) -> str:
+    if error.name is None:  # raised by hand, such as by a logger of Lightning's
+        found = re.search(
+            r"[Rr]equirement '?([A-Za-z][\w.-]*)|(?:pip|conda) install (?:-\S+ )*([A-Za-z][\w.-]*)", str(error)
+        )
+        named = next(filter(None, found.groups()), "") if found else ""
+        return f"Install it: pip install {named}" if named else "Install what it asks for."
     return (
         f"If {error.name} is a package, install it; if it is a file of yours, run the command from the folder that it"
         " is in. What our recipes need: pip install 'amp-trainer[recipes]'."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -27,6 +28,10 @@ _NEEDS = {
 }
 
 
+ELSEWHERE = "hydra_plugins.hydra_submitit_launcher."
+"""How the targets of launchers begin whose jobs run on other machines."""
+
+
 def take_over_configs() -> None:
     """Our configs take the place of those of the same name that the packages bring along: Hydra would mix them."""
     launchers: Any = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
@@ -48,6 +53,11 @@ def prepare(hydra: Any) -> None:
                 raise UsageError(
                     f"hydra/{kind}={chosen} needs {module}, which is not installed: pip install 'amp-trainer[{extra}]'"
                 )
+        if target == f"{ELSEWHERE}submitit_launcher.SlurmLauncher" and shutil.which("srun") is None:
+            raise UsageError(
+                "hydra/launcher=submitit_slurm has Slurm run the jobs, and there is no srun here. Give the command on a"
+                " machine of the cluster; on this one, hydra/launcher=joblib runs several jobs at a time."
+            )
         if target in _OURS:
             _register(target)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, value_of
-from trainer.cli.processes import end_with_parent, imports_only, is_first, is_quiet
+from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first, is_quiet
 from trainer.cli.restore import recipe_of
 from trainer.cli.sweep import worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
+from trainer.cli.workdir import go_on_command
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.record.environment import environment
 from trainer.record.reader import RunRecord
@@ -91,10 +93,12 @@ def run(config: DictConfig) -> float | None:
             record.facts["environment"] = environment()
         module, data, trainer = assemble(settings, folder, record)
         started = time.monotonic()  # importing and building is not what a run is compared by
-        _execute(settings, record, module, data, trainer)
+        with _last_has_to_exist(settings):
+            _execute(settings, record, module, data, trainer)
         _complete(record, trainer, started, "completed")
     except (KeyboardInterrupt, SystemExit) as error:
         _complete(record, trainer, started, "interrupted")
+        _say_how_to_go_on(folder, config, trainer)
         if isinstance(error.__context__, BrokenPipeError):  # rich makes an exit of it
             log.error("Nobody reads what the run prints any more, as after `| head`, so it has ended; -q prints less.")
         if isinstance(error.__context__, KeyboardInterrupt):  # what the Trainer makes of a Ctrl-C
@@ -214,6 +218,20 @@ def _is_taken(name: str, settings: dict[str, Any]) -> bool:
     return isinstance(node, dict) and isinstance(model, dict) and node in model.values()
 
 
+def _say_how_to_go_on(folder: Path, config: DictConfig, trainer: Any) -> None:
+    """After a fit that was interrupted: the command that goes on, unless it is a job, of which its sweep will speak."""
+    has_saved = any(folder.rglob("*.ckpt")) and not getattr(trainer, "fast_dev_run", False)
+    words = [word for word in HydraConfig.get().overrides.task if not word.startswith("command=")]
+    if config.command != "fit" or not is_first() or PARENT in os.environ or not has_saved:
+        return
+    if any(
+        word.lstrip("+").startswith(("ckpt=", "ckpt_path=")) for word in words
+    ):  # that is where it would begin again
+        return
+    near = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    print(f"To go on: {go_on_command('fit', words, near, 'hydra.run.dir')}", file=sys.stderr, flush=True)
+
+
 def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
     """Have the Trainer write checkpoints as ``settings`` say, where they say something else than by default."""
     from trainer import CheckpointFiles
@@ -277,6 +295,25 @@ def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, 
 
         if problem := why_nothing_was_learned(trainer):
             raise TrainerError(problem)
+
+
+@contextmanager
+def _last_has_to_exist(settings: dict[str, Any]) -> Iterator[None]:
+    """Where a command is for the last checkpoint and there is none, raise, where Lightning warns and starts anew."""
+    if settings["ckpt_path"] == "last":
+        warnings.filterwarnings("error", r'\.\w+\(ckpt_path="last"\) is set, but there is no last checkpoint')
+    try:
+        yield
+    except UserWarning as warned:
+        if "no last checkpoint" not in str(warned):
+            raise
+        nodes = [node for node in (settings["callbacks"] or {}).values() if isinstance(node, dict)]
+        folders = ", ".join(str(node["dirpath"]) for node in nodes if node.get("dirpath") and "save_last" in node)
+        raise UsageError(
+            f"ckpt_path is last, and there is none in {folders or 'any folder of this run'}. To go on with a run, or to"
+            f" use its weights: python -m trainer {settings['command']} ckpt=RUN, its folder. With resume=auto the same"
+            " fit goes on where it stopped, and starts anew where there is nothing."
+        ) from warned
 
 
 def _last_line(run: RunRecord) -> str:

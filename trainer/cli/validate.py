@@ -6,6 +6,7 @@ import copy
 import difflib
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trainer import machine
 from trainer.cli import objective, permissions, plugins
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
@@ -286,7 +288,8 @@ def _of_other_option(known: dict[str, Any], key: str, composer: Composer) -> str
     """Of ``precision.fp32_modules`` with ``precision=32-true``: which options of the group have such a setting."""
     group, _, name = key.rpartition(".")
     chosen = known.get(f"hydra.runtime.choices.{group}")
-    if group in ("", "callbacks", "logger", "trainer") or not composer.is_group(group) or chosen is None:
+    others = ("", "callbacks", "data", "logger", "trainer")  # whose options have nothing to do with each other
+    if group in others or not composer.is_group(group) or chosen is None:
         return ""
     having = [f"{group}={option}" for option in composer.options(group) if name in composer.option(group, option)]
     return f" It belongs to {either(having)}, and this is {group}={chosen}." if having else ""
@@ -362,6 +365,8 @@ def _check_whole(
         _check_model(plain, config_dir, config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
         _check_combinations(plain)
+        if not str(config.hydra.launcher["_target_"]).startswith(plugins.ELSEWHERE):
+            _check_devices(plain["trainer"])
         _check_checkpoint(plain["ckpt_path"], said)
         _check_weights(plain)
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
@@ -494,6 +499,25 @@ def _check_combinations(plain: dict[str, Any]) -> None:
                     " loss, which an overflow in between would spoil. Choose precision=bf16-mixed or precision=32, or"
                     " another optimizer."
                 )
+
+
+def _check_devices(settings: dict[str, Any]) -> None:
+    """Refuse to ask for GPUs where there surely are none, without loading torch. Where torch is, it will say so."""
+    accelerator, devices = str(settings["accelerator"]), settings["devices"]
+    wants_all = str(devices) == "-1"
+    if accelerator == "cpu" and wants_all:
+        raise UsageError(
+            "trainer.devices is -1, which means all GPUs, and trainer.accelerator is cpu: expected a number of"
+            " processes, such as trainer.devices=1."
+        )
+    if "torch" in sys.modules or not (accelerator in ("gpu", "cuda") or (accelerator == "auto" and wants_all)):
+        return
+    if machine.has_no_gpu():
+        given = "trainer.devices is -1, which means all GPUs" if wants_all else f"trainer.accelerator is {accelerator}"
+        raise UsageError(
+            f"{given}, and this machine has no GPU (no /dev/nvidia0 or its like). Without a setting the best device"
+            " there is gets used; trainer=cpu asks for the CPU."
+        )
 
 
 def _check_checkpoint_files(node: Any) -> None:

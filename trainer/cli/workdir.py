@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import re
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,27 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     folder = agree(folder)
     arguments.overrides.append(f"{key}={quoted(folder)}")
     return Path(folder)
+
+
+def go_on_command(
+    command: str | None, words: Sequence[str], folder: Path | str, key: str, flags: Mapping[str, str] | None = None
+) -> str:
+    """The command that goes on in ``folder`` with what ``words`` have begun there.
+
+    Args:
+        command: such as ``fit``.
+        words: the overrides that were given.
+        folder: of the run or of the sweep.
+        key: the setting of that folder.
+        flags: that were given.
+    """
+    names = {word.lstrip("+").partition("=")[0] for word in words}
+    more = [] if names & {"resume", "trainer.resume"} else ["resume=auto"]
+    if key not in names and more:  # with resume=auto the same command finds its folder again
+        place = str(folder)
+        more.append(f"{key}={place if re.fullmatch(r'[a-zA-Z0-9_./-]+', place) else quoted(place)}")
+    said = [word for name, value in (flags or {}).items() if name != "--quiet" for word in (name, value) if word]
+    return shlex.join(["python", "-m", "trainer", str(command), *said, *words, *more])
 
 
 def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) -> DictConfig:

@@ -202,6 +202,15 @@ def test_an_extra_that_is_not_installed_is_named(project, monkeypatch, capsys, w
     assert module in {needed for needed, _ in _NEEDS.values()}
 
 
+def test_slurm_is_missed_before_anything_is_started(project, monkeypatch, capsys):
+    monkeypatch.setattr("trainer.cli.plugins._is_installed", lambda name: True)
+    monkeypatch.setenv("PATH", str(project))
+    assert main(["fit", "-m", "+recipe=line", "seed=1,2", "hydra/launcher=submitit_slurm"]) == 2
+    err = capsys.readouterr().err
+    assert "hydra/launcher=submitit_slurm has Slurm run the jobs, and there is no srun here." in err
+    assert "hydra/launcher=joblib" in err
+
+
 SBATCH = f"""#!{sys.executable}
 import shutil, sys
 shutil.copy(sys.argv[1], "script.sh")

@@ -285,7 +285,11 @@ def test_an_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, 
     assert main(["fit", "-m", "+recipe=line", "seed=1,2"]) == 130
     assert len(jobs.started) == 1
     out = capsys.readouterr().out
-    assert "Sweep of 1 job" in out
+    assert "Sweep of 1 of 2 jobs" in out
+    (folder,) = Path("multirun/line").iterdir()
+    assert (
+        f"To go on: python -m trainer fit --multirun +recipe=line seed=1,2 resume=auto hydra.sweep.dir={folder}" in out
+    )
     assert "Job 0 interrupted" not in out  # the table says so
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -37,13 +38,34 @@ def shown(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if not override.startswith(("command=", PRUNING, *MEASURING))]
 
 
-def report(folder: Path, since: float = 0.0) -> int:
+def planned(composer: Any, words: Sequence[str], config: Any) -> int | None:
+    """How many jobs a sweep is to have; None where its sweeper alone knows.
+
+    Args:
+        composer: that reads the command line.
+        words: what the config is composed with.
+        config: of the first job, with Hydra's node.
+    """
+    sweeper = config.hydra.sweeper
+    if "BasicSweeper" not in str(sweeper["_target_"]):
+        return None
+    overrides = {one.get_key_element(): one for one in composer.parse(words)}
+    for name, values in (sweeper.get("params") or {}).items():
+        for one in composer.parse([f"{name}={values}"]):
+            overrides.setdefault(one.get_key_element(), one)
+    swept = [one for one in overrides.values() if one.is_sweep_override()]
+    return math.prod(len(list(one.sweep_string_iterator())) for one in swept)
+
+
+def report(folder: Path, since: float = 0.0, wanted: int | None = None, again: str = "") -> int:
     """Print the table of the sweep in ``folder``; write it to ``summary.md`` and the numbers to
     ``summary.json``.
 
     Args:
         folder: of the sweep; the jobs have theirs in it.
         since: a time (of `time.time`); jobs that ended before it are an earlier sweep's and left out.
+        wanted: how many jobs there were to be; None where that is not known.
+        again: the command that goes on, for where it was interrupted.
 
     Returns:
         How many jobs did not complete.
@@ -58,7 +80,9 @@ def report(folder: Path, since: float = 0.0) -> int:
     said = _best(runs, winner)
     text = f"{markdown_table(header, rows)}\n" + (f"\n{said}\n" if said else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
-    _print(header, rows, said, runs, folder)
+    _print(header, rows, said, runs, folder, wanted)
+    if again and (len(runs) < (wanted or 0) or any(run.status == "interrupted" for run in runs)):
+        print(f"To go on: {again}", flush=True)
     return sum(run.status not in ENDED_WELL for run in runs)
 
 
@@ -136,8 +160,11 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-def _print(header: list[str], rows: list[list[str]], said: str, runs: Sequence[RunRecord], folder: Path) -> None:
-    jobs = "1 job" if len(rows) == 1 else f"{len(rows)} jobs"
+def _print(
+    header: list[str], rows: list[list[str]], said: str, runs: Sequence[RunRecord], folder: Path, wanted: int | None
+) -> None:
+    of_all = f" of {wanted}" if wanted and wanted > len(rows) else ""
+    jobs = "1 job" if len(rows) == 1 and not of_all else f"{len(rows)}{of_all} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
     title, left = f"Sweep of {jobs}", ("overrides", "status", "run dir")
     shown_in = console() if is_quiet() else print_table(title, header, narrow, left, _SPARE)

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.cli.compose import CONFIG_NAME
 from trainer.cli.folders import packaged_conf
 from trainer.cli.objective import value_of
+from trainer.cli.plugins import ELSEWHERE
 from trainer.cli.processes import PARENT, clean_environment, is_first, is_quiet
 from trainer.cli.sweep import ENDED_WELL, shown
 from trainer.cli.workdir import quoted
@@ -37,7 +38,6 @@ CONSOLE = "console.log"
 """What a job would print, where it does not have the terminal for itself."""
 
 _BASIC = "hydra._internal.core_plugins."
-_ELSEWHERE = "hydra_plugins.hydra_submitit_launcher."
 _STOP = ".stop"
 _ENDING = {getattr(signal, name, -1) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")}
 
@@ -295,7 +295,7 @@ def waiting(hydra: Any, folder: Path) -> AbstractContextManager[None]:
         hydra: its node of that name.
         folder: its folder.
     """
-    elsewhere = str(hydra.launcher["_target_"]).startswith(_ELSEWHERE)
+    elsewhere = str(hydra.launcher["_target_"]).startswith(ELSEWHERE)
     return Stop(folder).signals() if elsewhere else nullcontext()
 
 
