@@ -35,6 +35,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.data.drawn import Drawn
 from trainer.compat.loaders import LoaderSet
 from trainer.data.batches import TrainingBatches
 from trainer.data.resumable import MapStyleLoader, ReplayedLoader, StatefulLoader, resumable
@@ -273,6 +274,11 @@ def test_workers(how: dict[str, Any]) -> None:
 def test_workers_and_samplers(kind: str) -> None:
     make = lambda: SAMPLED[kind](num_workers=2)  # noqa: E731
     assert check(make, only=slice(1, 4, 2)) == by_hand(make, 2)
+
+
+def test_workers_that_are_spawned() -> None:
+    make = lambda: DataLoader(Drawn(), 2, shuffle=True, num_workers=1, multiprocessing_context="spawn")  # noqa: E731
+    check(make, epochs=1, only=slice(1, 2))
 
 
 @pytest.mark.parametrize("limit", [inf, 3])

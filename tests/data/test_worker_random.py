@@ -78,8 +78,10 @@ def test_states_are_those_that_the_workers_went_on_from_until_they_draw() -> Non
     worker, states = started(starts), WorkerStates(starts)
     states.take(arrived(worker.collate(0)))
     assert states.state_dict() == starts
+    saved = states.state_dict()
     np.random.rand()
     states.take(arrived(worker.collate(0)))
+    assert saved == starts
     numpy = random_states.capture()["numpy"]
     assert states.state_dict() == {2: {"python": python, "numpy": numpy}, 5: {"python": python}}
     assert starts[2] == {"python": python}

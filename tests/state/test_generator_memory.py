@@ -76,3 +76,44 @@ def test_what_lies_elsewhere_is_not_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert generator_memory._find(random.Random(1), b"not in there") is None
     monkeypatch.setattr(generator_memory, "sys", SimpleNamespace(implementation=SimpleNamespace(name="pypy")))
     assert generator_memory._find_in_python() is generator_memory._find_in_numpy() is None
+
+
+@pytest.mark.parametrize("kind", [random.Random, np.random.RandomState])
+def test_a_mark_changes_with_the_state_and_not_without(kind: Any) -> None:
+    generator, choices = kind(1), random.Random(1)
+    is_python = kind is random.Random
+    normal = (lambda: generator.gauss(0, 1)) if is_python else generator.randn
+    word = (lambda: generator.getrandbits(32)) if is_python else (lambda: generator.randint(2**32, dtype=np.uint32))
+    mark = generator_memory.mark_of(generator)
+    assert mark is not None
+    marks, states = [mark()], [said_by(generator)]
+    for draws in ([], [normal], [normal], [], [word] * 624, [word] * 1248, [word], *([normal] * n for n in range(9))):
+        choices.shuffle(draws)
+        for draw in draws:
+            draw()
+        marks.append(mark())
+        states.append(said_by(generator))
+        assert (marks[-1] == marks[-2]) == (states[-1] == states[-2]) == (not draws)
+    before = random_states.state_of(generator)
+    generator.seed(2)
+    assert mark() != marks[-1]
+    random_states.set_state(generator, before)
+    assert mark() == marks[-1]
+
+
+def test_a_generator_with_another_source_of_bits_has_always_changed() -> None:
+    generator = np.random.RandomState(1)
+    mark = generator_memory.mark_of(generator)
+    assert mark is not None
+    before = mark()
+    np.random.RandomState.__init__(generator, np.random.PCG64(1))
+    assert before != mark() != mark()
+
+
+def test_another_kind_has_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (
+        generator_memory.mark_of(Own(1)) is generator_memory.mark_of(np.random.RandomState(np.random.PCG64(1))) is None
+    )
+    monkeypatch.setattr(generator_memory, "_PYTHON", None)
+    monkeypatch.setattr(generator_memory, "_NUMPY", None)
+    assert generator_memory.mark_of(random.Random(1)) is generator_memory.mark_of(np.random.RandomState(1)) is None

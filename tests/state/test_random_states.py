@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.state import random_states
+from trainer.state import generator_memory, random_states
 
 CPU = torch.device("cpu")
 
@@ -55,3 +55,27 @@ def test_states_for_one_more_process_are_others_and_the_same_each_time() -> None
         random_states.restore(before)
     assert drawn[0] == drawn[2] != drawn[1]
     assert draw() not in drawn
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_watch_tells_what_has_been_drawn_from(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_read:
+        monkeypatch.setattr(generator_memory, "_PYTHON", None)
+        monkeypatch.setattr(generator_memory, "_NUMPY", None)
+    own = [np.random.default_rng(1), random.Random(2), torch.Generator().manual_seed(3), np.random.RandomState(4)]
+    draws = {
+        "python": [random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1)],
+        "numpy": [np.random.rand, np.random.randn, np.random.randn],
+        "torch": [lambda: torch.rand(1), lambda: torch.randn(1)],
+        "own": [own[0].random, own[1].random, lambda: torch.rand(1, generator=own[2]), own[3].randn, own[3].randn],
+    }
+    watch = random_states.Watch(own)
+    assert watch.changes() == {}
+    for name, functions in draws.items():
+        for function in functions:
+            function()
+            assert watch.changes() == {name: random_states.capture(own=own)[name]}
+            assert watch.changes() == {}
+    draw()
+    state = random_states.capture(own=own)
+    assert watch.changes() == {name: state[name] for name in ("python", "numpy", "torch")}

@@ -1,8 +1,7 @@
 """The random states of a dataloader's worker processes: sent along with their batches, and restored in new workers.
 
 A worker draws numbers for each sample, and is some batches ahead of the training. The states of its generators after
-the last batch that was trained are known to the worker alone; so each batch brings along those that have changed. They
-are bytes on their way, which nobody looks into before a checkpoint needs them.
+the last batch that was trained are known to the worker alone; so each batch brings along those that have changed.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from trainer.state.random_states import State
 
 Batch = Any
 Marked = tuple[Batch, int, bytes]
-"""What the workers send: a batch, the worker's index, and its random states after the batch. (A tuple, because the
-thread that pins memory looks into tuples; it makes a list of it.)"""
+"""What the workers send: a batch, the worker's index, and its random states that have changed, pickled; b"" for none.
+
+The thread that pins memory looks into tuples, and not into bytes."""
 
 
 class WorkerRandom:
@@ -38,8 +38,7 @@ class WorkerRandom:
         self._collate = collate
         self._starts = starts
         self._worker = -1
-        self._own: list[random_states.Generator] = []
-        self._start: State = {}
+        self._watch: random_states.Watch | None = None
 
     def start(self, worker: int) -> None:
         """The worker's ``worker_init_fn``."""
@@ -48,16 +47,16 @@ class WorkerRandom:
         info = get_worker_info()
         assert info is not None
         self._worker = worker
-        self._own = random_states.find(info.dataset, self._collate)
-        random_states.restore(self._starts.get(worker, {}), own=self._own)
-        self._start = random_states.capture(own=self._own)
+        own = random_states.find(info.dataset, self._collate)
+        random_states.restore(self._starts.get(worker, {}), own=own)
+        self._watch = random_states.Watch(own)
 
     def collate(self, samples: Any) -> Marked:
         """The worker's ``collate_fn``."""
-        batch, start = self._collate(samples), self._start
-        states = random_states.capture(own=self._own)
-        changes = {name: state for name, state in states.items() if state != start[name]}
-        return batch, self._worker, pickle.dumps(changes)
+        assert self._watch is not None
+        batch = self._collate(samples)
+        changes = self._watch.changes()
+        return batch, self._worker, pickle.dumps(changes) if changes else b""
 
 
 class WorkerStates:
@@ -68,18 +67,19 @@ class WorkerStates:
     """
 
     def __init__(self, starts: dict[int, State]) -> None:
-        self._starts = starts
-        self._changes: dict[int, bytes] = {}
+        self._states = _copied(starts)
 
     def take(self, marked: Marked) -> Batch:
         """The batch that has arrived."""
-        batch, worker, self._changes[worker] = marked
+        batch, worker, changes = marked
+        if changes:
+            self._states.setdefault(worker, {}).update(pickle.loads(changes))
         return batch
 
     def state_dict(self) -> dict[int, State]:
-        """By worker: of the generators that have been drawn from since the workers start from their seeds."""
-        states = {worker: dict(state) for worker, state in self._starts.items()}
-        for worker, changes in self._changes.items():
-            if changed := pickle.loads(changes):
-                states.setdefault(worker, {}).update(changed)
-        return states
+        """By worker: of the generators that have been drawn from."""
+        return _copied(self._states)
+
+
+def _copied(states: dict[int, State]) -> dict[int, State]:
+    return {worker: dict(state) for worker, state in states.items()}

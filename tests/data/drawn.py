@@ -1,0 +1,20 @@
+"""A dataset for workers that import it anew: so little else is imported with it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+
+class Drawn(Dataset[torch.Tensor]):
+    """Samples that know their index, and are drawn."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        numbers = [index, random.gauss(0, 1), np.random.randn(), torch.randn((), dtype=torch.float64)]
+        return torch.tensor(numbers, dtype=torch.float64)
