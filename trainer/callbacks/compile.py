@@ -88,6 +88,10 @@ class Compile(Callback):
         """What has been compiled."""
         return self._watch.done
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has its settings, and what was compiled; the module is compiled, and put back, by the original."""
+        return self.__dict__ | {"_undo": [], "_is_on": False}
+
     # --- the run begins ---------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:

@@ -62,6 +62,10 @@ class FastSettings(Callback):
         self._weights: list[nn.Parameter] = []
         self._allocates = expandable_segments and _expand_segments()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings; what there was before is put back by the original."""
+        return self.__dict__ | {"_undo": [], "_weights": [], "_allocates": False}
+
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Turn them on."""
         self._put_back()

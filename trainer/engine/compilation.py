@@ -161,7 +161,7 @@ class Compilations:
         self._has_news = False
         self._until = 0.0  # when the last compilation began that has been taken up
         self._breaks_before = 0
-        self._stop: Callable[[], None] | None = None
+        self._listens = False
 
     def start(self) -> None:
         """Listen."""
@@ -174,15 +174,17 @@ class Compilations:
             callback_handler.register_end_callback(self._hear)
         except (ImportError, AttributeError):
             return
-        self._stop = lambda: callback_handler.remove_end_callback(self._hear)
+        self._listens = True
 
     def stop(self) -> None:
         """Listen no more. Safe to call twice."""
         self.read()
-        if self._stop is not None:
-            stop, self._stop = self._stop, None
-            with suppress(ValueError):  # `torch.compiler.reset` has removed it
-                stop()
+        if self._listens:
+            self._listens = False
+            with suppress(ImportError, AttributeError, ValueError):  # `torch.compiler.reset` has removed it
+                from torch._dynamo.callback import callback_handler
+
+                callback_handler.remove_end_callback(self._hear)
 
     def read(self) -> bool:
         """Take up what has been compiled since the last time. Returns whether there was anything."""
