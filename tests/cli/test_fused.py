@@ -69,8 +69,9 @@ def test_others_are_left_alone(kind):
 @pytest.mark.parametrize(("asked", "expected"), [([], True), (["+optimizer.fused=false"], False)])
 def test_a_run_of_the_command_line(cuda, tmp_path, monkeypatch, asked, expected):
     monkeypatch.chdir(tmp_path)
-    command = ["fit", "+recipe=tabular", "trainer=gpu", "precision=16-mixed", "trainer.max_steps=2", "callbacks=none"]
-    command += asked
-    module, data, trainer = assemble(plain(validate(read(command)), tmp_path), tmp_path)
+    command = ["fit", "+recipe=tabular", "trainer=gpu", "precision=16-mixed", "callbacks=none"]
+    settings = plain(validate(read([*command, *asked])), tmp_path)
+    settings["trainer"]["max_steps"] = 2  # `plain` is for long ones
+    module, data, trainer = assemble(settings, tmp_path)
     trainer.fit(module, data)
     assert fused(trainer.optimizers[0]) is expected
