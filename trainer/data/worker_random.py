@@ -67,7 +67,7 @@ class WorkerStates:
     """
 
     def __init__(self, starts: dict[int, State]) -> None:
-        self._states = _copied(starts)
+        self._states = {worker: dict(state) for worker, state in starts.items()}
 
     def take(self, marked: Marked) -> Batch:
         """The batch that has arrived."""
@@ -78,8 +78,4 @@ class WorkerStates:
 
     def state_dict(self) -> dict[int, State]:
         """By worker: of the generators that have been drawn from."""
-        return _copied(self._states)
-
-
-def _copied(states: dict[int, State]) -> dict[int, State]:
-    return {worker: dict(state) for worker, state in states.items()}
+        return {worker: random_states.plain(state) for worker, state in self._states.items()}

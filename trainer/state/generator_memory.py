@@ -1,9 +1,8 @@
 """States of Mersenne Twisters, read from the memory of their objects.
 
 Python and numpy hand out the 624 words of a state one by one: that takes 11 and 24 microseconds, and a worker process
-needs them for each batch. As bytes they take one, and a look whether they have changed takes less. Where in an object
-they lie is looked up once, in one whose state is known. Where they are not found, as outside of CPython, there is None,
-and the generator has to be asked.
+looks at them after each batch. As bytes they take less than one. Where in an object they lie is looked up once, in one
+whose state is known. Where they are not found, as outside of CPython, there is None, and the generator has to be asked.
 """
 
 from __future__ import annotations
@@ -20,60 +19,68 @@ import numpy as np
 
 _WORDS = 4 * 624  # bytes
 _POSITION = struct.Struct("i")
-_SEEN = ctypes.c_char * 64
-"""The position and the words beside it. Each draw moves the position; when it comes round, all words are new."""
 _GAUSS = struct.Struct("i4xd")
 """Of numpy: whether half of a pair of normal numbers is left over, and that number."""
 
 
-def python_state(generator: random.Random) -> list[Any] | None:
-    """What ``getstate()`` returns, with bytes in the place of the numbers."""
-    if _PYTHON is None or type(generator) is not random.Random:
-        return None
-    memory = ctypes.string_at(id(generator) + _PYTHON, _POSITION.size + _WORDS)
-    words = memory[_POSITION.size :] + memory[: _POSITION.size]
-    return [generator.VERSION, words, generator.gauss_next]  # type: ignore[attr-defined]  # typeshed leaves it out
+def reader_of(generator: random.Random | np.random.RandomState) -> Callable[[], Any] | None:
+    """What reads the state of a generator, as :func:`plain` understands it. None where it has to be asked.
+
+    It reads what kind of generator it is, its words and position, and what is left over of normal numbers.
+    """
+    if type(generator) is random.Random and _PYTHON is not None:
+        return _python_reader(generator, _PYTHON)
+    if type(generator) is np.random.RandomState and type(_bits_of(generator)) is np.random.MT19937:
+        return None if _NUMPY is None else _numpy_reader(generator, _NUMPY)
+    return None
 
 
-def numpy_state(generator: np.random.RandomState) -> dict[str, Any] | None:
-    """What ``get_state(legacy=False)`` returns, with bytes in the place of the array."""
-    bits = _bits_of(generator)
-    if _NUMPY is None or type(generator) is not np.random.RandomState or type(bits) is not np.random.MT19937:
-        return None
-    memory = _words_of(bits)
-    has_gauss, gauss = _GAUSS.unpack(ctypes.string_at(id(generator) + _NUMPY, _GAUSS.size))
-    (position,) = _POSITION.unpack_from(memory, _WORDS)
+def plain(state: Any) -> Any:
+    """What ``getstate()`` or ``get_state(legacy=False)`` returns, with bytes in the place of the words."""
+    if not isinstance(state, tuple):
+        return state  # the generator has been asked
+    kind, memory, gauss = state
+    if kind == "python":
+        return [random.Random.VERSION, memory[_POSITION.size :] + memory[: _POSITION.size], gauss]
+    (position,), (has_gauss, gauss) = _POSITION.unpack_from(memory, _WORDS), _GAUSS.unpack(gauss)
     numbers = {"key": memory[:_WORDS], "pos": position}
     return {"bit_generator": "MT19937", "state": numbers, "has_gauss": has_gauss, "gauss": gauss}
 
 
-def mark_of(generator: random.Random | np.random.RandomState) -> Callable[[], object] | None:
-    """What returns something else after the generator has been drawn from, or was set to another state."""
-    if isinstance(generator, random.Random):
-        return None if _PYTHON is None or python_state(generator) is None else _python_mark(generator, _PYTHON)
-    return None if _NUMPY is None or numpy_state(generator) is None else _numpy_mark(generator, _NUMPY)
+def _python_reader(generator: Any, at: int) -> Callable[[], Any]:
+    memory = _memory(id(generator) + at, _POSITION.size + _WORDS)
+    return lambda: ("python", memory.raw, generator.gauss_next)
 
 
-def _python_mark(generator: Any, at: int) -> Callable[[], object]:
-    words = _SEEN.from_address(id(generator) + at)
-    return lambda: (words.raw, generator.gauss_next)
-
-
-def _numpy_mark(generator: Any, at: int) -> Callable[[], object]:
+def _numpy_reader(generator: Any, at: int) -> Callable[[], Any]:
     bits = _bits_of(generator)
-    words = _SEEN.from_address(bits.ctypes.state_address + _WORDS + _POSITION.size - ctypes.sizeof(_SEEN))
-    gauss = (ctypes.c_char * _GAUSS.size).from_address(id(generator) + at)
-    # an object is like nothing else: with another source of bits, it has changed each time
-    return lambda: (words.raw, gauss.raw) if _bits_of(generator) is bits else object()
+    lock, memory = bits.lock, _memory(bits.ctypes.state_address, _WORDS + _POSITION.size)
+    gauss = _memory(id(generator) + at, _GAUSS.size)
+
+    def read() -> Any:
+        if _bits_of(generator) is not bits:  # np.random.set_bit_generator
+            return plain_numpy(generator.get_state(legacy=False))
+        with lock:
+            return "numpy", memory.raw, gauss.raw
+
+    return read
+
+
+def plain_numpy(state: Any) -> Any:
+    """A state of numpy's with bytes in place of arrays."""
+    if isinstance(state, dict):
+        return {key: plain_numpy(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return state.tobytes()
+    return state.item() if isinstance(state, np.generic) else state
 
 
 def _bits_of(generator: Any) -> Any:
     return getattr(generator, "_bit_generator", None)
 
 
-def _words_of(bits: np.random.MT19937) -> bytes:
-    with bits.lock:
-        return ctypes.string_at(bits.ctypes.state_address, _WORDS + _POSITION.size)
+def _memory(address: int, size: int) -> Any:
+    return (ctypes.c_char * size).from_address(address)
 
 
 def _find_in_python() -> int | None:
@@ -91,13 +98,14 @@ def _find_in_numpy() -> int | None:
     probe.standard_normal()
     state: Any = probe.get_state(legacy=False)
     words = state["state"]["key"].tobytes() + _POSITION.pack(state["state"]["pos"])
-    return _find(probe, _GAUSS.pack(state["has_gauss"], state["gauss"])) if _words_of(bits) == words else None
+    is_known = _memory(bits.ctypes.state_address, len(words)).raw == words
+    return _find(probe, _GAUSS.pack(state["has_gauss"], state["gauss"])) if is_known else None
 
 
 def _find(thing: Any, memory: bytes) -> int | None:
     if sys.implementation.name != "cpython":
         return None  # an id is no address
-    at = ctypes.string_at(id(thing), type(thing).__basicsize__).find(memory)
+    at = _memory(id(thing), type(thing).__basicsize__).raw.find(memory)
     return at if at >= 0 else None
 
 

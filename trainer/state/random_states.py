@@ -79,21 +79,25 @@ class Watch:
     """
 
     def __init__(self, own: Sequence[Generator] = ()) -> None:
-        self._own = own
-        self._marks = {name: _mark_of(generator) for name, generator in _GLOBAL.items()}
+        self._readers = {name: _reader_of(generator) for name, generator in _GLOBAL.items()}
         if own:
-            marks = [_mark_of(generator) for generator in own]
-            self._marks["own"] = lambda: [mark() for mark in marks]
-        self._seen = {name: mark() for name, mark in self._marks.items()}
+            readers = [_reader_of(generator) for generator in own]
+            self._readers["own"] = lambda: [read() for read in readers]
+        self._seen = {name: read() for name, read in self._readers.items()}
 
     def changes(self) -> State:
-        """The part of :func:`capture`'s result that is not what it was at the last call."""
+        """The part of :func:`capture`'s result that is not what it was at the last call, for :func:`plain`."""
         changes: State = {}
-        for name, mark in self._marks.items():
-            if (seen := mark()) != self._seen[name]:
-                self._seen[name] = seen
-                changes[name] = states_of(self._own) if name == "own" else state_of(_GLOBAL[name])
+        for name, read in self._readers.items():
+            if (seen := read()) != self._seen[name]:
+                self._seen[name] = changes[name] = seen
         return changes
+
+
+def plain(changes: State) -> State:
+    """What :meth:`Watch.changes` returned, as :func:`capture` has it. Leaves that as it is."""
+    read = generator_memory.plain
+    return {name: list(map(read, state)) if name == "own" else read(state) for name, state in changes.items()}
 
 
 @contextmanager
@@ -119,13 +123,7 @@ def derived(state: State, number: int) -> State:
 
 def state_of(generator: Generator) -> Any:
     """The state of one generator."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        return generator_memory.python_state(generator) or _of_python(generator)
-    if isinstance(generator, np.random.RandomState):
-        return generator_memory.numpy_state(generator) or _plain(generator.get_state(legacy=False))
-    return _plain(generator.bit_generator.state)
+    return generator_memory.plain(_reader_of(generator)())
 
 
 def set_state(generator: Generator, state: Any) -> None:
@@ -190,29 +188,27 @@ def _attributes_of(thing: Any) -> list[Any]:
     return list(attributes.values()) if isinstance(attributes, dict) else []
 
 
-def _mark_of(generator: Generator) -> Callable[[], object]:
-    mark = None
+def _reader_of(generator: Generator) -> Callable[[], Any]:
+    read = None
     if isinstance(generator, random.Random | np.random.RandomState):
-        mark = generator_memory.mark_of(generator)
-    return mark or partial(state_of, generator)
+        read = generator_memory.reader_of(generator)
+    return read or partial(_asked, generator)
 
 
-def _of_python(generator: random.Random) -> list[Any]:
-    version, numbers, gauss = generator.getstate()
-    return [version, array("I", numbers).tobytes(), gauss]
-
-
-def _plain(state: Any) -> Any:
-    """A state of numpy's with bytes in place of arrays."""
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, np.ndarray):
-        return state.tobytes()
-    return state.item() if isinstance(state, np.generic) else state
+def _asked(generator: Generator) -> Any:
+    """The state of a generator that cannot be read."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        version, numbers, gauss = generator.getstate()
+        return [version, array("I", numbers).tobytes(), gauss]
+    if isinstance(generator, np.random.RandomState):
+        return generator_memory.plain_numpy(generator.get_state(legacy=False))
+    return generator_memory.plain_numpy(generator.bit_generator.state)
 
 
 def _with_arrays(state: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`_plain`."""
+    """The inverse of ``plain_numpy``."""
     kind = np.uint32 if state["bit_generator"] == "MT19937" else np.uint64
 
     def array_of(value: Any) -> Any:
