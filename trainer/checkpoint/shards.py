@@ -24,6 +24,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -435,9 +436,18 @@ class _MetadataReader(pickle._Unpickler):  # that of Python, not of C: its opera
         """What a name in the file stands for."""
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in self._CLASSES:
             raise pickle.UnpicklingError(f"its {_METADATA} asks for {module}.{name}, which has no place there")
         return super().find_class(module.replace("pathlib._local", "pathlib"), name)
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    """A member of an enumeration: Python 3.11.0 to 3.11.3 pickle it as an attribute of its class."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"its {_METADATA} asks for an attribute, which has no place there")
 
 
 class _Reader(FileSystemReader):
