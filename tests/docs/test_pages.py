@@ -9,6 +9,7 @@ import pytest
 
 from tests.docs.execute import run
 from tests.docs.pages import PAGES, ROOT, anchors, links, read
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
@@ -38,7 +39,15 @@ def test_most_of_it_is_checked(page: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in ELSEWHERE], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=needs_fsdp2 if "fsdp" in page.read_text(encoding="utf-8") else ())
+        for page in PAGES
+        if name_of(page) not in ELSEWHERE
+    ],
+    ids=name_of,
+)
 def test_everything_runs(page: Path, tmp_path: Path, python: WarmPython) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
