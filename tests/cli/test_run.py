@@ -212,9 +212,9 @@ def test_the_last_checkpoint_has_to_exist(command, capsys):
 
 
 def test_a_package_that_a_logger_lacks_is_named(capsys):
-    assert main(["fit", *LINE, "+logger.m._target_=lightning.pytorch.loggers.MLFlowLogger"]) == 1
+    assert main(["fit", *LINE, "+logger.m._target_=lightning.pytorch.loggers.CometLogger"]) == 1
     err = capsys.readouterr().err
-    assert "Install it: pip install mlflow" in err
+    assert "Install it: pip install comet-ml" in err
     assert "None" not in err
 
 
