@@ -19,7 +19,7 @@ SUMMARY = {
     "compare": "train in several precisions, and say what each of them gains and costs",
     "recipes": "list the recipes, show what one says, or copy one to edit",
     "tune": "find the largest batch that fits, or a learning rate",
-    "checks": "say what this machine can do, and which precision to use; look at a recipe's data and layers, and its memory",
+    "checks": "say what this machine can do, and which precision to use; look at a recipe's data, layers, memory",
     "report": "make one HTML page of a run or a sweep",
     "consolidate": "make one file of a checkpoint that is a folder",
     "shard": "make a folder of a checkpoint that is one file",

@@ -476,7 +476,9 @@ def _check_values(plain: dict[str, Any]) -> None:
     optimizer = plain.get("optimizer")
     if isinstance(optimizer, dict) and str(optimizer.get("_target_")).startswith("torch.optim."):
         for name in ("lr", "weight_decay", "eps", "momentum"):  # torch says the same, when it is loaded
-            if isinstance(value := optimizer.get(name), int | float) and value < 0:
+            if isinstance(value := optimizer.get(name), str):
+                raise UsageError(f"optimizer.{name} is the text {value!r}, expected a number.")
+            if isinstance(value, int | float) and value < 0:
                 raise UsageError(f"optimizer.{name} is {describe(value)}, expected at least 0.")
 
 

@@ -3,8 +3,8 @@ layers, and the memory.
 
 Each check is a function that adds to the `Findings`: `CHECKS` lists them in the order in which they are told, and
 `CHECKS_OF_RECIPE` those of a recipe. What there is to know comes from ``machine`` (cores, memory, disks), ``abilities``
-(what a device computes in), ``speed`` (how fast), ``memory`` (of a training), and of one's own data from ``first_look``.
-torch is imported only when the command runs, for it may be what is broken.
+(what a device computes in), ``speed`` (how fast), ``memory`` (of a training), and ``first_look`` (data and layers of
+a recipe). torch is imported only when the command runs, for it may be what is broken.
 """
 
 from __future__ import annotations
