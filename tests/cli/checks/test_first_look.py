@@ -92,6 +92,8 @@ class Data(L.LightningDataModule):
             y = y.sort().values
         elif kind == "large":
             x = 1e6 * x
+        elif kind == "small":
+            x = 1e-4 * x
         elif kind == "random":
             x = x + random.random() + np.random.rand() + torch.rand(1)
         elif kind == "none":
@@ -123,7 +125,7 @@ class Net(L.LightningModule):
             if hasattr(batch, "targets"):
                 batch = batch.inputs, batch.targets
             if isinstance(batch, dict):
-                y = batch.pop("labels", y)
+                y = batch.pop("labels") if "file" in batch else y  # which changes the batch
                 batch = next(iter(batch.values()))
             elif isinstance(batch[0], str):
                 batch = self.embedded(torch.tensor([len(text) for text in batch]))
@@ -251,6 +253,7 @@ def test_batches_of_any_kind(kind, expected, capsys):
 
 
 def test_what_it_shows(capsys):
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
     state = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
     environment = dict(os.environ)
     assert main(["checks", "+recipe=mine", "data.kind=random"]) == 0
@@ -279,14 +282,15 @@ def test_what_it_shows(capsys):
         assert sum(line.startswith(start) for line in lines) == 1, start
 
 
-def test_the_numbers_are_those_of_a_step_by_hand(capsys):
-    found = look(capsys, "seed=3")
+@pytest.mark.parametrize(("kind", "factor"), [("tuple", 1.0), ("small", 1e-4)])
+def test_the_numbers_are_those_of_a_step_by_hand(kind, factor, capsys):
+    found = look(capsys, "seed=3", f"data.kind={kind}")
     torch.manual_seed(3)
     import looked_at
 
     module = looked_at.Net(None)
     x, y = looked_at.pairs()
-    hidden = module.first(x[:8])
+    hidden = module.first(factor * x[:8])
     outputs = module.second(hidden.relu())
     loss = torch.nn.functional.cross_entropy(outputs, y[:8])
     gradients = torch.autograd.grad(
@@ -308,7 +312,7 @@ def test_the_numbers_are_those_of_a_step_by_hand(capsys):
         (["data.kind=labels"], 1, "batch[1] has the label 7, and the model has 3 classes: 0 to 2.", ""),
         (["data.kind=constant"], 0, "", "batch[0] is 0.5 everywhere"),
         (["data.kind=sorted", "+data.batch_size=4"], 0, "", "All labels in batch[1] are 0: are the training data shuf"),
-        (["data.kind=large"], 0, "", "float16 overflows in 'first' (Linear), 'second' (Linear)"),
+        (["data.kind=large", "precision=16-mixed"], 0, "", "float16 overflows in 'first' (Linear), 'second' (Linear)"),
         (["model._target_=looked_at.Unused"], 0, "", "No gradient reaches 2 of the parameters that are to be trained"),
         (["model._target_=looked_at.Failing"], 1, "fails: ValueError: asked to fail. Raised in looked_at.py:", ""),
         (["checks.steps=false"], 0, "", "No step was run: checks.steps=false."),
@@ -495,6 +499,14 @@ def test_how_much_of_a_batch_is_stepped_on():
     part, why = part_for(recipe(batch, operations=int(100 * steps._OPERATIONS)), cpu, 100)
     assert part is None
     assert "too many for a quick look on a CPU" in why
+
+
+def test_a_step_may_change_its_batch():
+    batch = [torch.zeros(2)]
+    for _, given in zip(range(3), steps._Again(batch), strict=False):
+        given[0].add_(1)
+        assert given[0].tolist() == [1, 1]
+    assert batch[0].tolist() == [0, 0]
 
 
 class Slow:
