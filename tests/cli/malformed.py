@@ -172,6 +172,11 @@ EARLY: list[tuple[str, list[str], str]] = [
         "There is no setting 'data.batch_size'. To add a new setting, write +data.batch_size=0.",
     ),
     (
+        "an argument that the config lacks, in a node with a long one",
+        [*IT, "model.depth=3"],
+        "There is no setting 'model.depth'. To add a new setting, write +model.depth=3.",
+    ),
+    (
         "a batch without end",
         [*IT, "data.batch_size=inf"],
         "data.batch_size is inf, expected a whole number of at least",

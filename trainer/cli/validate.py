@@ -303,12 +303,12 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     if same_end and len(same_end) <= 3:
         return f" Did you mean {' or '.join(map(repr, same_end))}?"
     node = key.rpartition(".")[0]
-    if f"{node}._target_" in names:  # a class may have arguments that the config does not say
+    has_target = f"{node}._target_" in names
+    if has_target:  # a class may have arguments that the config does not say
         names = [name for name in names if name.startswith(f"{node}.")]
     last = {name.rpartition(".")[2]: name for name in names}
-    near = difflib.get_close_matches(key, names, n=1) or [
-        last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)
-    ]
+    whole = [] if has_target else difflib.get_close_matches(key, names, n=1)  # "model." alone makes no two keys alike
+    near = whole or [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)]
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
