@@ -114,9 +114,10 @@ def overlay(runs: Sequence[tuple[str, Run]], colors: Sequence[int | None], winne
                         continue
                     title = line.name or (chart.title if len(_named(chart)) == 1 else line.label)
                     own = replace(line, label=label, color=-1 if color is None else color, faint=False)
-                    before = charts.get((chart.title, line.label))
+                    key = chart.title, line.name or line.label
+                    before = charts.get(key)
                     lines = [*(before.lines if before else ()), own]
-                    charts[chart.title, line.label] = replace(chart, title=title, lines=lines, crosses=Curve())
+                    charts[key] = replace(chart, title=title, lines=lines, crosses=Curve())
     return [Section(title, list(charts.values())) for title, charts in gathered.items() if charts]
 
 
@@ -200,7 +201,8 @@ def _learning_rate(rows: dict[str, Curve]) -> list[Chart]:
     groups = list(found.items())
     if groups and all(curve == groups[0][1] for _, curve in groups):
         groups = groups[:1]
-    lines = [Line(name.removeprefix("lr-"), curve, number) for number, (name, curve) in enumerate(groups)]
+    alone = "Learning rate" if len(groups) == 1 else ""  # whatever the optimizer is called
+    lines = [Line(name.removeprefix("lr-"), curve, number, name=alone) for number, (name, curve) in enumerate(groups)]
     return [Chart("Learning rate", lines, "linear")] if lines else []
 
 

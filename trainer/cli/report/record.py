@@ -15,9 +15,20 @@ from trainer.cli.report.overflow import PATTERN, Overflow, read_overflow
 from trainer.cli.sweep import shown
 from trainer.record.reader import RunRecord, changed, read_run
 
+NOT_A_RUNS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading raises where files say something that no run writes."""
+
 _LOG_LINES = 400
 _LOG_BYTES = 200_000
 _FILES = 60
+
+
+def unreadable(folder: Path, error: Exception) -> str:
+    """What to say of a folder in which reading has raised one of `NOT_A_RUNS`."""
+    return (
+        f"The files in {folder} say something that a run does not write ({type(error).__name__}: {error}). They were"
+        " changed, or come from another version."
+    )
 
 
 class Run:
