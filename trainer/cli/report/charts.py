@@ -20,6 +20,8 @@ _MOST_OTHERS = 24
 _COLORS = {"tra": 0, "val": 1, "tes": 2}
 """Of the stages, by the first letters of their names."""
 _LAYERS = 3
+_OF_A_LAYER = "grad_norm/"
+"""What `trainer.callbacks.LayerNorms` logs begins so."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Chart:
         scale: of the y-axis: "auto" is logarithmic for more than two decades; "log2".
         crosses: points of skipped steps.
         note: below the title, such as the unit.
+        is_map: whether it is a heat map: a row for each line, which is dark where the value is large.
+        over: what the x-axis is.
     """
 
     title: str
@@ -60,6 +64,8 @@ class Chart:
     scale: str = "auto"
     crosses: Curve = field(default_factory=Curve)
     note: str = ""
+    is_map: bool = False
+    over: str = "step"
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ def overlay(runs: Sequence[tuple[str, Run]], colors: Sequence[int | None], winne
         for section in sections_of(run):
             charts = gathered.setdefault(section.title, {})
             for chart in section.charts:
-                for line in chart.lines:
+                for line in chart.lines if not chart.is_map else ():
                     if line.faint or "/" in line.label:
                         continue
                     title = line.name or (chart.title if len(_named(chart)) == 1 else line.label)
@@ -227,6 +233,10 @@ def _mixed_precision(run: Run, rows: dict[str, Curve]) -> tuple[list[Chart], lis
     ]
     if lines:
         charts.append(Chart("Gradient norm", lines[:2], note="of all true gradients, before clipping"))
+    if layers := {name: rows.pop(name) for name in [*rows] if name.startswith(_OF_A_LAYER)}:
+        lines = [Line(name.removeprefix(_OF_A_LAYER), curve) for name, curve in layers.items()]
+        note = "from the first layer, at the top, to the last one; of true gradients, before clipping"
+        charts.append(Chart("Gradient norm by layer", lines, note=note, is_map=True))
     for kind, title, note in (
         ("underflow", "Underflow", "share of the non-zero gradient elements that are subnormal in float16"),
         ("zeros", "Zeros", "share of the gradient elements that are exactly zero"),
