@@ -433,3 +433,22 @@ def test_maps_of_several_runs_are_left_to_their_own_pages(make_run):
     page = Page(Path("report.html").read_text(encoding="utf-8"))
     assert "val_acc" in page.titles
     assert not [data for data in page.data if "map" in data]
+
+
+def test_how_busy_the_machine_was(make_run):
+    nan = float("nan")
+    usage = {
+        "seconds": [30.0, 60.0, 90.0],
+        "process": [1.5, 1.75, 2.0],
+        "machine": [nan, 2.0, 2.0],
+        "gpu": [0.5, 0.75, 1],
+    }
+    page = report(make_run(told=facts(curves=CURVES | {"usage": usage})))
+    assert page.titles[-4:] == ["Throughput", "Memory", "Processor", "GPU"]
+    processor = page.lines("Processor")
+    assert (processor["this process"]["x"], processor["this process"]["y"]) == ([0.5, 1.0, 1.5], [1.5, 1.75, 2.0])
+    assert processor["all on its cores"]["x"] == [1.0, 1.5]
+    assert page.lines("GPU")["GPU"]["y"] == [50, 75, 100]
+    assert page.data[page.titles.index("GPU")]["over"] == "minute"
+    assert page.data[page.titles.index("GPU")]["x"][1] < 2  # it does not end where the steps do
+    assert "cores of 2 that are busy, over the minutes" in page.text

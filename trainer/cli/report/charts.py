@@ -277,9 +277,24 @@ def _pace(run: Run) -> tuple[list[Chart], list[str]]:
         in_mib = Curve(memory.steps, [value / 2**20 for value in memory.values])
         what = "reserved on the GPU" if record.memory_is_the_gpus else "of the whole process"
         charts.append(Chart("Memory", [Line("memory", in_mib, 3)], "linear", note=f"MiB, {what}"))
+    charts += _usage(record)
     if charts or record.elapsed or run.command != "fit" or not record.rows:
         return charts, []
     return [], ["Time and memory over the steps come with run.json, which does not have them yet."]
+
+
+def _usage(record: RunRecord) -> Iterable[Chart]:
+    """How busy the machine was, over the time."""
+    usage, cores = record.usage, record.environment.get("cores")
+    named = (("process", "this process", 0), ("machine", "all on its cores", 1))
+    lines = [Line(label, usage[name], color, name=f"Cores: {label}") for name, label, color in named if name in usage]
+    if any(len(line.curve) > 1 for line in lines):
+        of_all = f" of {cores}" if isinstance(cores, int) else ""
+        yield Chart("Processor", lines, "linear", note=f"cores{of_all} that are busy, over the minutes", over="minute")
+    if len(gpu := usage.get("gpu", Curve())) > 1:
+        in_percent = Curve(gpu.steps, [100 * value for value in gpu.values])
+        note = "percent of the time in which a kernel runs, over the minutes"
+        yield Chart("GPU", [Line("GPU", in_percent, 2)], "linear", note=note, over="minute")
 
 
 def speed(run: RunRecord) -> Curve:

@@ -71,7 +71,7 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
     most = max(_FEWEST, min(_POINTS, _ALL_POINTS // max(1, len(chart.lines))))
     lines = [(line, thin(line.curve, most)) for line in chart.lines]
     with _axes(chart) as (axes, written):
-        scale = _draw(axes, chart, lines, last_step)
+        scale = _draw(axes, chart, lines, last_step if chart.over == "step" else 0)
         left, right = axes.get_xlim()
         low, high = axes.get_ylim()
     named = [(line, curve) for line, curve in lines if not line.faint]
@@ -85,7 +85,7 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
             {
                 "name": line.label,
                 "color": line.color,
-                "x": [int(step) for step in curve.steps],
+                "x": [int(step) if chart.over == "step" else round(step, 2) for step in curve.steps],
                 "y": [_rounded(value) for value in curve.values],
                 **({"steps": True} if line.steps else {}),
             }
@@ -223,9 +223,9 @@ def _draw(axes: Axes, chart: Chart, lines: Sequence[tuple[Line, Curve]], last_st
     scale = _scale(chart, judged)
     _limit(axes, chart, scale, judged)
     steps = [step for _, curve in lines for step in ((curve.steps[0], curve.steps[-1]) if curve else ())]
-    end = max([*steps, last_step, 1])
+    end = max([*steps, last_step, 1 if chart.over == "step" else 0])
     axes.set_xlim(-0.015 * end, 1.015 * end)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=2))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=chart.over == "step", min_n_ticks=2))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: _short(step)))
     if scale == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3))
@@ -325,7 +325,7 @@ def _short(step: float) -> str:
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if abs(step) >= 10 * size or (size == 1e6 and abs(step) >= size):
             return f"{step / size:g}{letter}"
-    return f"{step:,.0f}"
+    return f"{step:,.6g}"
 
 
 def _tick(value: float) -> str:
