@@ -21,8 +21,8 @@ _IDLE = slice(3, 5)  # of the numbers behind a core's name: idle, and waiting fo
 class Usage:
     """Samples of how busy processor and GPU are.
 
-    A thread takes them, off the step: it sleeps, and reads clocks and a file of the kernel once a second. A process that
-    is forked does not have it; it ends with :meth:`stop`, or with the program.
+    A thread takes them, off the step: it sleeps, and reads clocks and a file of the kernel once a second. A process
+    that is forked does not have it; it ends with :meth:`stop`, or with the program.
 
     A sample is the mean over the time since the one before:
 
