@@ -79,11 +79,12 @@ class Section:
 
 def sections_of(run: Run) -> list[Section]:
     """The charts of one run."""
-    rows = dict(run.record.rows)
+    is_fit = run.command == "fit"
+    rows = {name: curve for name, curve in run.record.rows.items() if is_fit or len(curve) > 1}
     amp = _mixed_precision(run, rows)
     rate = _learning_rate(rows)
     learning, others = _metrics(run, rows)
-    missing = [] if run.record.rows else [_without_rows(run)]
+    missing = [] if run.record.rows and is_fit else [_without_rows(run)]
     found = [
         Section("Learning", [*learning, *rate], missing if not (learning or rate) else ()),
         Section("Loss scale and gradients", *amp),

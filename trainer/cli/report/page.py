@@ -108,16 +108,17 @@ def tiles_of(run: Run) -> list[Tile]:
     tiles = [*_metric_tiles(run)]
     total = run.config.get("trainer", {}).get("max_epochs") if isinstance(run.config.get("trainer"), dict) else None
     record = run.record
-    if run.step is not None:
+    is_fit = run.command == "fit"
+    if run.step is not None and is_fit:
         wanted = f" of {total}" if isinstance(total, int) and total > 0 else ""
         of_all = f"of {total} epochs in all" if wanted else ""
         note = f"{record.epochs}{wanted} epochs" if record.epochs is not None else of_all
         tiles.append(Tile("Optimizer steps", f"{run.step:,}", note))
     skipped = record.skipped_steps
-    if skipped is not None and (record.scale is not None or skipped):
+    if skipped is not None and is_fit and (record.scale is not None or skipped):
         share = f"{skipped / run.step:.1%} of all" if run.step and skipped else ""
         tiles.append(Tile("Skipped steps", f"{skipped:,}", share))
-    if record.scale is not None:
+    if record.scale is not None and is_fit:
         tiles.append(Tile("Loss scale", told(record.scale), "at the end"))
     if run.duration is not None:
         train = record.train_seconds

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer import redaction
 from trainer.cli.report import private
+from trainer.cli.report.figures import Matrix, Picture, figures_in
 from trainer.cli.report.overflow import PATTERN, Overflow, read_overflow
 from trainer.cli.sweep import shown
 from trainer.record.reader import RunRecord, changed, read_run
@@ -118,6 +119,11 @@ class Run:
         files += self.folder.glob(f"lightning_logs/*/{PATTERN}")
         found = (read_overflow(self.record.inside(file)) for file in files)
         return sorted((report for report in found if report), key=lambda report: report.step)
+
+    @cached_property
+    def figures(self) -> tuple[list[Matrix], list[Picture], list[str]]:
+        """Its confusion matrices and pictures, and what is said of those that cannot be shown."""
+        return figures_in(self.record)
 
     @cached_property
     def log(self) -> list[str]:
