@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from torchmetrics.segmentation import DiceScore
 
 from recipes.schedules import with_schedule
+from trainer import log_images
 from trainer.record.figures import figures_of, write_confusion_matrix, write_pictures
 
 
@@ -135,9 +136,9 @@ class Segmenter(L.LightningModule):
         self.log("train_loss", loss, on_step=True, on_epoch=False, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``val_loss`` and ``val_dice``."""
-        self._evaluate("val", self.val_dice, batch)
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Log ``val_loss`` and ``val_dice``. Returns the ``masks`` that were found, int64, shaped as the true ones."""
+        return {"masks": self._evaluate("val", self.val_dice, batch)}
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Log ``test_loss`` and ``test_dice``, and count which class was taken for which, pixel by pixel."""
@@ -145,11 +146,8 @@ class Segmenter(L.LightningModule):
         found = self._evaluate("test", self.test_dice, batch)
         self.test_confusion.update(found, masks)
         if batch_idx == 0:
-            shown = zip(images[:8], masks[:8].byte().cpu().numpy(), found[:8].byte().cpu().numpy(), strict=True)
-            parts = [
-                [_visible(image), *(np.asarray(coloured(one).convert("RGB")) for one in two)] for image, *two in shown
-            ]
-            columns = np.stack([np.concatenate(column) for column in parts])
+            two = (part[:8].byte().cpu().numpy() for part in (masks, found))  # host-device synchronisation
+            columns = np.stack([_column(image, *both) for image, *both in zip(images[:8], *two, strict=True)])
             write_pictures(self.trainer, "test_samples", torch.from_numpy(columns).permute(0, 3, 1, 2))
 
     def on_test_epoch_end(self) -> None:
@@ -253,9 +251,7 @@ class MaskWriter(BasePredictionWriter):
             coloured(mask).save(self.dirpath / f"{name}.png")
             self.written += 1
             if len(self._shown) < self.overview:
-                self._shown.append(
-                    np.concatenate([_visible(batch[0][index]), np.asarray(coloured(mask).convert("RGB"))])
-                )
+                self._shown.append(_column(batch[0][index], mask))
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the overview, and say where the masks are."""
@@ -266,6 +262,37 @@ class MaskWriter(BasePredictionWriter):
                 overview.save(figures / "predicted_masks.png")
         self._shown = []
         rank_zero_info(f"The masks are in {self.dirpath}")
+
+
+class MaskPictures(L.Callback):
+    """Shows the first images of each validation in TensorBoard, W&B and MLflow: above the true mask and the one found.
+
+    Args:
+        count: how many of the first batch; 0 for none.
+    """
+
+    def __init__(self, count: int = 4) -> None:
+        self.count = count
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Show those of the first batch."""
+        if batch_idx or not self.count or trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        images, *masks = (
+            part[: self.count].cpu() for part in (*batch, outputs["masks"])
+        )  # host-device synchronisation
+        columns = [
+            _column(image, *both) for image, *both in zip(images, *(m.byte().numpy() for m in masks), strict=True)
+        ]
+        log_images(trainer, "val_masks", torch.from_numpy(np.stack(columns)).permute(0, 3, 1, 2))
 
 
 def coloured(mask: np.ndarray) -> Image.Image:
@@ -281,6 +308,11 @@ def _colour(number: int) -> tuple[int, int, int]:
         return 0, 0, 0
     red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1.0, 0.65, 1.0)
     return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def _column(image: Tensor, *masks: np.ndarray) -> np.ndarray:
+    """An image above its masks, uint8 of shape (height, width, 3)."""
+    return np.concatenate([_visible(image), *(np.asarray(coloured(mask).convert("RGB")) for mask in masks)])
 
 
 def _visible(image: Tensor) -> np.ndarray:
