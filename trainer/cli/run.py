@@ -148,7 +148,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         import lightning as L
         from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
 
-        from trainer.callbacks import OverflowReport, ScaleMonitor
+        from trainer.callbacks import LayerNorms, OverflowReport, ScaleMonitor
         from trainer.cli.fused import fusing
         from trainer.record.recorder import RunRecorder
         from trainer.trainer import Trainer
@@ -186,7 +186,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     arguments["logger"] = _make_all(settings["logger"], "logger", allowlist) or False
     unwanted: tuple[type, ...] = ()  # what the default config, or a recipe, has put there
     if arguments["barebones"]:
-        unwanted = (Checkpoint, LearningRateMonitor, ScaleMonitor)
+        unwanted = (Checkpoint, LayerNorms, LearningRateMonitor, ScaleMonitor)
         arguments["logger"], arguments["log_every_n_steps"] = False, None
     elif arguments["enable_checkpointing"] is False:
         unwanted = (Checkpoint,)
