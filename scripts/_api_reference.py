@@ -61,7 +61,7 @@ def pages() -> dict[str, str]:
         listed.append(f"## {module}\n\n{about}\n\n{names}")
     introduction = (
         "The public names, written from their docstrings by `scripts/make_api_reference`. How they are used is told in"
-        " the [guides](../index.md). Settings of the command line are in the files of [`conf`](../../conf)."
+        " the [guides](../index.md). Settings of the command line are in [`conf`](../../conf/amp_trainer.yaml)."
     )
     texts["index"] = "\n\n".join(["# API reference", introduction, *listed]) + "\n"
     return texts
