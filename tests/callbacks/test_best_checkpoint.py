@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import BestCheckpoint
@@ -34,11 +34,34 @@ class Logs(Regression):
             self.log(name, values[self.current_epoch], batch_size=4)
 
 
-def fitted(module: Logs, folder: Path, epochs: int, resume: Any = None, **options: Any) -> tuple[Any, BestCheckpoint]:
+def fitted(
+    module: Logs,
+    folder: Path,
+    epochs: int,
+    resume: Any = None,
+    batches: int = 2,
+    beside: Any = (),
+    every: int | None = None,
+    **options: Any,
+) -> tuple[Any, BestCheckpoint]:
+    """Fit; the loader has as many ``batches``, and after ``every`` so many there is a validation."""
     saver = BestCheckpoint(folder / "checkpoints", filename="{epoch}", **{"monitor": "auto", **options})
-    trainer = make_trainer(folder, callbacks=[saver], enable_checkpointing=True, max_epochs=epochs)
-    trainer.fit(module, loader_of(make_batches(2)), loader_of(make_batches(1)), ckpt_path=resume)
+    settings = {"enable_checkpointing": True, "max_epochs": epochs, "val_check_interval": every}
+    trainer = make_trainer(folder, callbacks=[saver, *beside], **settings)
+    trainer.fit(module, loader_of(make_batches(batches)), loader_of(make_batches(1)), ckpt_path=resume)
     return trainer, saver
+
+
+class StepsOfLast(Callback):
+    """After each batch, the step of ``last.ckpt``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.steps = folder / "checkpoints" / "last.ckpt", []
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self.steps.append(torch.load(self.file, weights_only=True)["global_step"] if self.file.exists() else 0)
+
+    on_train_end = on_train_batch_start
 
 
 @pytest.mark.parametrize(
@@ -111,3 +134,13 @@ def test_a_metric_that_is_named_is_monitored_as_by_lightning(tmp_path: Path) -> 
     _, saver = fitted(Logs(**values), tmp_path, 3, monitor="val_acc", mode="min")
     assert (saver.monitor, Path(saver.best_model_path).name) == ("val_acc", "epoch=0.ckpt")
     assert inspect.signature(BestCheckpoint) == inspect.signature(ModelCheckpoint)
+
+
+def test_the_last_checkpoint_is_written_each_time_it_is_due_whether_or_not_there_is_a_metric(tmp_path: Path) -> None:
+    seen = StepsOfLast(tmp_path)
+    module = Logs(val_loss=[1.0, 2.0])
+    options: dict[str, Any] = {"monitor": "val_loss", "save_last": True, "every_n_train_steps": 2}
+    _, saver = fitted(module, tmp_path, 2, batches=6, every=4, beside=[seen], **options)
+    assert seen.steps == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12]
+    best = torch.load(saver.best_model_path, weights_only=True)
+    assert (best["global_step"], float(saver.best_model_score or 0)) == (4, 1.0)  # saved by the validation itself

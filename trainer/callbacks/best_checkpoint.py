@@ -25,7 +25,9 @@ class BestCheckpoint(ModelCheckpoint):
     ``monitor=None``; with a ``save_top_k`` above 1 all are.
 
     With ``save_last=True`` the last checkpoint is written each time it is due; Lightning writes it only where the
-    metric was among the best. A resumed run keeps to the choice. All else, arguments included, is Lightning's.
+    metric was among the best, and with ``every_n_train_steps`` not before the next validation where the metric is not
+    known yet or the epoch ends (in the last epoch: never). A resumed run keeps to the choice. All else, arguments
+    included, is Lightning's.
     """
 
     @functools.wraps(ModelCheckpoint.__init__)  # type: ignore[misc]  # the signature, for configs are held against it
@@ -44,6 +46,16 @@ class BestCheckpoint(ModelCheckpoint):
         every = {"every_n_train_steps": self._every_n_train_steps, "every_n_epochs": self._every_n_epochs}
         return self._generate_state_key(monitor=AUTO, **every, train_time_interval=self._train_time_interval)
 
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save, where it is time to."""
+        waited, self._defer_save_until_validation = self._defer_save_until_validation, False
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._defer_save_until_validation and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._save_last(trainer)  # after the last batch there may be a validation at once
+        self._defer_save_until_validation |= waited
+
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Note what there was, to tell what the validation adds."""
         self._known = dict(trainer.callback_metrics)
@@ -60,7 +72,7 @@ class BestCheckpoint(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Save, where it is time to."""
         super().on_train_epoch_end(trainer, pl_module)
-        if self._should_save_on_train_epoch_end(trainer):
+        if self._should_save_on_train_epoch_end(trainer) or self._defer_save_until_validation:
             self._save_last(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,9 +87,13 @@ class BestCheckpoint(ModelCheckpoint):
 
     def _save_last(self, trainer: Any) -> None:
         """Write the last checkpoint, unless Lightning has just done so."""
-        is_due = self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+        every, waits = self._every_n_epochs, self._defer_save_until_validation
+        is_due = waits or (every >= 1 and (trainer.current_epoch + 1) % every == 0)
         if self.save_last is True and is_due and not self._should_skip_saving_checkpoint(trainer):
+            saved = self._last_global_step_saved
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+            if waits:
+                self._last_global_step_saved = saved  # the validation has this step's best still to save
 
     def _choose(self, logged: Iterable[str]) -> None:
         names = [name for name in without_twins(logged) if direction_of(name)]
