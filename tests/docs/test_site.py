@@ -45,7 +45,7 @@ def test_contents_are_those_of_the_index(site: Path) -> None:
     assert re.findall(r'caption-text">([^<]*)', contents)[:3] == ["To begin", "Mixed precision", "Running"]
     assert '<a class="reference internal" href="reliability.html">Reliability</a>' in contents
     assert '<a class="reference internal" href="api/callbacks.html">trainer.callbacks</a>' in contents
-    assert '<a class="reference internal" href="../CONTRIBUTING.html">CONTRIBUTING</a>' in contents
+    assert '<a class="reference internal" href="../CONTRIBUTING.html">Contributing</a>' in contents
 
 
 def test_files_are_shown(site: Path) -> None:
