@@ -146,17 +146,17 @@ def _means(runs: Sequence[RunRecord]) -> str:
     common, groups = common_overrides(runs), dict[tuple[str, ...], list[RunRecord]]()
     for run in runs:
         own = [override for override in shown(run.overrides) if override not in common]
-        repeats = any(_REPEATS.match(override) for override in own)
-        if repeats and run.completed:
-            groups.setdefault(tuple(override for override in own if not _REPEATS.match(override)), []).append(run)
+        others = tuple(override for override in own if not _REPEATS.match(override))
+        if run.completed and len(others) < len(own):
+            groups.setdefault(others, []).append(run)
     lines = []
-    for own, members in groups.items():
+    for others, members in groups.items():
         values = {name: [run.metrics.get(name, math.nan) for run in members] for name in _metrics(members)}
         told = [
             f"{name} {fmean(n):.4g} ± {stdev(n):.2g}" for name, n in values.items() if math.isfinite(sum(n)) and n[1:]
         ]
         if told:
-            lines.append(f"Mean of {len(members)} jobs{''.join(f' {word}' for word in own)}: {', '.join(told)}")
+            lines.append(f"Mean of {len(members)} jobs{''.join(f' {word}' for word in others)}: {', '.join(told)}")
     return "\n".join(lines)
 
 
