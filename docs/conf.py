@@ -30,6 +30,8 @@ nitpicky = True
 
 html_theme = "furo"
 html_title = "trainer"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_use_index = False
 html_show_copyright = False

@@ -62,7 +62,8 @@ def test_files_are_shown(site: Path) -> None:
 def test_what_is_wrong_is_an_error(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
-    shutil.copy(ROOT / "docs" / "conf.py", docs)
+    for name in ("conf.py", "site.css"):
+        shutil.copy(ROOT / "docs" / name, docs)
     (docs / "index.md").write_text("# Pages\n\n## All\n\n[a](a.md) [b](nowhere.py) [c](a.md#no)\n")
     (docs / "a.md").write_text("# A\n")
     (docs / "alone.md").write_text("# Alone\n")
