@@ -7,11 +7,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import CatMetric
 from torchvision.utils import make_grid, save_image
+
+from trainer import log_images
 
 SIDE = 8  # pixels of an image, in height and in width
 
@@ -118,7 +119,7 @@ class GAN(L.LightningModule):
 class SamplePictures(L.Callback):
     """Writes a grid of generated images at the end of every training epoch: ``epoch_000.png`` and so on.
 
-    It is shown in TensorBoard as well, where that is among the loggers.
+    TensorBoard, W&B and MLflow show them as well, where they are among the loggers.
 
     Args:
         dirpath: folder of the pictures.
@@ -141,9 +142,7 @@ class SamplePictures(L.Callback):
         grid = make_grid(F.interpolate(images, scale_factor=self.zoom), nrow=self.columns)
         self.dirpath.mkdir(parents=True, exist_ok=True)
         save_image(grid, self.dirpath / f"epoch_{trainer.current_epoch:03d}.png")
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image("samples", grid, trainer.global_step)
+        log_images(trainer, "samples", grid)
 
 
 def make_generator(latent_size: int, width: int) -> nn.Sequential:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.segmentation import DiceScore
 
 from recipes.schedules import with_schedule
+from trainer import log_images
 
 
 class UNet(nn.Module):
@@ -131,9 +132,9 @@ class Segmenter(L.LightningModule):
         self.log("train_loss", loss, on_step=True, on_epoch=False, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``val_loss`` and ``val_dice``."""
-        self._evaluate("val", self.val_dice, batch)
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Log ``val_loss`` and ``val_dice``. Returns the ``masks`` that were found, int64, shaped as the true ones."""
+        return {"masks": self._evaluate("val", self.val_dice, batch)}
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Log ``test_loss`` and ``test_dice``."""
@@ -148,13 +149,15 @@ class Segmenter(L.LightningModule):
         """The optimizer and, if there is one, the schedule, stepped once per optimizer step."""
         return with_schedule(self.make_optimizer(self.net.parameters()), self.make_scheduler, self)
 
-    def _evaluate(self, stage: str, dice: DiceScore, batch: tuple[Tensor, Tensor]) -> None:
+    def _evaluate(self, stage: str, dice: DiceScore, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, masks = batch
         logits = self(images)
-        dice.update(logits.argmax(dim=1), masks)
+        found = logits.argmax(dim=1)
+        dice.update(found, masks)
         options = {"on_step": False, "on_epoch": True, "prog_bar": True, "batch_size": len(masks)}
         self.log(f"{stage}_loss", segmentation_loss(logits, masks), sync_dist=True, **options)
         self.log(f"{stage}_dice", dice, **options)
+        return found
 
 
 def segmentation_loss(logits: Tensor, masks: Tensor) -> Tensor:
@@ -233,9 +236,7 @@ class MaskWriter(BasePredictionWriter):
             coloured(mask).save(self.dirpath / f"{name}.png")
             self.written += 1
             if len(self._shown) < self.overview:
-                self._shown.append(
-                    np.concatenate([_visible(batch[0][index]), np.asarray(coloured(mask).convert("RGB"))])
-                )
+                self._shown.append(_column(batch[0][index], mask))
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the overview, and say where the masks are."""
@@ -243,6 +244,37 @@ class MaskWriter(BasePredictionWriter):
             Image.fromarray(np.concatenate(self._shown, axis=1)).save(self.dirpath / "overview.png")
         self._shown = []
         rank_zero_info(f"The masks are in {self.dirpath}")
+
+
+class MaskPictures(L.Callback):
+    """Shows the first images of each validation in TensorBoard, W&B and MLflow: above the true mask and the one found.
+
+    Args:
+        count: how many of the first batch; 0 for none.
+    """
+
+    def __init__(self, count: int = 4) -> None:
+        self.count = count
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Show those of the first batch."""
+        if batch_idx or not self.count or trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        images, *masks = (
+            part[: self.count].cpu() for part in (*batch, outputs["masks"])
+        )  # host-device synchronisation
+        columns = [
+            _column(image, *both) for image, *both in zip(images, *(m.byte().numpy() for m in masks), strict=True)
+        ]
+        log_images(trainer, "val_masks", torch.from_numpy(np.stack(columns)).permute(0, 3, 1, 2))
 
 
 def coloured(mask: np.ndarray) -> Image.Image:
@@ -258,6 +290,11 @@ def _colour(number: int) -> tuple[int, int, int]:
         return 0, 0, 0
     red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1.0, 0.65, 1.0)
     return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def _column(image: Tensor, *masks: np.ndarray) -> np.ndarray:
+    """An image above its masks, uint8 of shape (height, width, 3)."""
+    return np.concatenate([_visible(image), *(np.asarray(coloured(mask).convert("RGB")) for mask in masks)])
 
 
 def _visible(image: Tensor) -> np.ndarray:

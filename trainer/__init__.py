@@ -18,6 +18,7 @@ from trainer._lazy import attribute_from
 if TYPE_CHECKING:
     from trainer.compat.checkpoint_io import CheckpointFiles
     from trainer.compat.fsdp import FSDP2Strategy
+    from trainer.images import log_images
     from trainer.precision import LossScaler, Precision
     from trainer.state.outcome import StepOutcome
     from trainer.trainer import Trainer
@@ -33,6 +34,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "load_weights",
+    "log_images",
 ]
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ _HOMES = {
     "StepOutcome": "trainer.state.outcome",
     "Trainer": "trainer.trainer",
     "load_weights": "trainer.weights",
+    "log_images": "trainer.images",
 }
 
 

@@ -389,7 +389,7 @@ class Trainer(TrainerBase):
             checkpoint = self._checkpoint_connector.dump_checkpoint(weights_only)
             if not weights_only:
                 model_checkpoints.save_states(self, checkpoint, filepath)
-                resuming.note_rows(self, checkpoint)
+                resuming.note_places(self, checkpoint)
             checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
             self.engine.save(checkpoint, filepath, storage_options)
 

@@ -480,6 +480,45 @@ def test_stderr_that_goes_elsewhere_stays_there(clock, monkeypatch):
 # Lightning's interface
 
 
+class Notebook:
+    """The output of a notebook's cell, in the place of IPython."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def display(self, shown, display_id):
+        assert display_id is True
+        self.outputs.append([])
+        output = SimpleNamespace(update=lambda shown: self.outputs[-1].append(shown._repr_mimebundle_((), ())))
+        output.update(shown)
+        return output
+
+
+def test_a_notebook_has_a_bar(clock, monkeypatch):
+    notebook = Notebook()
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
+    monkeypatch.setattr("rich._console", Console(force_jupyter=True, width=100, _environ={}))
+    bar = ProgressBar(refresh_rate=0.1)
+    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2)
+    trainer.progress.skipped_steps = 2
+    trainer.fit()
+    trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, RunningStage.VALIDATING
+    bar.on_validation_start(trainer, None)
+    trainer.evaluate(batches=3)
+    bar.on_validation_end(trainer, None)
+    fit, validation = notebook.outputs  # each replaces what it showed
+    assert len(fit) > 6
+    first, second = fit[-1]["text/plain"].splitlines()
+    plain = re.sub(r"\x1b\[[\d;]*m", "", first)
+    assert re.fullmatch(r"epoch 3/3   ━+  4/4 {4}5\.0 it/s *", plain), plain
+    assert "skipped " in second
+    html = fit[-1]["text/html"]
+    assert html.startswith("<pre ")
+    assert "epoch 3/3" in html
+    assert "#000000" not in html  # on a dark page it would not be seen
+    assert "validation" in validation[-1]["text/html"]
+
+
 def test_switched_off(clock):
     for bar in (on_lines(refresh_rate=0), on_terminal(clock, refresh_rate=0)):
         assert bar.is_disabled

@@ -143,6 +143,20 @@ def test_a_path_is_not_broken_on_a_narrow_terminal(tmp_path, monkeypatch, length
     assert "run folder" in rows(summary)
 
 
+@pytest.mark.parametrize("length", [40, 50, 60])
+def test_of_a_path_that_is_too_long_there_is_what_the_run_folder_has(tmp_path, monkeypatch, length):
+    monkeypatch.chdir(tmp_path)
+    summary = RunSummary(console=Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None))
+    run, own = tmp_path / ("r" * length), "checkpoints/epoch=000-step=2.ckpt"
+    summary.show(record(run, paths={"run": str(run), "best_checkpoint": str(run / own)}))
+    lines = [line.rstrip() for line in printed(summary).splitlines()]
+    fits = length + 1 + len(own) <= 77
+    assert lines[-2:] == (
+        [" best checkpoint:", f"   {run.name}/{own}"] if fits else [" best checkpoint, in the run folder:", f"   {own}"]
+    )
+    assert max(map(len, lines)) <= 80
+
+
 def test_a_path_is_not_broken_in_a_log(tmp_path, summary):
     folder = tmp_path / ("x" * 100) / "y"
     summary.show(record(folder))

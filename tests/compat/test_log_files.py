@@ -63,20 +63,20 @@ def test_rows_are_counted_rather_than_looked_at_where_that_is_known(tmp_path: Pa
     before = lines(tmp_path)
     logger = second_run(tmp_path, make, 2, count=4)
     assert lines(tmp_path) == before[:5]
-    assert log_files.rows_written(logger) == 4
+    assert log_files.place_of(logger) == 4
     logger.log_metrics({"val": 0.25, "epoch": 0}, 3)
     logger.save()
-    assert log_files.rows_written(logger) == 5
+    assert log_files.place_of(logger) == 5
     assert lines(tmp_path) == before
 
 
 def test_rows_of_others_are_not_counted(tmp_path: Path, make: Any) -> None:
-    assert log_files.rows_written(TensorBoardLogger(tmp_path)) is None
+    assert log_files.place_of(TensorBoardLogger(tmp_path)) is None
     logger = make(tmp_path)
-    assert log_files.rows_written(logger) is None
+    assert log_files.place_of(logger) is None
     for one in in_opening_order([logger]):
         _ = one.experiment
-    assert log_files.rows_written(logger) == 0
+    assert log_files.place_of(logger) == 0
 
 
 def test_half_a_line_is_dropped(tmp_path: Path, make: Any) -> None:

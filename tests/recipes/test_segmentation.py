@@ -1,16 +1,19 @@
 import json
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 from recipes.schedules import onecycle
-from recipes.segmentation import MaskWriter, Segmenter, UNet, coloured, segmentation_loss
+from recipes.segmentation import MaskPictures, MaskWriter, Segmenter, UNet, coloured, segmentation_loss
 from tests.support import loader_of, make_trainer
 from trainer.cli import main
 
@@ -125,6 +128,22 @@ def test_a_mask_is_written_for_each_image_and_nothing_is_kept(tmp_path: Path):
     assert pixels[0, 7].tolist() == [0, 0, 0]
     assert pixels[8, 0].any()
     assert not pixels[8, 7].any()
+
+
+def test_masks_are_shown_at_each_validation(tmp_path: Path):
+    trainer = make_trainer(
+        tmp_path, logger=TensorBoardLogger(tmp_path, name="", version=""), callbacks=[MaskPictures(1)]
+    )
+    trainer.fit(Segmenter(Brightness(), ADAMW, num_classes=2), loader_of(halves(3)), loader_of(halves(2)))
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (shown,) = events.Images("val_masks")
+    picture = np.asarray(Image.open(BytesIO(shown.encoded_image_string)))
+    image, true, found = picture.reshape(3, 8, 8, 3)
+    assert shown.step == 3
+    assert image[:, :4].min() == 255
+    assert image[:, 4:].max() == 0
+    assert true.tolist() == found.tolist() == np.asarray(coloured(np.uint8(image[..., 0] > 0)).convert("RGB")).tolist()
 
 
 @unknown_indices

@@ -1,10 +1,11 @@
-"""The progress bar: live on a terminal, plain lines anywhere else."""
+"""The progress bar: live on a terminal and in a notebook, plain lines anywhere else."""
 
 import logging
 import math
 import sys
 import time
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, TextIO
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks.progress.progress_bar import get_standard_metri
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from rich import get_console
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 from rich.live import Live
 from rich.progress_bar import ProgressBar as Bar
 from rich.segment import Segment
@@ -40,9 +42,9 @@ class ProgressBar(LightningProgressBar):
     """Shows epoch, batch, rate, loss, the metrics logged with ``prog_bar=True``, scale and skipped steps.
 
     On a terminal this is a live bar, with a second one while validating; ``print``, warnings and log records
-    appear above it. Anywhere else (a file, a pipe, a notebook, ``TERM=dumb``) it is plain lines: one at the
-    end of every epoch, and one every `seconds_between_lines` during a long one. Only rank zero shows
-    anything.
+    appear above it. In a notebook it is the same bar in the cell's output, and they appear below it; ipywidgets
+    are not needed. Anywhere else (a file, a pipe, ``TERM=dumb``) it is plain lines: one at the end of every epoch,
+    and one every `seconds_between_lines` during a long one. Only rank zero shows anything.
 
     A batch on which no refresh is due costs one look at the clock. Metrics are read when a refresh is due and
     not before, because on a GPU each read waits for the device; the scale comes from
@@ -80,7 +82,7 @@ class ProgressBar(LightningProgressBar):
         self._console = console
         self._enabled = True
         self._running = False
-        self._live: Live | None = None  # None while running: plain lines
+        self._live: Live | _Cell | None = None  # None while running: plain lines
         self._redirected: list[tuple[logging.StreamHandler[Any], TextIO]] = []
         self._due = math.inf  # when to refresh next; infinite while nothing is to be shown
         self._train = _Row("", math.inf, 0.0)
@@ -243,6 +245,11 @@ class ProgressBar(LightningProgressBar):
         self._display = _Display()
         self.reset_dataloader_idx_tracker()
         console = self._console or get_console()
+        if console.is_jupyter:
+            self._live = _Cell(self._display)
+            self._live.start()
+            self._due = time.monotonic()
+            return
         # Under FORCE_COLOR rich takes a log file for a terminal, and a bar would fill it.
         terminal = console.is_terminal and (self._console is not None or console.file.isatty())
         if not terminal or console.is_dumb_terminal:
@@ -407,7 +414,7 @@ class _Row:
         return f"eta {timedelta(seconds=round((self.total - self.completed) / self.rate))}"
 
 
-class _Display:
+class _Display(JupyterMixin):
     """The live display: a bar for each row, and the metrics below.
 
     Drawn by hand rather than with `rich.progress.Progress`, whose table layout takes four times as long.
@@ -421,8 +428,9 @@ class _Display:
         indent = max(10, *(len(row.label) for row in self.rows)) + 2 if self.rows else 0
         for row in self.rows:
             left = Text(f"{row.label:<{indent}}", style="bold", end="")
-            right = Text(f"  {row.count}", style="progress.download", no_wrap=True, overflow="ellipsis")
-            right.append(f"  {row.speed:>10}", style="default")
+            right = Text(no_wrap=True, overflow="ellipsis")
+            right.append(f"  {row.count}", style="progress.download")
+            right.append(f"  {row.speed:>10}")
             right.append(f"  {row.eta:<11}", style="progress.remaining")
             width = options.max_width - left.cell_len - right.cell_len
             yield left
@@ -439,6 +447,31 @@ class _Display:
                 skips = name == "skipped" and value != "0"
                 text.append(f"{name} ", style="dim").append(f"{value}  ", style="bold yellow" if skips else "")
             yield text
+
+
+class _Cell:
+    """What rich's `Live` is for a terminal, for the output of a notebook's cell.
+
+    In a notebook `Live` needs ipywidgets, whose state is not kept in the file. IPython alone can replace an output.
+
+    Args:
+        display: What to show.
+    """
+
+    def __init__(self, display: _Display) -> None:
+        self._display = display
+        self._handle: Any = None
+
+    def start(self) -> None:
+        """Show it for the first time."""
+        show = import_module("IPython.display").display  # in a notebook there is one
+        self._handle = show(self._display, display_id=True)
+
+    def refresh(self) -> None:
+        """Show how it is now, in its place."""
+        self._handle.update(self._display)
+
+    stop = refresh
 
 
 def _format(value: object) -> str:

@@ -17,6 +17,9 @@ from trainer.record.recorder import RecordView
 _LABELS = 20
 """Columns that the labels, and what is around them, take up at the most."""
 
+_INDENT = 3
+"""Of a path on a line of its own."""
+
 _TOLD = ("amp/scale", "amp/skipped_steps")
 """Logged values that the record has itself, as they are after the last step."""
 
@@ -81,9 +84,13 @@ class RunSummary(RecordView):
         rows = _paths(record.paths)
         room = console.width - _LABELS
         console.print(_table(record, [row for row in rows if len(row[1]) <= room]))
+        run = next((f"{path}{os.sep}" for name, path in rows if name == "run folder"), "")
         for name, path in (row for row in rows if len(row[1]) > room):  # lines of their own, good to paste
+            own = path.removeprefix(run)
+            if len(path) > console.width - _INDENT >= len(own):  # else the terminal would break it inside of a word
+                name, path = f"{name}, in the run folder", own
             console.print(Text(f" {name}:", style="dim"))
-            console.print(Text(f"   {path}"), soft_wrap=True)
+            console.print(Text(f"{'':{_INDENT}}{path}"), soft_wrap=True)
 
 
 def _table(record: RunRecord, paths: list[tuple[str, str]]) -> Table:

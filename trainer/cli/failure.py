@@ -52,6 +52,11 @@ _TOLD = ".failure"
 
 _BY_MESSAGE = (
     (
+        r"No API key configured|api_key not configured",
+        "logger=wandb sends to an account: log in once with `wandb login`, or set WANDB_API_KEY. Without one,"
+        " logger.wandb.offline=true keeps everything in the run's folder, and `wandb sync` can send it later.",
+    ),
+    (
         r"device-side assert",
         "Most often a label or an index is out of range. The GPU tells too late which: the same command with"
         " trainer=cpu names the line.",

@@ -224,7 +224,7 @@ _GROUPS = {
     "callbacks": "",
     "compile": "torch.compile, for the whole run",
     "tuning": "fast: TF32, cudnn.benchmark, channels_last, expandable segments",
-    "logger": "",
+    "logger": "several: logger=[default,wandb]",
     "compare": "what compare asks of the runs",
     "tune": "what tune tries",
     "checks": "what checks assumes",

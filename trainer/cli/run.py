@@ -17,22 +17,22 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import redaction
-from trainer.cli import failure
+from trainer.cli import failure, tracking
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, value_of
 from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first, is_quiet
-from trainer.cli.restore import recipe_of
-from trainer.cli.sweep import worth_showing
+from trainer.cli.restore import recipe_of, run_of
+from trainer.cli.sweep import ENDED_WELL, worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
 from trainer.cli.workdir import go_on_command
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.record.environment import environment
 from trainer.record.reader import RunRecord
-from trainer.record.run_file import RunFile
+from trainer.record.run_file import RunFile, read
 
 ADVICE = "lightning.pytorch.advice"
 """The logger of advice, which conf/hydra/job_logging/trainer.yaml lets through to the terminal."""
@@ -118,6 +118,7 @@ def run(config: DictConfig) -> float | None:
             log.info("Nothing was left to do: the run in %s is complete.", folder)
         if is_first() and is_ours:
             record.write()
+        tracking.end(well=record.facts["status"] in ENDED_WELL)
     run = RunRecord(record.facts, folder)
     _warn_of_missing_objective(settings, run)
     if is_first() and not is_quiet() and "inference_speed" in record.facts:
@@ -142,6 +143,9 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     arguments = dict(settings["trainer"])
     target = arguments.pop("_target_")
     allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
+    told: dict[str, Any] | None = None  # to W&B and MLflow, of the run
+    if record is not None and tracking.is_asked_for(settings["logger"]):
+        settings, told = _with_tracking(settings, folder, record)
     with imports_only():  # everything is found and checked before anything is made
         import lightning as L
         from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
@@ -176,6 +180,11 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     arguments["default_root_dir"] = arguments["default_root_dir"] or str(folder)
     arguments["precision"] = make(settings["precision"], "precision", allowlist)
     arguments["callbacks"] = _make_all(settings["callbacks"], "callbacks", allowlist)
+    if told is not None:
+        from trainer.record.tracked import Tracked
+
+        tracking.open_stores(settings["logger"])
+        arguments["callbacks"].append(Tracked(told))
     arguments["logger"] = _make_all(settings["logger"], "logger", allowlist) or False
     unwanted: tuple[type, ...] = ()  # what the default config, or a recipe, has put there
     if arguments["barebones"]:
@@ -212,6 +221,19 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     if is_first() and not is_quiet() and (said := getattr(arguments["precision"], "said", "")):
         print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
     return module, data, trainer
+
+
+def _with_tracking(settings: dict[str, Any], folder: Path, record: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings with those of the loggers for W&B and MLflow filled in; and what these are told as the run's own."""
+    former: Any = {}
+    if settings["ckpt"] and settings["command"] != "fit" and (tested := run_of(Path(settings["ckpt"]))):
+        former = read(tested).get("tracking") or {}  # what is said of the run that is tested belongs to it
+    name, is_job = (
+        settings.get("name") or record.facts["recipe"],
+        not OmegaConf.is_missing(HydraConfig.get().job, "num"),
+    )
+    loggers = tracking.complete(settings["logger"], folder, name, is_job=is_job, former=former)
+    return settings | {"logger": loggers}, {} if former else tracking.settings_to_log(settings)
 
 
 def _is_taken(name: str, settings: dict[str, Any]) -> bool:

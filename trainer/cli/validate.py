@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import machine
-from trainer.cli import objective, permissions, plugins
+from trainer.cli import objective, permissions, plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
 from trainer.cli.folders import packaged_conf
@@ -362,6 +362,7 @@ def _check_whole(
     objective.check(plain["objective"])
     _check_checkpoint_files(plain["checkpoint_files"])
     if runs:
+        tracking.check(plain)
         _check_model(plain, config_dir, config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
         _check_combinations(plain)

@@ -91,8 +91,8 @@ class _ModelSummary(RichModelSummary):
         }
         console = get_console()
         console.print(table)
-        for name, total in totals.items():
-            console.print(f"[bold]{name}[/]: {total}".rstrip(), highlight=False)
+        lines = [f"[bold]{name}[/]: {total}".rstrip() for name, total in totals.items()]
+        console.print("\n".join(lines), highlight=False)  # at once: each print is a box of its own in a notebook
 
 
 def build_callbacks(

@@ -7,6 +7,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning
+from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
+from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.parsing import clean_namespace
@@ -16,6 +18,7 @@ from trainer import redaction
 from trainer.checkpoint.inert import refusal
 from trainer.checkpoint.plain import name_of, plain_numbers
 from trainer.checkpoint.plain_form import plain, plain_dict, resolved
+from trainer.record.tracked import not_there_yet
 
 _reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule
 
@@ -132,17 +135,20 @@ def log_hyper_parameters(trainer: Any) -> None:
 
 
 class _WithoutSecrets:
-    """A logger that removes secrets from the hyper-parameters it is given."""
+    """A logger that removes secrets from the hyper-parameters it is given, and what MLflow would refuse to change."""
 
     def __init__(self, logger: Any) -> None:
         self.log_graph = logger.log_graph
         self.save = logger.save
-        self._log = logger.log_hyperparams
+        self._logger = logger
 
     def log_hyperparams(self, hparams: dict[str, Any]) -> None:
         """Pass on; an OmegaConf node as plain containers."""
         given = {name: resolved(value) if isinstance(value, Container) else value for name, value in hparams.items()}
-        self._log(redaction.containers(given))
+        given = redaction.containers(given)
+        if isinstance(self._logger, MLFlowLogger) and self._logger.run_id is not None:  # None: of another rank
+            given = not_there_yet(self._logger, _flatten_dict(_convert_params(given)))
+        self._logger.log_hyperparams(given)
 
 
 def drop_unpicklable(module: Any) -> None:

@@ -1,4 +1,4 @@
-"""Loggers that go on in the files of an earlier run, where they would delete them or open a folder of their own."""
+"""Loggers that go on in the files, or in the W&B or MLflow run, of an earlier run, where they would begin anew."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from lightning.fabric.loggers.csv_logs import CSVLogger as FabricCSVLogger
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.compat.checkpoint_io import local_path
 from trainer.compat.default_logger import rows_beside
@@ -40,8 +41,19 @@ def newest_version(logger: Any, pattern: str | None = None) -> int | None:
     return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
 
-def rows_written(logger: Any) -> int | None:
-    """The number of rows in the CSV file of ``logger``, to which it writes what it has; None where it has none here."""
+def place_of(logger: Any) -> int | str | None:
+    """Where ``logger`` is, for `go_on`: how many rows its CSV file has, or the id of its run in W&B or MLflow, or None.
+
+    What it has is written to the file first.
+    """
+    if isinstance(logger, WandbLogger):
+        return logger.version
+    if isinstance(logger, MLFlowLogger):
+        return logger._run_id
+    return _rows_written(logger)
+
+
+def _rows_written(logger: Any) -> int | None:
     rows = _csv_of(logger)
     if rows is None or rows._experiment is None:
         return None
@@ -53,19 +65,37 @@ def rows_written(logger: Any) -> int | None:
         return max(0, sum(1 for _ in file) - 1)
 
 
-def go_on(logger: Any, step: int | None, count: int | None = None) -> None:
-    """Have ``logger`` go on in its files, where it is one that we know: CSV, TensorBoard, or the default one.
+def go_on(logger: Any, step: int | None, place: int | str | None = None) -> None:
+    """Have ``logger`` go on where it was, if it is one that we know: CSV, TensorBoard, the default one, W&B, MLflow.
 
     Args:
         logger: has not written yet, or has written to its files everything.
         step: of the next row. Those of this step and later are dropped, for they will be made again; None keeps all.
-        count: the number of rows to keep of a CSV file, where that is known: it is more exact.
+            W&B and MLflow keep all: rows of one step that are made twice are the same.
+        place: `place_of` the logger then, where that is known. So many rows of a CSV file are kept: that is more exact.
     """
+    if isinstance(place, str):
+        _go_on_in_run(logger, place)
+        return
+    count = place
     if isinstance(logger, TensorBoardLogger) and logger._experiment is None and step is not None:
         logger._kwargs["purge_step"] = step
     rows = _csv_of(logger)
     if rows is not None and local_path(rows.log_dir) is not None:
         rows._experiment = (_Rows if isinstance(rows, CSVLogger) else _PlainRows)(rows.log_dir).after(step, count)
+
+
+def _go_on_in_run(logger: Any, run: str) -> None:
+    """Have ``logger`` go on in ``run``, unless somebody has told it which run that is to be."""
+    if isinstance(logger, WandbLogger) and logger._experiment is None and logger._id is None:
+        logger._id = logger._wandb_init["id"] = run
+    elif isinstance(logger, MLFlowLogger) and not logger._initialized and logger._run_id is None:
+        try:
+            logger._mlflow_client.update_run(run, status="RUNNING")
+        except Exception as error:  # it has been deleted, or is elsewhere
+            rank_zero_warn(f"MLflow cannot go on with the run {run}, so there is a new one: {error}")
+        else:
+            logger._run_id = run
 
 
 def _csv_of(logger: Any) -> FabricCSVLogger | None:

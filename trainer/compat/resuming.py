@@ -29,7 +29,7 @@ def newest_checkpoint(trainer: Any, session: ExitStack, beside: Any = None) -> s
     """The newest good checkpoint in the folders of this run, or ``beside`` them; None for none. The same on all ranks.
 
     The folders are locked before that, until ``session`` closes. Loggers that number their folders get the number of
-    the run that wrote the checkpoint, and the loggers that we know continue its files.
+    the run that wrote the checkpoint, and the loggers that we know continue its files, or its run in W&B or MLflow.
 
     Raises:
         FolderInUseError: another run has one of the folders.
@@ -42,9 +42,9 @@ def newest_checkpoint(trainer: Any, session: ExitStack, beside: Any = None) -> s
         allow_removal(trainer, session)
         rank_zero_info(f"resume='auto': going on from {path}")
         if trainer.is_global_zero:
-            step, rows = _place_in_logs(path)
-            for logger, count in zip_longest(trainer.loggers, rows[: len(trainer.loggers)]):
-                log_files.go_on(logger, step, count)
+            step, places = _place_in_logs(path)
+            for logger, place in zip_longest(trainer.loggers, places[: len(trainer.loggers)]):
+                log_files.go_on(logger, step, place)
     return path
 
 
@@ -78,16 +78,16 @@ def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, 
     return str(path), versions if former is None else {**versions, 0: former}
 
 
-def note_rows(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Put the number of rows that each logger has written into ``checkpoint``: a run that continues keeps these."""
+def note_places(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Put where each logger is into ``checkpoint``: a run that continues goes on there."""
     for logger in trainer.loggers if trainer.resume else ():  # the others' files are complete, too
         logger.save()
     if trainer.is_global_zero:  # which writes the files
-        checkpoint["loops"][OUR_KEY][_ROWS] = [log_files.rows_written(logger) for logger in trainer.loggers]
+        checkpoint["loops"][OUR_KEY][_ROWS] = [log_files.place_of(logger) for logger in trainer.loggers]
 
 
-def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | None]]:
-    """The step of the next row after the checkpoint ``path``, and the rows that each logger had written."""
+def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | str | None]]:
+    """The step of the next row after the checkpoint ``path``, and where each logger was."""
     with suppress(Exception):  # a file of another format raises anything; the error is reported when it is loaded
         loops = loops_in(path)
         if OUR_KEY not in loops:

@@ -4,7 +4,7 @@ In a training step, in this order::
 
     clear(optimizer)                   at a window's first batch, for each optimizer
     backward(scale(loss))              each batch; or, where this process has no loss,
-    forward_without_loss()             before the processes tell each other who has one, and
+    forward_without_loss(has_run)      before the processes tell each other who has one, and
     backward_without_loss(exchanges)   in the place of the backward pass
     keep(optimizer)                    only where a compiled backward pass (CUDA graphs) would overwrite them
     multiply_(optimizers, factor)      at a window's end, where its mean is not what the shares had expected
@@ -92,8 +92,12 @@ class Gradients:
         """A backward pass inside of ``training_step``: ``run`` on the scaled loss."""
         run(loss)
 
-    def forward_without_loss(self) -> None:
-        """Take part in the other processes' forward pass, in the place of a batch that has no loss."""
+    def forward_without_loss(self, has_run: bool) -> None:
+        """Take part in the other processes' forward pass, in the place of a batch that has no loss.
+
+        Args:
+            has_run: whether ``training_step`` was called, and returned None; there was no batch otherwise.
+        """
 
     def backward_without_loss(self, exchanges: bool) -> None:
         """Take part in the other processes' backward pass, in the place of a batch that has no loss. Adds zeros.

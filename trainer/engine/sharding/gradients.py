@@ -68,7 +68,7 @@ class ShardedGradients(Gradients):
         with self._sharded().backward_inside(loss) as watched:
             run(watched)
 
-    def forward_without_loss(self) -> None:
+    def forward_without_loss(self, has_run: bool) -> None:
         """The collectives of the other processes' forward pass, as far as this batch had none of its own."""
         self.scaler.expect_scaled(self._device)
         self._idle_loss = self._sharded().idle.forward()

@@ -1,0 +1,257 @@
+"""``logger=wandb`` and ``logger=mlflow``, with the real packages: W&B offline, MLflow in a database of SQLite."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import redaction
+from trainer.cli import main, tracking
+from trainer.cli.arguments import UsageError, read
+from trainer.cli.validate import validate
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # MLflow's, of SQLAlchemy
+
+FIT = ["fit", "+recipe=line", "callbacks.learning_rate_monitor=null"]
+BOTH = ["logger=[csv,wandb,mlflow]", "logger.wandb.offline=true"]
+
+
+@pytest.fixture(autouse=True)
+def alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "LOCAL_RANK", "WANDB_MODE", "WANDB_PROJECT", "WANDB_API_KEY", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("HOME", str(project / "home"))  # where W&B and MLflow keep things of their own
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
+
+
+def _entries(log: bytes) -> Iterator[bytes]:
+    """The entries of a log in LevelDB's format, which W&B writes: blocks of 32 KiB, an entry in one or more pieces."""
+    at, entry = 7, b""  # behind the heading
+    while at + 7 <= len(log):
+        if 32768 - at % 32768 < 7:  # the rest of the block is too short for a piece
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        entry += log[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # the whole, or its last piece
+            yield entry
+            entry = b""
+
+
+class Wandb:
+    """What the file of an offline run says."""
+
+    def __init__(self, run: str, index: int = 0) -> None:
+        import wandb
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        wandb.teardown()  # its process, which writes the file, has ended then
+        file = sorted(Path(run).glob("wandb/offline-run-*/*.wandb"))[index]
+        self.id, self.rows, self.config, self.artifacts, self.exit_code = "", [], {}, [], None
+        for data in _entries(file.read_bytes()):
+            (record := Record()).ParseFromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                self.run, self.id = record.run, record.run.run_id
+                self._update(record.run.config)
+            elif kind == "config":
+                self._update(record.config)
+            elif kind == "history":
+                self.rows.append(
+                    {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                )
+            elif kind == "artifact":
+                self.artifacts.append(record.artifact)
+            elif kind == "exit":
+                self.exit_code = record.exit.exit_code
+
+    def _update(self, config: Any) -> None:
+        self.config |= {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in config.update}
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        return [(row["trainer/global_step"], row[name]) for row in self.rows if name in row]
+
+
+class Mlflow:
+    """What the database says of the only run in it."""
+
+    def __init__(self, experiment: str = "line", store: str = "outputs/mlflow.db") -> None:
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{Path(store).absolute()}")
+        (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+        self.id, self.status, self.name = run.info.run_id, run.info.status, run.info.run_name
+        self.parameters, self.tags = run.data.params, run.data.tags
+        self.values = lambda name: [(m.step, m.value) for m in client.get_metric_history(self.id, name)]
+        self.artifacts = lambda path=None: [file.path for file in client.list_artifacts(self.id, path)]
+
+
+def recorded(folder: str = "run") -> dict[str, Any]:
+    return json.loads(Path(folder, "run.json").read_text())
+
+
+def rows(folder: str = "run") -> list[tuple[int, float]]:
+    with Path(folder, "csv/metrics.csv").open() as file:
+        return [(int(row["step"]), float(row["val_loss"])) for row in csv.DictReader(file) if row["val_loss"]]
+
+
+def approximately(points: list[tuple[int, float]]) -> list[tuple[int, Any]]:
+    return [(step, pytest.approx(value)) for step, value in points]
+
+
+def test_a_run_in_all_loggers_at_once(project: Path) -> None:
+    before = {file.name for file in project.iterdir()}
+    assert main([*FIT, *BOTH, "hydra.run.dir=run"]) == 0
+    wandb, mlflow, facts = Wandb("run"), Mlflow(), recorded()
+    assert len(rows()) == 2
+    for values in (wandb.values("val_loss"), mlflow.values("val_loss")):
+        assert values == approximately(rows())
+    assert wandb.config["optimizer"]["lr"] == 0.1
+    assert wandb.config["trainer"]["max_epochs"] == 2
+    assert mlflow.parameters["optimizer/lr"] == "0.1"
+    assert (wandb.exit_code, mlflow.status) == (0, "FINISHED")
+    assert (wandb.run.project, wandb.run.display_name, wandb.run.run_group) == ("line", "run", "")
+    assert mlflow.name == "run"
+    assert facts["tracking"] == {"wandb": wandb.id, "mlflow": mlflow.id}
+    assert {file.name for file in project.iterdir()} - before - {"__pycache__", "home"} == {"run", "outputs"}
+    assert {file.name for file in Path("outputs").iterdir()} == {"mlflow.db"}
+
+
+def test_secrets_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(redaction._values, "hush-hush", "TOKEN")
+    optimizer = {"lr": 0.1, "weight_decay": None}
+    said = {
+        "data": {"password": "1234", "root": "s3/hush-hush", "limit": None},
+        "model": {"width": 3, "optimizer": optimizer},
+        "optimizer": optimizer,
+        "logger": {"wandb": {}},
+    }
+    assert tracking.settings_to_log(said) == {
+        "data": {"password": "***", "root": "s3/${oc.env:TOKEN}"},
+        "model": {"width": 3},
+        "optimizer": {"lr": 0.1},
+    }
+
+
+def test_the_same_command_goes_on_in_the_same_runs(project: Path) -> None:
+    words = [*FIT, *BOTH, "resume=auto", "hydra.run.dir=run"]
+    assert main([*words, "trainer.max_epochs=1"]) == 0
+    first = Wandb("run").id
+    assert main([*words, "trainer.max_epochs=2"]) == 0  # which MLflow would refuse to change
+    assert [Wandb("run", index).id for index in (0, 1)] == [first, first]
+    mlflow = Mlflow()
+    assert mlflow.status == "FINISHED"
+    assert mlflow.values("val_loss") == approximately(rows())
+    assert [step for step, _ in rows()] == [3, 7]
+    assert recorded()["tracking"] == {"wandb": first, "mlflow": mlflow.id}
+
+
+def test_a_test_belongs_to_the_run_that_is_tested(project: Path) -> None:
+    assert main([*FIT, *BOTH, "hydra.run.dir=run"]) == 0
+    assert main(["test", "ckpt=run", "hydra.run.dir=tested"]) == 0
+    tested, mlflow = Wandb("tested"), Mlflow()
+    assert tested.id == Wandb("run").id
+    assert tested.values("test_loss") == mlflow.values("test_loss")
+    assert len(tested.values("test_loss")) == 1
+    assert "command" not in tested.config
+    assert mlflow.parameters["command"] == "fit"
+
+
+def test_checkpoints_as_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    artifacts = ["logger.wandb.log_model=true", "logger.mlflow.log_model=true"]
+    assert main([*FIT, *BOTH, "logger.wandb.offline=false", *artifacts, "hydra.run.dir=run"]) == 0
+    saved = {file.stem for file in Path("run/checkpoints").iterdir()}
+    assert set(Mlflow().artifacts()) == saved
+    assert Mlflow().artifacts("last") == ["last/aliases.txt", "last/last.ckpt", "last/metadata.yaml"]
+    sent = Wandb("run").artifacts
+    assert [(artifact.type, artifact.name) for artifact in sent] == [("model", f"model-{Wandb('run').id}")] * len(saved)
+
+
+def test_a_job_of_a_sweep_has_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main([*FIT, *BOTH, "trainer.max_epochs=1", "hydra.run.dir=multirun/line/today/3", "hydra.job.num=3"]) == 0
+    wandb, mlflow = Wandb("multirun/line/today/3"), Mlflow()
+    assert (wandb.run.display_name, wandb.run.run_group) == ("today/3", "today")
+    assert (mlflow.name, mlflow.tags["sweep"]) == ("today/3", "today")
+
+
+def test_a_failed_run_has_failed_there_too() -> None:
+    assert main([*FIT, *BOTH, "model.fail_at=2", "hydra.run.dir=run"]) == 1
+    assert (Wandb("run").exit_code, Mlflow().status) == (1, "FAILED")
+
+
+def test_without_an_account(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FIT, "logger=wandb"]) == 1
+    said = capsys.readouterr().err
+    assert "No API key configured" in said
+    assert "logger.wandb.offline=true keeps everything in the run's folder, and `wandb sync` can send it later." in said
+
+
+@pytest.mark.parametrize(
+    ("words", "absent", "complaint"),
+    [
+        (
+            ["logger=wandb"],
+            "wandb",
+            "logger.wandb needs wandb, which is not installed: pip install 'amp-trainer[wandb]'",
+        ),
+        (["logger=[csv,mlflow]"], "mlflow", "logger.mlflow needs mlflow, which is not installed: pip install 'amp-tr"),
+        (
+            ["logger=mlflow"],
+            "alembic",
+            "logger.mlflow needs alembic, which is not installed: pip install 'amp-trainer[m",
+        ),
+        (["logger=mlflow", "logger.mlflow.tracking_uri=http://host:5000"], "alembic", ""),
+        (["logger=wandb", "logger.wandb.log_model=true", "checkpoint_files.sharded=true"], "", "are folders then"),
+        (
+            ["logger=wandb", "logger.wandb.log_model=all", "checkpoint_files.asynchronous=true"],
+            "",
+            "before it is writt",
+        ),
+        (["logger=[csv,wandv]"], "", "Did you mean 'wandb'?"),
+        (["logger=[csv,wandb]", "logger.wandb.projekt=x"], "", "Did you mean 'logger.wandb.project'?"),
+    ],
+)
+def test_mistakes(words: list[str], absent: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None if name == absent else name)
+    if not complaint:
+        validate(read([*FIT, *words]))
+        return
+    with pytest.raises(UsageError) as caught:
+        validate(read([*FIT, *words]))
+    assert complaint in str(caught.value)
+
+
+def test_the_words_of_the_packages_themselves_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    node = {"_target_": "lightning.pytorch.loggers.WandbLogger", "project": None, "name": None, "id": "mine"}
+    completed = tracking.complete({"w": node, "csv": {}}, tmp_path / "a", "line", is_job=False, former={"wandb": "x"})
+    assert completed == {"w": node | {"name": "a", "log_model": False}, "csv": {}}
+    node = {"_target_": "lightning.pytorch.loggers.MLFlowLogger", "tracking_uri": None}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+    loggers = tracking.complete({"m": node}, tmp_path / "a", "line", is_job=False, former={"mlflow": "gone"})
+    tracking.open_stores(loggers)
+    completed = loggers["m"]
+    assert completed["tracking_uri"] == f"sqlite:///{tmp_path}/other.db"
+    assert (completed["experiment_name"], completed["run_name"]) == ("theirs", "a")
+    assert completed["run_id"] is None  # there is no such run
+    assert "artifact_location" not in completed
+
+
+def test_a_run_that_ckpt_restores_takes_other_loggers() -> None:
+    assert main([*FIT, "hydra.run.dir=run", "trainer.max_epochs=1"]) == 0
+    config = validate(read(["fit", "+recipe=line", *BOTH]))
+    assert set(config.logger) == {"csv", "wandb", "mlflow"}
+    assert main(["test", "ckpt=run", *BOTH, "hydra.run.dir=tested"]) == 0
+    assert len(Wandb("tested").values("test_loss")) == 1
