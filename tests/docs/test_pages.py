@@ -27,10 +27,10 @@ that are not named: none. Raise a number only for what cannot run on a machine w
 
 SEARCHED = (
     "Accelerate", "accumulate", "branch", "callback", "class weights", "clip", "confusion matrix", "datasets", "DDP",
-    "discriminative learning rates", "early", "EMA", "export", "freeze", "FSDP", "GAN", "Hugging Face", "imbalanced",
-    "hyper-parameters", "k-fold", "Keras", "learning-rate schedule", "LoRA", "NaN", "ONNX", "Optuna", "out of memory",
-    "profile", "quantise", "resume", "samplers", "Slurm", "SWA", "SyncDetector", "torch.export", "torchrun", "two GPUs",
-    "transformers", "validation sets", "WeightedRandomSampler",
+    "discriminative learning rates", "early", "EMA", "export", "freeze", "FSDP", "GAN", "Hugging Face", "images",
+    "imbalanced", "hyper-parameters", "k-fold", "Keras", "learning-rate schedule", "LoRA", "MLflow", "NaN", "ONNX",
+    "Optuna", "out of memory", "profile", "quantise", "resume", "samplers", "Slurm", "SWA", "SyncDetector",
+    "torch.export", "torchrun", "transformers", "two GPUs", "validation sets", "W&B", "WeightedRandomSampler",
 )  # fmt: skip
 """What people look for: each stands in a heading of a guide, or in the paragraph below it."""
 
