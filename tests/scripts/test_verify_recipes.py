@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -140,6 +142,30 @@ def test_downloads_where_it_may(script, tmp_path, monkeypatch):
     assert r"failed: \|trained\| |" in first_row("--with-network")
     assert r"failed: \|trained\| |" in first_row("--with-network")
     assert got == [file, file]  # then it is there
+
+
+def test_a_download_is_whole_or_not_at_all(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("source").write_bytes(b"a text")
+    file, other = Path("data/text.txt"), Path("data/other.txt")
+    file.parent.mkdir()
+    file.with_name("text.txt.part").write_bytes(b"a te")  # of a download that was interrupted
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/source"
+        script.download(file, address)
+        with pytest.raises(RuntimeError, match="corrupted"):
+            script.download(other, address, script.CALTECH256_MD5)
+        server.shutdown()
+    assert file.read_bytes() == b"a text"
+    assert not other.exists()
+
+
+def test_the_checksum_is_that_of_the_recipe(script):
+    from recipes.data import caltech256
+
+    assert script.CALTECH256_MD5 == caltech256.MD5
+    assert [place.name for place in script.CALTECH.places()] == [caltech256.FOLDER, caltech256.ARCHIVE]
 
 
 def test_the_best_is_that_of_its_direction(script):
