@@ -27,6 +27,7 @@ from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
 from trainer.compat.views import MonitoredMetrics
 from trainer.data.batches import Loaders, TrainingBatches, Transfer
+from trainer.data.unpadded import Span
 from trainer.engine.optimizers import needs_closure, takes_closure
 from trainer.engine.protocol import ModuleCalls
 from trainer.errors import ConfigurationError
@@ -107,6 +108,7 @@ class Preparation:
             resume=resume,
         )
         self._choose_path()
+        self._check_counts(loaders)
         loop.choose_path = self._follow_optimizers
         if (halving := ordering.first_of(trainer.callbacks, HalveOnOutOfMemory)) is not None:
             halving.check(self._path, isinstance(loaders, DrawnLoaderSet))
@@ -194,7 +196,29 @@ class Preparation:
         loaders = data.loaders(RunningStage.TRAINING, anew=True)
         if loaders is not None:
             self.schedule_validation(loaders)
+        self._check_counts(loaders)
         return loaders
+
+    def _check_counts(self, loaders: Loaders | None) -> None:
+        """Processes may have different numbers of batches, where the loop knows how to take part in others' steps."""
+        span = loaders.spans[0] if loaders is not None and loaders.spans else Span(0, 0)
+        if span.fewest == span.most or span.most == float("inf"):
+            return
+        what = {
+            ManualOptimization: "Manual optimization",
+            ClosureOptimization: "An optimizer that evaluates the loss itself",
+        }
+        how = what.get(type(self._path))
+        if isinstance(loaders, DrawnLoaderSet):
+            how = "A training_step that draws its own batches"
+        elif ordering.first_of(self._trainer.callbacks, HalveOnOutOfMemory) is not None:
+            how = "HalveOnOutOfMemory"
+        if how is not None:
+            raise ConfigurationError(
+                f"Got {span.fewest:.0f} to {span.most:.0f} training batches in a process. {how} needs as many in each:"
+                f" some would wait for ever. Set Trainer(limit_train_batches={span.fewest:.0f}), or divide the data"
+                " evenly."
+            )
 
     def schedule_validation(self, loaders: Loaders) -> None:
         """Set after which batches of an epoch of ``loaders`` a validation is due."""

@@ -363,9 +363,13 @@ def test_a_setting_reaches_the_trainer(project, monkeypatch, settings, holds):
 
 
 def test_what_lightning_tells_goes_to_the_log_and_not_to_the_terminal(project, capfd):
-    assert main(["fit", *LINE]) == 0
-    assert "GPU available" not in capfd.readouterr().err
-    assert "GPU available" in (only("outputs/line/*") / "fit.log").read_text()
+    assert main(["fit", *LINE, "trainer.profiler=simple"]) == 0
+    log, said = only("outputs/line/*") / "fit.log", capfd.readouterr()
+    assert "GPU available" not in said.err
+    assert "GPU available" in log.read_text()
+    assert "Profiler Report" not in said.out + said.err
+    assert f"The profile is in {log}." in said.out
+    assert "FIT Profiler Report" in log.read_text()
 
 
 def test_what_is_not_a_terminal_gets_plain_lines(project, monkeypatch, capfd):

@@ -144,7 +144,7 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
                 here = min(size, len(train) - start)  # batches of this window
                 is_last = i == start + here - 1
                 everybody = [  # the weights of the window's batches, in all processes
-                    0.0 if (r, epoch, j) in setup.none else setup.weight(r, j)
+                    0.0 if setup.is_none(r, epoch, j) else setup.weight(r, j)
                     for j in range(start // each, (start + here) // each)
                     for r in range(world_size)
                 ]
@@ -159,7 +159,7 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
                     _, _, whose, index = batch
                     if setup.is_plain_mean:
                         loss = loss / here if here > 1 else loss
-                    elif (whose, epoch, index) in setup.none:
+                    elif setup.is_none(whose, epoch, index):
                         loss = loss * 0.0
                     else:
                         loss = loss * (setup.weight(whose, index) * replicas / sum(everybody))

@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class Setup:
         guard: whether a step of that is skipped in float32 and bfloat16, too.
         val_every: batches of a process between validations; 0 for none.
         frozen: whether some parameters are not trained.
+        fewer: a process, and how many batches it has less than the others in each epoch; None for none.
         sync_each_batch: whether each batch of a window reduces its gradients to shards, under FSDP2.
         noisy: whether there is dropout, a BatchNorm, and an order of the batches that is drawn.
     """
@@ -95,6 +96,7 @@ class Setup:
     guard: bool = False
     val_every: int = 0
     frozen: bool = False
+    fewer: tuple[int, int] | None = None
     sync_each_batch: bool = True
     noisy: bool = False
 
@@ -103,10 +105,18 @@ class Setup:
         weight = (1 + (3 * index + 2 * rank) % 5) * (10 if index == 2 else 1)
         return weight * self.unit if self.weighted else 1.0
 
+    def is_none(self, rank: int, epoch: int, index: int) -> bool:
+        """Whether there is no loss, or no batch."""
+        return (rank, epoch, index) in self.none or index >= self.batches_of(rank)
+
+    def batches_of(self, rank: int) -> int:
+        """How many this process has."""
+        return self.batches - (self.fewer[1] if self.fewer and self.fewer[0] == rank else 0)
+
     @property
     def is_plain_mean(self) -> bool:
         """Whether every window is the mean over as many batches as its start says."""
-        return not self.weighted and not self.none
+        return not self.weighted and not self.none and not self.fewer
 
 
 def draw(seed: int, world_size: int = 2) -> Setup:
@@ -137,12 +147,16 @@ def draw(seed: int, world_size: int = 2) -> Setup:
     if pick.random() < 0.3:
         every = [(rank, epoch, i) for rank in range(world_size) for epoch in range(epochs) for i in range(batches)]
         none = set(pick.sample(every, pick.randint(1, max(1, len(every) // 3))))
-    return Setup(
+    drawn = Setup(
         **common, windows=pick.choice([(1, 1), (window, window), (1, window), (window, 1)]),
         weighted=maybe(0.25, "number", "tensor"), none=frozenset(none - {overflow}), late=pick.random() < 0.5,
         schedule=maybe(0.5, "step", "epoch"), sync_each_batch=pick.random() < 0.5,
         unit=pick.choice([1.0, 4096.0]),
     )  # fmt: skip
+    if batches == 1 or pick.random() < 0.7:
+        return drawn
+    shorter = replace(drawn, fewer=(pick.randrange(world_size), pick.randint(1, batches - 1)))
+    return drawn if overflow and overflow[2] >= shorter.batches_of(overflow[0]) else shorter
 
 
 # --- what is trained, on what -----------------------------------------------------------------------------------
@@ -248,7 +262,7 @@ class Fitted(Net, LightningModule):
         setup, (_, _, rank, index) = self.setup, batch
         if setup.manual:
             return self.by_hand(batch, batch_idx)
-        is_none = (rank, self.current_epoch, index) in setup.none
+        is_none = setup.is_none(rank, self.current_epoch, index)
         if is_none and not setup.late:
             return None
         loss = self(batch, self.current_epoch)
@@ -363,6 +377,8 @@ class Saves(Checkpoint):
         self.batch += 1
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.sanity_checking:
+            return
         if self.validation in self.validations:
             trainer.save_checkpoint(self.folder / f"validation_{self.validation}.ckpt")
         self.validation += 1
@@ -440,7 +456,10 @@ def fit(
         module = Fitted(setup)
         if ckpt_path:
             nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in module.parameters())), module.parameters())
-        train = DataLoader(batches_of(ranks, setup.batches), batch_size=None, shuffle=setup.noisy)
+        count = (
+            setup.batches if engine == "single" else setup.batches_of(rank)
+        )  # one device has all, some without a loss
+        train = DataLoader(batches_of(ranks, count), batch_size=None, shuffle=setup.noisy)
         val = DataLoader(batches_of(ranks, VAL_BATCHES, seed=2), batch_size=None) if setup.val_every else None
         trainer.fit(module, train, val, ckpt_path=ckpt_path)
     trace = watch.trace
@@ -449,6 +468,41 @@ def fit(
     }  # fmt: skip
     assert not any(isinstance(p, DTensor) for p in module.parameters()) or engine not in ("single", "ddp")
     return trace
+
+
+class Uneven(LightningModule):
+    """Has buffers, which DDP's forward sends around, and logs each batch's loss over all processes."""
+
+    def __init__(self, optimizer: str = "SGD", manual: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.optimizer, self.automatic_optimization = optimizer, not manual
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch_idx)
+        self.log("number", float(batch_idx), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+        return self.net(batch).square().mean()
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return batch + 0  # fails where there is no batch
+
+    def configure_optimizers(self) -> Optimizer:
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.01)
+
+
+def fit_uneven(strategy: str, batches: list[int], *module: Any) -> tuple[list[int], dict[str, float], int, Any]:
+    """Fit for an epoch, of so many batches in each process; returns what it has trained, logged, and its steps."""
+    made = Uneven(*module)
+    with only_these_warnings():
+        trainer = Trainer(
+            accelerator="cpu", devices=distributed.get_world_size(), strategy=strategy, max_epochs=1,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            use_distributed_sampler=False, log_every_n_steps=1, accumulate_grad_batches=1 if module else 2,
+        )  # fmt: skip
+        trainer.fit(made, DataLoader(torch.ones(2 * batches[distributed.get_rank()], 6), batch_size=2))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return made.seen, metrics, trainer.global_step, trainer.num_training_batches
 
 
 class Synchronised(LightningModule):

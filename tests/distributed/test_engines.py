@@ -13,12 +13,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed import by_hand, setups
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.setups import Setup, Trace, draw
 from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
@@ -168,6 +169,29 @@ def test_a_fit_goes_on_under_the_other_engine(
         assert trace.counts == whole.counts
         close(trace.weights[-1], whole.weights[-1], TOLERANCES[setup.precision], "weights")
         close(trace.state, whole.state, TOLERANCES[setup.precision], "optimizer")
+
+
+@pytest.mark.parametrize("engine", ["ddp", FSDP])
+def test_processes_may_have_different_numbers_of_batches(ranks: Ranks, engine: str) -> None:
+    """The one that has no more takes part in the others' steps; a value of a single batch is then each one's own."""
+    first, second = ranks.call("tests.distributed.setups:fit_uneven", engine, [2, 5])
+    assert (first[0], second[0]) == ([0, 1], [0, 1, 2, 3, 4])
+    assert first[2:] == second[2:] == (3, 5)
+    mean = (0 + 1 + 0 + 1 + 2 + 3 + 4) / 7
+    assert first[1]["number_epoch"] == second[1]["number_epoch"] == pytest.approx(mean)
+    assert (first[1]["number_step"], second[1]["number_step"]) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "named"), [(("SGD", True), "Manual optimization"), (("LBFGS",), "An optimizer that evaluates the loss")]
+)
+def test_different_numbers_of_batches_are_refused_where_nobody_could_take_part(
+    ranks: Ranks, module: tuple[Any, ...], named: str
+) -> None:
+    with pytest.raises(RankError, match=f"Got 2 to 5 training batches in a process. {named}.*limit_train_batches=2"):
+        ranks.call("tests.distributed.setups:fit_uneven", "ddp", [2, 5], *module)
+    seen, *_ = ranks.call("tests.distributed.setups:fit_uneven", "ddp", [3, 3], *module)[0]
+    assert set(seen) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("engine", ["ddp", FSDP])

@@ -41,6 +41,7 @@ from trainer.data.worker_signals import outlive_signals
 from trainer.data.workers import bounded
 from trainer.errors import ConfigurationError, ResumeError
 from trainer.loops.accumulation import AccumulationWindow
+from trainer.state.metrics import MetricStore
 
 _STAGES = RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.PREDICTING
 
@@ -283,7 +284,7 @@ class DataSource:
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
         samplers = self._put_in_order(combined, unprepared) if training and self.carried is not None else []
         lengths = self._lengths(combined, training)
-        spans = [Span(length, length) for length in lengths] if training else self._over_processes(lengths)
+        spans = self._over_processes(lengths)
         if self.carried is not None and samplers and self.carried.keeps_limit:
             limit = 1.0
         most = [_parse_num_batches(stage, span.most, limit) for span in spans]
@@ -294,12 +295,15 @@ class DataSource:
             if isinstance(fetcher, _DataLoaderIterDataFetcher)
             else LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
         )
-        if not training:
-            made.most = most
-            unknown = [span.most == float("inf") for span in spans]  # a limit is not what they come to
-            known = self._over_processes(limits if made.is_sequential else [made.num_batches()])
-            unknown = unknown if made.is_sequential else [any(unknown)]
-            made.spans = [Span(0, span.most) if is_open else span for span, is_open in zip(known, unknown, strict=True)]
+        made.most = most
+        unknown = [span.most == float("inf") for span in spans]  # a limit is not what they come to
+        known = self._over_processes(limits if made.is_sequential else [made.num_batches()])
+        unknown = unknown if made.is_sequential else [any(unknown)]
+        made.spans = [Span(0, span.most) if is_open else span for span, is_open in zip(known, unknown, strict=True)]
+        if training and not any(unknown) and not made.is_sequential:
+            made.idle = int(known[0].most - made.num_batches())
+            if known[0].fewest < known[0].most:
+                made.announce = partial(_share_steps, trainer.loop.metrics, known[0].fewest)
         if samplers and type(made) is LoaderSet:
             made.announce = partial(_weigh, trainer.loop.window, samplers[0])
         return made
@@ -387,6 +391,12 @@ class DataSource:
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
         outlive_signals(loader)
         return loader
+
+
+def _share_steps(metrics: MetricStore, fewest: float, batch_idx: int) -> None:
+    """A value of a single batch is this process's own, where another one has no such batch."""
+    if metrics.shares_steps is not (batch_idx < fewest):
+        metrics.share_steps(batch_idx < fewest)
 
 
 def _weigh(window: AccumulationWindow, sampler: ElasticSampler, batch_idx: int) -> None:

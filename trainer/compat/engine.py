@@ -263,11 +263,8 @@ class LightningEngine:
         return False
 
     def idle_forward(self) -> None:
-        """What DDP's next forward would exchange: the first process's buffers. There is no wrapper outside of a fit."""
-        wrapper: Any = self.strategy.model
-        if isinstance(wrapper, DistributedDataParallel) and wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-            wrapper._sync_buffers()  # type: ignore[no-untyped-call]
-            wrapper.require_forward_param_sync = False  # as after a forward without gradients
+        """What DDP's next forward would exchange."""
+        _forward_nothing(self.strategy.model)
 
     def exchanges(self) -> int:
         """By the sequence number of the group of all processes."""
@@ -516,6 +513,11 @@ class _StrategyGradients(Gradients):
         else:
             loss.backward()  # type: ignore[no-untyped-call]
 
+    def forward_without_loss(self, has_run: bool) -> None:
+        """What DDP's forward exchanges, where ``training_step`` has not called it."""
+        if not has_run:
+            _forward_nothing(self._strategy.model)
+
     def backward_without_loss(self, exchanges: bool) -> None:
         """A backward pass of zeros, where DDP exchanges gradients. It expects one that belongs to its last forward.
 
@@ -528,6 +530,16 @@ class _StrategyGradients(Gradients):
         loss = self.scale(zero_loss(model.parameters()))
         prepare_for_backward(model, loss)
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _forward_nothing(model: Any) -> None:
+    """What a forward of DDP's exchanges (buckets, the first process's buffers), without the module's own.
+
+    There is no wrapper outside of a fit.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model._pre_forward()  # type: ignore[no-untyped-call]
+        model._post_forward(None)  # type: ignore[no-untyped-call]
 
 
 def _raise(error: Exception, *_: Any, **__: Any) -> None:

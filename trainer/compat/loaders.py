@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch.utils.data import SequentialSampler
 
-from trainer.data.batches import Batch, LookAhead, as_it_is
+from trainer.data.batches import IDLE, Batch, LookAhead, as_it_is
 from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, resumable
 from trainer.data.unpadded import Span
 from trainer.state import random_states
@@ -46,8 +46,10 @@ class LoaderSet:
 
     Attributes:
         made_in: the epoch they were made in; -inf for none that counts. DataSource sets it.
-        spans: of evaluation; see ``Loaders``. DataSource sets it.
+        spans: see ``Loaders``. DataSource sets it.
         most: the limits of the process that has the most batches: the same on all processes. DataSource sets it.
+        idle: batches of a pass of training that other processes have and this one lacks: ``IDLE`` stands for each.
+            DataSource sets it.
         announce: called with the index of each batch of training that is about to be handed out. None for nothing.
     """
 
@@ -60,6 +62,7 @@ class LoaderSet:
         self.made_in = float("-inf")
         self.spans: list[Span] = []
         self.most = limits
+        self.idle = 0
         self.announce: Callable[[int], None] | None = None
         self._watch = watch or as_it_is
         self._loaders: list[ResumableLoader] = []
@@ -80,7 +83,7 @@ class LoaderSet:
 
     def num_batches(self) -> float:
         """Batches in one pass; inf if unknown."""
-        return self._count(self.limits)
+        return self._count(self.limits) + self.idle
 
     def start_epoch(self, epoch: int) -> None:
         """Distributed samplers shuffle by the epoch's number."""
@@ -121,8 +124,11 @@ class LoaderSet:
     def open(self, done: int = 0) -> None:
         """Begin a pass of training, or what is left of a resumed one of which ``done`` batches are over."""
         self._pass, self._ahead = None, {}  # its workers end
-        source, count = iter(self._watch(self._begin(self.loaders))), self.num_batches()
+        source, count = iter(self._watch(self._begin(self.loaders))), self._count(self.limits)
         self._pass = left = _first(source, max(count - done, 0))  # below 0 where a resumed run is given fewer
+        if self.idle:
+            nothing = repeat(IDLE if self._is_plain else (IDLE,), int(min(self.num_batches() - done, self.idle)))
+            self._pass = left = chain(left, nothing)
         if self.announce is not None:
             self._pass = _announced(left, done, self.announce)
         if not self.has_length:

@@ -18,6 +18,8 @@ from trainer.state import random_states
 from trainer.state.random_states import State
 
 Batch = Any
+IDLE: Any = object()
+"""In the place of a batch, where other processes have more of them: a step on None, in which this one takes part."""
 
 
 class Loaders(Protocol):
@@ -34,7 +36,7 @@ class Loaders(Protocol):
     made_in: float
     """The epoch they were made in."""
     spans: list[Span]
-    """Of evaluation: the batches of each dataloader, over the processes; one number where they run side by side."""
+    """The batches of each dataloader, over the processes; one number where they run side by side, as in training."""
 
     @property
     def is_sequential(self) -> bool:
@@ -319,7 +321,9 @@ class Transfer:
         self._after = after
 
     def __call__(self, batch: Batch, dataloader_idx: int = 0) -> Batch:
-        """``batch`` as the step function gets it."""
+        """``batch`` as the step function gets it; None for ``IDLE``."""
+        if batch is IDLE:
+            return None
         if self._convert is not None:
             batch = self._convert(batch)
         if self._before is not None:

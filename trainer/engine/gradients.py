@@ -4,7 +4,7 @@ In a training step, in this order::
 
     clear(optimizer)                   at a window's first batch, for each optimizer
     backward(scale(loss))              each batch; or, where this process has no loss,
-    forward_without_loss()             before the processes tell each other who has one, and
+    forward_without_loss(has_run)      before the processes tell each other who has one, and
     backward_without_loss(exchanges)   in the place of the backward pass
     keep(optimizer)                    only where a compiled backward pass (CUDA graphs) would overwrite them
     multiply_(optimizers, factor)      at a window's end, where its mean is not what the shares had expected
@@ -92,8 +92,12 @@ class Gradients:
         """A backward pass inside of ``training_step``: ``run`` on the scaled loss."""
         run(loss)
 
-    def forward_without_loss(self) -> None:
-        """Take part in the other processes' forward pass, in the place of a batch that has no loss."""
+    def forward_without_loss(self, has_run: bool) -> None:
+        """Take part in the other processes' forward pass, in the place of a batch that has no loss.
+
+        Args:
+            has_run: whether ``training_step`` was called, and returned None; there was no batch otherwise.
+        """
 
     def backward_without_loss(self, exchanges: bool) -> None:
         """Take part in the other processes' backward pass, in the place of a batch that has no loss. Adds zeros.
@@ -137,6 +141,14 @@ class Gradients:
         """The norm of all gradients of an optimizer together, a plain 0-dim tensor; None where there are none."""
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients_of(optimizer)]
         return torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else None
+
+    def norms(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter that has a gradient, and that gradient's L2 norm: 0-dim, in float32 or better.
+
+        Of gradients that are spread over processes these are the norms of the whole; all processes call this together.
+        """
+        found = self.local(optimizer)
+        return [(p, norm) for (p, _), norm in zip(found, each_norm([g for _, g in found]), strict=True)]
 
     def clip_(
         self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
@@ -272,6 +284,20 @@ class Gradients:
                     if parameter.grad is not None:
                         gradient += parameter.grad
                     parameter.grad = gradient
+
+
+def each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The L2 norm of each of these, on their devices, in float32 or better: one kernel for a device and a dtype."""
+    values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        kinds.setdefault((value.device, value.dtype), []).append(index)
+    found: dict[int, Tensor] = {}
+    for (_, dtype), indices in kinds.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch._foreach_norm([values[i] for i in indices], 2.0, dtype=wide)  # noqa: SLF001 - a kernel in all
+        found |= zip(indices, norms, strict=True)
+    return [found[index] for index in range(len(values))]
 
 
 def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:

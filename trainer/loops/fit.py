@@ -217,7 +217,7 @@ class FitLoop:
                 self.gradients.backward_without_loss(exchanges=window.is_last)
         if window.is_last and window.close(self.optimizers, self.engine):
             self.update_weights()
-        elif window.is_last and batch is not None:
+        elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
             self.progress.optimizer_steps += len(self.optimizers)  # counted, though there was nothing to learn from
         self.end_batch(outputs, batch, batch_idx)
 
@@ -275,7 +275,7 @@ class FitLoop:
         """What the batch adds to the window's mean loss: what to run backward on. None for nothing."""
         loss, weight = loss_in(output)
         if loss is None:
-            self.gradients.forward_without_loss()
+            self.gradients.forward_without_loss(has_run=output is not NOTHING)
         return self.window.joint_share(loss, weight, self.engine)
 
     def run_backward(self, loss: Tensor) -> None:

@@ -68,7 +68,7 @@ class ShardedGradients(Gradients):
         with self._sharded().backward_inside(loss) as watched:
             run(watched)
 
-    def forward_without_loss(self) -> None:
+    def forward_without_loss(self, has_run: bool) -> None:
         """The collectives of the other processes' forward pass, as far as this batch had none of its own."""
         self.scaler.expect_scaled(self._device)
         self._idle_loss = self._sharded().idle.forward()
@@ -112,6 +112,15 @@ class ShardedGradients(Gradients):
         distributed.all_gather_into_tensor(every, mine.reshape(1))
         total: Tensor = torch.linalg.vector_norm(every, norm_type)
         return total
+
+    def norms(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+        """One exchange, of the squares of the norms of all parts, in float64."""
+        found = super().norms(optimizer)
+        if not found:
+            return []
+        squares = torch.stack([norm.to(self._device, torch.float64) for _, norm in found]).square()
+        whole = self.total(squares.unsqueeze(1), [parameter for parameter, _ in found]).sqrt().flatten()
+        return [(p, total.to(norm.dtype)) for (p, norm), total in zip(found, whole, strict=True)]
 
     def clip_(
         self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
