@@ -10,9 +10,12 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from recipes.schedules import with_schedule
+from trainer.record.figures import write_confusion_matrix, write_pictures
+
+_SAMPLES = 16
 
 
 class ImageClassifier(L.LightningModule):
@@ -20,7 +23,8 @@ class ImageClassifier(L.LightningModule):
 
     ``images`` is float of shape (batch, 3, height, width), ``labels`` is int64 of shape (batch,). Logged are
     ``train_loss`` at every step and, over a whole epoch, ``val_loss`` and ``val_acc``, ``test_loss`` and
-    ``test_acc``: losses in nats per image (label smoothing counts in training only), accuracies in [0, 1].
+    ``test_acc``: losses in nats per image (label smoothing counts in training only), accuracies in [0, 1]. A test also
+    leaves a confusion matrix, and the first images with what was predicted of them, in the run's report.
 
     Args:
         net: maps images to logits of shape (batch, ``num_classes``).
@@ -59,6 +63,7 @@ class ImageClassifier(L.LightningModule):
         # Without checking its arguments, which would stall a GPU at every batch.
         self.val_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         self.test_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        self.test_confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of shape (batch, ``num_classes``)."""
@@ -76,8 +81,19 @@ class ImageClassifier(L.LightningModule):
         self._evaluate("val", self.val_acc, batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``test_loss`` and ``test_acc``."""
-        self._evaluate("test", self.test_acc, batch)
+        """Log ``test_loss`` and ``test_acc``, and count which class was taken for which."""
+        images, labels = batch
+        predicted = self._evaluate("test", self.test_acc, batch).argmax(dim=1)
+        self.test_confusion.update(predicted, labels)
+        if batch_idx == 0:
+            both = zip(labels[:_SAMPLES].tolist(), predicted[:_SAMPLES].tolist(), strict=True)  # waits for a GPU, once
+            captions = [f"{true}" if true == found else f"{true}, not {found}" for true, found in both]
+            write_pictures(self.trainer, "test_samples", images[:_SAMPLES], captions)
+
+    def on_test_epoch_end(self) -> None:
+        """Write the confusion matrix."""
+        write_confusion_matrix(self.trainer, "test", self.test_confusion.compute())
+        self.test_confusion.reset()
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Probabilities of the classes, float32 of shape (batch, ``num_classes``)."""
@@ -92,13 +108,14 @@ class ImageClassifier(L.LightningModule):
         """
         return with_schedule(self.make_optimizer(self._trainable_parameters()), self.make_scheduler, self)
 
-    def _evaluate(self, stage: str, accuracy: MulticlassAccuracy, batch: tuple[Tensor, Tensor]) -> None:
+    def _evaluate(self, stage: str, accuracy: MulticlassAccuracy, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
         logits = self(images)
         accuracy.update(logits, labels)
         options = {"on_step": False, "on_epoch": True, "prog_bar": True, "batch_size": len(labels)}
         self.log(f"{stage}_loss", F.cross_entropy(logits, labels), sync_dist=True, **options)
         self.log(f"{stage}_acc", accuracy, **options)
+        return logits
 
     def _trainable_parameters(self) -> list[nn.Parameter] | list[dict[str, Any]]:
         parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]

@@ -16,10 +16,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics.classification import MulticlassConfusionMatrix
 from torchmetrics.segmentation import DiceScore
 
 from recipes.schedules import with_schedule
 from trainer import log_images
+from trainer.record.figures import figures_of, write_confusion_matrix, write_pictures
 
 
 class UNet(nn.Module):
@@ -95,7 +97,8 @@ class Segmenter(L.LightningModule):
     ``images`` is float of shape (batch, 3, height, width), ``masks`` is int64 of shape (batch, height, width), 0 being
     the background. Logged are ``train_loss`` at every step and, over a whole epoch, ``val_loss`` and ``val_dice``,
     ``test_loss`` and ``test_dice``: the Dice score, in [0, 1], is that of each class over all pixels of the
-    epoch, averaged over the classes but the background.
+    epoch, averaged over the classes but the background. A test also leaves, in the run's report, a confusion matrix of
+    pixels and the first images, each above its true mask and the one that was found.
 
     Args:
         net: maps images to logits of shape (batch, ``num_classes``, height, width).
@@ -120,6 +123,7 @@ class Segmenter(L.LightningModule):
         self.make_scheduler = scheduler
         self.val_dice = _dice_score(num_classes)
         self.test_dice = _dice_score(num_classes)
+        self.test_confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of shape (batch, ``num_classes``, height, width)."""
@@ -137,8 +141,19 @@ class Segmenter(L.LightningModule):
         return {"masks": self._evaluate("val", self.val_dice, batch)}
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``test_loss`` and ``test_dice``."""
-        self._evaluate("test", self.test_dice, batch)
+        """Log ``test_loss`` and ``test_dice``, and count which class was taken for which, pixel by pixel."""
+        images, masks = batch
+        found = self._evaluate("test", self.test_dice, batch)
+        self.test_confusion.update(found, masks)
+        if batch_idx == 0:
+            two = (part[:8].byte().cpu().numpy() for part in (masks, found))  # host-device synchronisation
+            columns = np.stack([_column(image, *both) for image, *both in zip(images[:8], *two, strict=True)])
+            write_pictures(self.trainer, "test_samples", torch.from_numpy(columns).permute(0, 3, 1, 2))
+
+    def on_test_epoch_end(self) -> None:
+        """Write the confusion matrix."""
+        write_confusion_matrix(self.trainer, "test", self.test_confusion.compute())
+        self.test_confusion.reset()
 
     def predict_step(self, batch: tuple[Tensor, Sequence[str]], batch_idx: int) -> Masks:
         """The most likely class of each pixel, for a batch of images and their names."""
@@ -241,7 +256,10 @@ class MaskWriter(BasePredictionWriter):
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the overview, and say where the masks are."""
         if trainer.is_global_zero and self._shown:
-            Image.fromarray(np.concatenate(self._shown, axis=1)).save(self.dirpath / "overview.png")
+            overview = Image.fromarray(np.concatenate(self._shown, axis=1))
+            overview.save(self.dirpath / "overview.png")
+            if (figures := figures_of(trainer)) is not None:
+                overview.save(figures / "predicted_masks.png")
         self._shown = []
         rank_zero_info(f"The masks are in {self.dirpath}")
 

@@ -127,8 +127,9 @@ def test_a_report_is_of_folders_whatever_they_are_called():
     arguments = read(["report", "multirun/lr=0.1,precision=16", "out=1.html"])
     assert arguments.words == ["multirun/lr=0.1,precision=16", "out=1.html"]
     assert arguments.overrides == []
+    assert read(["report", "a", "b", "c"]).words == ["a", "b", "c"]
     with pytest.raises(UsageError, match="expected settings"):
-        read(["report", "a", "b", "c"])
+        read(["consolidate", "a", "b", "c"])
 
 
 def test_hydras_own_help_is_shown(project, capsys):

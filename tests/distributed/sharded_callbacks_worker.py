@@ -49,6 +49,7 @@ from trainer.callbacks import (
     AlignmentAdvisor,
     Compile,
     InferenceSpeed,
+    LayerNorms,
     NonFiniteGuard,
     OverflowReport,
     RunSummary,
@@ -211,21 +212,24 @@ class Unlit(Net):
 
 
 class Counted(Callback):
-    """Of the whole gradients of the last step: elements, those that are 0, those that are subnormal in float16."""
+    """Of the whole gradients of the last step: elements, those that are 0, those subnormal in float16; and norms."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.found: dict[str, tuple[int, int, int]] = {}
+        self.norms: dict[str, float] = {}
         for name, parameter in pl_module.named_parameters():
             size = getattr(parameter.grad, "full_tensor", lambda p=parameter: p.grad)().abs()
+            self.norms[name] = float(size.norm())
             zeros = int((size == 0).sum())
             self.found[name] = size.numel(), zeros, int((size < 2.0**-14).sum()) - zeros
 
 
 def monitored(kind: str) -> dict[str, Any]:
-    monitor, counted = ScaleMonitor(every_n_steps=2), Counted()
+    monitor, norms, counted = ScaleMonitor(every_n_steps=2), LayerNorms(every_n_steps=2), Counted()
     precision = MixedPrecision("float16", init_scale=1.0)  # gradients are as large before they are unscaled
-    found = fit(kind, Unlit(), monitor, counted, precision=precision)
-    return found | {"underflow": [tuple(one) for one in monitor.underflow], "counted": counted.found}
+    found = fit(kind, Unlit(), monitor, norms, counted, precision=precision)
+    found |= {"underflow": [tuple(one) for one in monitor.underflow], "counted": counted.found}
+    return found | {"layer_norms": norms.norms, "whole_norms": counted.norms}
 
 
 def diagnosis(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:

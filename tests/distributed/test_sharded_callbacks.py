@@ -6,6 +6,7 @@ for what a norm is made of.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_all_is_as_under_ddp(ranks: list[dict[str, Any]], folder: Path, name: st
                 assert found.keys() == expected.keys()
                 for part, value in expected.items():
                     torch.testing.assert_close(found[part], value, rtol=0, atol=1e-6 if name in ROUNDED else 0)
-            elif key == "metrics":
+            elif key in ("metrics", "layer_norms", "whole_norms"):
                 assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
             elif key in ("random", "outputs"):
                 assert torch.equal(found, expected)
@@ -101,6 +102,19 @@ def test_underflow_is_that_of_whole_gradients(ranks: list[dict[str, Any]]) -> No
         assert 16 <= zeros < size
         assert 0 < subnormal < size - zeros
         assert {"grad_norm", "amp/underflow", "amp/scale"} <= rank["monitor"]["fsdp"]["metrics"].keys()
+
+
+def test_norms_of_layers_are_those_of_whole_gradients(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for kind in ("ddp", "fsdp"):
+            parts: dict[str, list[float]] = {}
+            for name, norm in rank["monitor"][kind]["whole_norms"].items():
+                parts.setdefault(name.rpartition(".")[0], []).append(norm)
+            expected = {layer: math.hypot(*norms) for layer, norms in parts.items()}
+            assert len(expected) >= 4
+            assert min(expected.values()) > 0
+            assert rank["monitor"][kind]["layer_norms"] == pytest.approx(expected, rel=1e-6)
+    assert ranks[0]["monitor"]["fsdp"]["layer_norms"] == ranks[1]["monitor"]["fsdp"]["layer_norms"]
 
 
 @pytest.mark.parametrize(

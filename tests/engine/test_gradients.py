@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support import Regression, fit_and_watch, make_batches
-from trainer.engine.gradients import Gradients, zero_loss
+from trainer.engine.gradients import Gradients, each_norm, zero_loss
 from trainer.precision.scaler import LossScaler
 
 ROOT = Path(__file__).parent.parent.parent
@@ -164,3 +164,12 @@ def test_zero_loss_has_exact_zeros_for_every_trainable_parameter():
     assert torch.equal(one.grad, torch.zeros(2))
     assert torch.equal(other.grad, torch.zeros(2))
     assert frozen.grad is None
+
+
+def test_norms_of_each_in_other_dtypes_and_of_sparse_gradients():
+    wide, half = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.full((4,), 300.0, dtype=torch.float16)
+    table = nn.Embedding(5, 1, sparse=True)
+    (table(torch.tensor([1, 1])) * torch.tensor([[1.0], [2.0]])).sum().backward()  # twice the same row: 1 + 2
+    found = each_norm([wide, half, table.weight.grad, torch.tensor([2.0]), torch.empty(0)])
+    assert [norm.item() for norm in found] == [5.0, 600.0, 3.0, 2.0, 0.0]  # 600 squared is no float16
+    assert [norm.dtype for norm in found] == [torch.float64, *[torch.float32] * 4]

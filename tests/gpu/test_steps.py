@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.simulated_cuda.device import DEVICE, Seen
 from tests.support import AUTOCAST_DTYPES, loader_of, make_trainer
-from trainer.callbacks import NonFiniteGuard, ScaleMonitor, Throughput
+from trainer.callbacks import LayerNorms, NonFiniteGuard, ScaleMonitor, Throughput
 from trainer.precision import MixedPrecision
 
 WARM_UP = 6
@@ -219,3 +219,12 @@ def test_underflow_is_counted_by_three_kernels_for_each_parameter(cuda, tmp_path
     for batch in range(WARM_UP, BATCHES - 1):
         assert added(seen[batch], without[batch]) == Counter(norm + counts)
         assert {wait.what for wait in seen[batch].waits} == {"an event"}  # late, both of them
+
+
+def test_norms_of_layers_take_one_kernel_and_a_copy_that_nobody_waits_for(cuda, tmp_path):
+    without = fit(tmp_path, "16-mixed", "fused")
+    seen = fit(tmp_path, "16-mixed", "fused", callbacks=[LayerNorms(every_n_steps=2)])
+    for batch in range(WARM_UP, BATCHES - 1):
+        looks = batch % 2 == 1
+        assert added(seen[batch], without[batch]) == Counter(["_foreach_norm", "stack"] if looks else [])
+        assert {wait.what for wait in seen[batch].waits} <= {"an event"}

@@ -1,9 +1,11 @@
 import copy
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
@@ -75,6 +77,19 @@ def test_the_accuracy_and_loss_of_an_epoch_are_over_images(tmp_path: Path):
     assert metrics == {"val_loss": pytest.approx(expected), "val_acc": pytest.approx(5 / 6)}
     (metrics,) = trainer(tmp_path).test(module, loader(6, right=5), verbose=False)
     assert metrics == {"test_loss": pytest.approx(expected), "test_acc": pytest.approx(5 / 6)}
+
+
+def test_a_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
+    module = ImageClassifier(FirstPixels(), SGD, num_classes=CLASSES)
+    module.net.weight.data.fill_(2.0)
+    tested = trainer(tmp_path, logger=CSVLogger(tmp_path, name="", version=""))
+    for _ in range(2):  # and the second one counts afresh
+        tested.test(module, loader(6, right=5), verbose=False)
+        told = json.loads((tmp_path / "figures" / "test.json").read_text())
+        labels = torch.cat([labels for _, labels in loader(6, right=5)])
+        assert [sum(row) for row in told["counts"]] == torch.bincount(labels, minlength=CLASSES).tolist()
+        assert sum(told["counts"][i][i] for i in range(CLASSES)) == 5
+    assert (tmp_path / "figures" / "test_samples.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_label_smoothing_is_in_the_training_loss(tmp_path: Path):

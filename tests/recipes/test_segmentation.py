@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -96,6 +96,24 @@ def test_metrics_are_over_the_epoch(tmp_path: Path):
     assert metrics["val_dice"] == pytest.approx(0.75)
     (metrics,) = make_trainer(tmp_path).test(module, loader_of(halves(2)), verbose=False)
     assert metrics["test_dice"] == 1.0
+
+
+def test_a_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
+    images, masks = halves(1)[0]
+    wrong = masks.clone()
+    wrong[0] = 1 - masks[0]
+    trainer = make_trainer(tmp_path, logger=CSVLogger(tmp_path, name="", version=""))
+    trainer.test(Segmenter(Brightness(), ADAMW, num_classes=2), loader_of([(images, wrong)]), verbose=False)
+    told = json.loads((tmp_path / "figures" / "test.json").read_text())
+    found = [[int(((wrong == i) & (masks == j)).sum()) for j in range(2)] for i in range(2)]
+    assert told["counts"] == found
+    assert found[0][1] + found[1][0] == masks[0].numel()
+    with Image.open(tmp_path / "figures" / "test_samples.png") as picture:
+        column = np.asarray(picture)[:72:3, :24:3, :3]  # three times as large
+    height = images.shape[-2]
+    truth, predicted = column[height : 2 * height], column[2 * height :]
+    assert ((truth.sum(2) > 0) == wrong[0].numpy()).all()
+    assert ((predicted.sum(2) > 0) == masks[0].numpy()).all()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.gradient_clipping import GradientClipping
     from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
     from trainer.callbacks.inference_speed import InferenceSpeed
+    from trainer.callbacks.layer_norms import LayerNorms
     from trainer.callbacks.memory_history import MemoryHistory
     from trainer.callbacks.nonfinite_guard import NonFiniteGuard
     from trainer.callbacks.optuna_pruning import OptunaPruning
@@ -43,6 +44,7 @@ __all__ = [
     "GradientClipping",
     "HalveOnOutOfMemory",
     "InferenceSpeed",
+    "LayerNorms",
     "MemoryHistory",
     "NonFiniteGuard",
     "OptunaPruning",
@@ -68,6 +70,7 @@ _HOMES = {
     "GradientClipping": "trainer.callbacks.gradient_clipping",
     "HalveOnOutOfMemory": "trainer.callbacks.halve_on_out_of_memory",
     "InferenceSpeed": "trainer.callbacks.inference_speed",
+    "LayerNorms": "trainer.callbacks.layer_norms",
     "MemoryHistory": "trainer.callbacks.memory_history",
     "NonFiniteGuard": "trainer.callbacks.nonfinite_guard",
     "OptunaPruning": "trainer.callbacks.optuna_pruning",

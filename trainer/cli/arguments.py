@@ -23,7 +23,7 @@ TOOLS = {
     "recipes": 3,
     "checks": 1,
     "tune": 1,
-    "report": 2,
+    "report": 999,
     "consolidate": 2,
     "shard": 2,
     "export": 3,

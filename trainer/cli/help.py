@@ -20,7 +20,7 @@ SUMMARY = {
     "recipes": "list the recipes, show what one says, or copy one to edit",
     "tune": "find the largest batch that fits, or a learning rate",
     "checks": "say what this machine can do, and which precision to use; look at a recipe's data, layers, memory",
-    "report": "make one HTML page of a run or a sweep",
+    "report": "make one HTML page of a run, a sweep or several runs",
     "consolidate": "make one file of a checkpoint that is a folder",
     "shard": "make a folder of a checkpoint that is one file",
     "export": "write what was trained as ONNX, a graph of torch.export, or safetensors",
@@ -143,12 +143,15 @@ Examples:
 Makes one page of a run or a sweep, whether it is finished, was cut short, or still goes on: settings, curves,
 loss scale and gradients, speed, memory, overflow reports, environment. It is written to report.html in the
 folder of the run, or to OUT.html, and needs nothing but itself: no network, no other file. Without RUN_DIR it is
-about the newest run or sweep below outputs, multirun and lightning_logs.
+about the newest run or sweep below outputs, multirun and lightning_logs. Of several folders, or of one that holds
+several runs, the page shows the runs side by side: which settings differ, their curves on top of each other, one
+table.
 
 Examples:
     python -m trainer report
     python -m trainer report outputs/resnet50/DATE_TIME
-    python -m trainer report multirun/resnet50/DATE_TIME sweep.html""",
+    python -m trainer report multirun/resnet50/DATE_TIME sweep.html
+    python -m trainer report outputs/resnet50/DATE_TIME multirun/resnet50/DATE_TIME/3 two.html""",
 }
 
 WORDS = {
@@ -157,7 +160,7 @@ WORDS = {
     "checks": "[json] [+recipe=NAME SETTING=VALUE ...]",
     "trust": "[NAME ...]",
     "completion": "bash|zsh|fish",
-    "report": "[RUN_DIR [OUT.html]]",
+    "report": "[RUN_DIR ...] [OUT.html]",
     "consolidate": "FOLDER FILE",
     "shard": "FILE FOLDER",
     "export": "ckpt=RUN to=FILE [SETTING=VALUE ...] | CHECKPOINT FILE.safetensors [PREFIX]",

@@ -142,6 +142,14 @@ class Gradients:
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients_of(optimizer)]
         return torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else None
 
+    def norms(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter that has a gradient, and that gradient's L2 norm: 0-dim, in float32 or better.
+
+        Of gradients that are spread over processes these are the norms of the whole; all processes call this together.
+        """
+        found = self.local(optimizer)
+        return [(p, norm) for (p, _), norm in zip(found, each_norm([g for _, g in found]), strict=True)]
+
     def clip_(
         self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
     ) -> Tensor | None:
@@ -276,6 +284,20 @@ class Gradients:
                     if parameter.grad is not None:
                         gradient += parameter.grad
                     parameter.grad = gradient
+
+
+def each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The L2 norm of each of these, on their devices, in float32 or better: one kernel for a device and a dtype."""
+    values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        kinds.setdefault((value.device, value.dtype), []).append(index)
+    found: dict[int, Tensor] = {}
+    for (_, dtype), indices in kinds.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch._foreach_norm([values[i] for i in indices], 2.0, dtype=wide)  # noqa: SLF001 - a kernel in all
+        found |= zip(indices, norms, strict=True)
+    return [found[index] for index in range(len(values))]
 
 
 def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:

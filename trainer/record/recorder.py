@@ -30,6 +30,7 @@ from trainer.record.measures import (
 from trainer.record.reader import RunRecord
 from trainer.record.run_file import RUN, RunFile
 from trainer.record.series import Series
+from trainer.record.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class RunRecorder(Callback):
         seconds: Time of training at the end of a batch, validations left out; that before a resume included. Read
             from the host's clock, which on a GPU is ahead of the device: over many steps the rates are right.
         memory: Bytes, at most once a second: on CUDA what torch has reserved, else the memory of the process.
+        usage: How busy processor and GPU are, in samples of a thread; None before the first fit that has a file.
         metrics: By stage ("train" or "val") and name, a point for each time that stage came to an end.
     """
 
@@ -110,6 +112,7 @@ class RunRecorder(Callback):
         self.skipped = Series(max_points)
         self.seconds = Series(max_points)
         self.memory = Series(max_points)
+        self.usage: Usage | None = None
         self.metrics: dict[str, dict[str, Series]] = {"train": {}, "val": {}}
         self._given = file
         self._dirpath = dirpath
@@ -185,6 +188,12 @@ class RunRecorder(Callback):
         self._next_reading = 0.0
         self._began = self._now(trainer)
         self._zero = self._began - self._seconds_before
+        if self._writes_file and trainer.is_global_zero:
+            before = self.usage.state_dict() if self.usage else None
+            with suppress(LookupError, TypeError):  # as above
+                before = before or self.file.former["curves"]["usage"]
+            self.usage = Usage(trainer.strategy.root_device, before if trainer.global_step else None)
+            self.usage.start()
 
     # --- at each step -----------------------------------------------------------------------------------------
 
@@ -293,7 +302,7 @@ class RunRecorder(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The points, as lists of numbers, without times and memory."""
         state = {"batches": self._batches, **self._curves()}
-        return {name: value for name, value in state.items() if name not in ("seconds", "memory")}
+        return {name: value for name, value in state.items() if name not in ("seconds", "memory", "usage")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the points of a checkpoint."""
@@ -391,6 +400,8 @@ class RunRecorder(Callback):
         return self._clock()
 
     def _stop(self, now: float) -> None:
+        if self.usage is not None:
+            self.usage.stop()
         if self._began is None or self._ended is not None:
             return
         if self._paused is not None:
@@ -438,6 +449,7 @@ class RunRecorder(Callback):
         named = ("losses", "scales", "skipped", "seconds", "memory")
         return {
             **{name: getattr(self, name).state_dict() for name in named},
+            **({} if self.usage is None else {"usage": self.usage.state_dict()}),
             "metrics": {
                 stage: {name: series.state_dict() for name, series in metrics.items()}
                 for stage, metrics in self.metrics.items()

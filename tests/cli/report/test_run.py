@@ -392,3 +392,63 @@ def test_it_says_where_the_page_is(make_run, capsys):
     folder = make_run()
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"The report is {Path(folder) / 'report.html'}\n"
+
+
+def test_norms_of_layers_are_a_heat_map(make_run):
+    rows = "grad_norm/net.0,grad_norm/net.2,grad_norm_step,step\n0.5,inf,,1\n,,3.0,2\n0.25,1e-9,,3\n0.125,nan,,5\n"
+    page = report(make_run(files={"csv/metrics.csv": rows}))
+    shown = page.data[page.titles.index("Gradient norm by layer")]["map"]
+    assert shown["names"] == ["net.0", "net.2"]
+    assert shown["steps"] == [1, 3, 5]
+    assert shown["values"] == [[0.5, 0.25, 0.125], ["not finite", 1e-9, "not finite"]]
+    assert "5.00e-07 0.5" in page.text.replace("5e-07", "5.00e-07")  # the colours end at a millionth of the largest
+    assert "Largest at the end: net.0 0.125, net.2 nan" in page.text
+    assert "2 values are not finite, the first at step 1 (red)." in page.text
+    assert page.titles.count("Gradient norm") == 1  # is another chart
+    image = page.html.partition("Gradient norm by layer</h4>")[2].partition("</svg>")[0]
+    assert image.count("<image ") == image.count("data:image/png;base64,") == 1
+
+
+def test_many_layers_and_looks_make_a_map_of_moderate_size(make_run):
+    names = [f"grad_norm/net.{index}" for index in range(300)]
+    rows = [
+        ",".join([*(f"{(step * 37 + i) % 101 / 101:.6f}" for i in range(300)), str(step)])
+        for step in range(0, 4000, 10)
+    ]
+    rows[201] = ",".join(["0.5", "99.0", *["0.5"] * 298, "2010"])
+    page = report(make_run(files={"csv/metrics.csv": "\n".join([",".join([*names, "step"]), *rows, ""])}))
+    shown = page.data[page.titles.index("Gradient norm by layer")]["map"]
+    assert (len(shown["names"]), len(shown["steps"])) == (100, 80)
+    peak = shown["values"][shown["names"].index("net.1")]
+    assert [value for value in peak if value > 1] == [99.0]
+    assert abs(shown["steps"][peak.index(99.0)] - 2010) < 30
+    assert "The 100 layers with the largest values, of 300." in page.text
+    assert len(page.html) < 400_000
+
+
+def test_maps_of_several_runs_are_left_to_their_own_pages(make_run):
+    rows = "grad_norm/net.0,step,val_acc\n0.5,1,\n,2,0.5\n"
+    runs = [make_run(f"a/{number}", files={"csv/metrics.csv": rows}) for number in (1, 2)]
+    assert main(["report", *map(str, runs)]) == 0
+    page = Page(Path("report.html").read_text(encoding="utf-8"))
+    assert "val_acc" in page.titles
+    assert not [data for data in page.data if "map" in data]
+
+
+def test_how_busy_the_machine_was(make_run):
+    nan = float("nan")
+    usage = {
+        "seconds": [30.0, 60.0, 90.0],
+        "process": [1.5, 1.75, 2.0],
+        "machine": [nan, 2.0, 2.0],
+        "gpu": [0.5, 0.75, 1],
+    }
+    page = report(make_run(told=facts(curves=CURVES | {"usage": usage})))
+    assert page.titles[-4:] == ["Throughput", "Memory", "Processor", "GPU"]
+    processor = page.lines("Processor")
+    assert (processor["this process"]["x"], processor["this process"]["y"]) == ([0.5, 1.0, 1.5], [1.5, 1.75, 2.0])
+    assert processor["all on its cores"]["x"] == [1.0, 1.5]
+    assert page.lines("GPU")["GPU"]["y"] == [50, 75, 100]
+    assert page.data[page.titles.index("GPU")]["over"] == "minute"
+    assert page.data[page.titles.index("GPU")]["x"][1] < 2  # it does not end where the steps do
+    assert "cores of 2 that are busy, over the minutes" in page.text

@@ -1,11 +1,13 @@
-"""``trainer report``: one HTML page of a run or a sweep, from the files in its folder. Imports no torch.
+"""``trainer report``: one HTML page of a run, a sweep or any runs, from the files in their folders. Imports no torch.
 
-``folders`` says which folder is meant, ``record`` reads it, ``charts`` says what is drawn, ``drawing`` draws, and
-``page`` puts it together. The page needs nothing but itself: no network, and no file beside it.
+``folders`` says which are meant, ``record`` reads them, ``charts`` says what is drawn, ``drawing`` draws, and ``page``,
+for more than one run ``several``, puts it together. The page needs nothing but itself: no network, no file beside it.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from trainer.files import write_text
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import Arguments
+    from trainer.cli.report.folders import Chosen
 
 __all__ = ["PAGE", "command", "write_report"]
 
@@ -22,46 +25,75 @@ PAGE = "report.html"
 
 
 def command(arguments: Arguments) -> int:
-    """``trainer report [RUN_DIR [OUT.html]]``."""
+    """``trainer report [RUN_DIR ...] [OUT.html]``."""
     from trainer.cli.report.folders import chosen
 
-    given = [*arguments.words, None, None][:2]
-    folder = chosen(given[0])
-    out = Path(given[1]) if given[1] else folder / PAGE
-    if given[0] is None:
-        print(f"The newest run is {folder}")
-    write_report(folder, out)
+    names, named = _taken_apart(arguments.words)
+    about = chosen(names)
+    out = Path(named) if named else about.folder / PAGE
+    if not names:
+        print(f"The newest run is {about.folder}")
+    for problem in (*about.left_out, *write_report(about, out)):
+        print(f"Left out: {problem}", file=sys.stderr)
     print(f"The report is {out}")
     return 0
 
 
-def write_report(folder: Path, out: Path) -> None:
-    """Write the page on the run, or the sweep, in ``folder``.
+def _taken_apart(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """The folders, and the page's name."""
+    *folders, last = words or [""]
+    if not _is_name_of_page(last):
+        folders, last = list(words), ""
+    if misplaced := next((word for word in folders if _is_name_of_page(word) and not Path(word).is_dir()), None):
+        behind = words[list(words).index(misplaced) + 1]
+        raise UsageError(
+            f"Got {behind!r} after the name of the page, {misplaced}, expected that name as the last word."
+        )
+    if len(folders) > 1 and Path(folders[-1]).suffix and not Path(folders[-1]).exists():
+        raise UsageError(
+            f"There is no folder {folders[-1]}; as the name of the page, expected the name of an .html file."
+        )
+    return folders, last or None
+
+
+def _is_name_of_page(word: str) -> bool:
+    return Path(word).suffix.lower() in (".html", ".htm")
+
+
+def write_report(about: Chosen, out: Path) -> list[str]:
+    """Write the page on a run, a sweep, or several runs.
 
     Args:
-        folder: of it.
+        about: which.
         out: the file; overwritten if it is there.
 
-    Raises:
-        UsageError: it cannot be written, or what is in the folder cannot be read.
-    """
-    from trainer.cli.report.folders import is_sweep
-    from trainer.cli.report.page import page
+    Returns:
+        What was left out, and why: of several runs one that cannot be read does not spoil the page.
 
-    if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
+    Raises:
+        UsageError: the page cannot be written, or nothing that it is about can be read.
+    """
+    from trainer.cli.report.page import run_page
+    from trainer.cli.report.record import NOT_A_RUNS, unreadable
+    from trainer.cli.report.several import several_page
+
+    if not _is_name_of_page(str(out)) or out.is_dir():
         raise UsageError(
             f"The page was to be {out}, expected the name of an .html file, such as {out.with_name(PAGE)}."
         )
-    try:
-        text = page(folder, out, is_sweep(folder))
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"The files in {folder} say something that a run does not write ({type(error).__name__}: {error}). They"
-            " were changed, or come from another version."
-        ) from error
+    left_out: list[str] = []
+    if about.kind == "run":
+        try:
+            text = run_page(about.folder, out)
+        except NOT_A_RUNS as error:
+            raise UsageError(unreadable(about.folder, error)) from error
+    else:
+        text, left_out = several_page(about, out)
     try:
         write_text(out, text)  # where there is a link of that name, the page takes its place
     except OSError as error:
+        words = " ".join(map(str, about.runs if about.kind == "runs" else [about.folder]))
         raise UsageError(
-            f"Cannot write {out}: {error.strerror}. Name another file: `python -m trainer report {folder} OUT.html`."
+            f"Cannot write {out}: {error.strerror}. Name another file: `python -m trainer report {words} OUT.html`."
         ) from error
+    return left_out

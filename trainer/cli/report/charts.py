@@ -20,6 +20,8 @@ _MOST_OTHERS = 24
 _COLORS = {"tra": 0, "val": 1, "tes": 2}
 """Of the stages, by the first letters of their names."""
 _LAYERS = 3
+_OF_A_LAYER = "grad_norm/"
+"""What `trainer.callbacks.LayerNorms` logs begins so."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Chart:
         scale: of the y-axis: "auto" is logarithmic for more than two decades; "log2".
         crosses: points of skipped steps.
         note: below the title, such as the unit.
+        is_map: whether it is a heat map: a row for each line, which is dark where the value is large.
+        over: what the x-axis is.
     """
 
     title: str
@@ -60,6 +64,8 @@ class Chart:
     scale: str = "auto"
     crosses: Curve = field(default_factory=Curve)
     note: str = ""
+    is_map: bool = False
+    over: str = "step"
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,12 @@ class Section:
 
 def sections_of(run: Run) -> list[Section]:
     """The charts of one run."""
-    rows = dict(run.record.rows)
+    is_fit = run.command == "fit"
+    rows = {name: curve for name, curve in run.record.rows.items() if is_fit or len(curve) > 1}
     amp = _mixed_precision(run, rows)
     rate = _learning_rate(rows)
     learning, others = _metrics(run, rows)
-    missing = [] if run.record.rows else [_without_rows(run)]
+    missing = [] if run.record.rows and is_fit else [_without_rows(run)]
     found = [
         Section("Learning", [*learning, *rate], missing if not (learning or rate) else ()),
         Section("Loss scale and gradients", *amp),
@@ -109,14 +116,15 @@ def overlay(runs: Sequence[tuple[str, Run]], colors: Sequence[int | None], winne
         for section in sections_of(run):
             charts = gathered.setdefault(section.title, {})
             for chart in section.charts:
-                for line in chart.lines:
+                for line in chart.lines if not chart.is_map else ():
                     if line.faint or "/" in line.label:
                         continue
                     title = line.name or (chart.title if len(_named(chart)) == 1 else line.label)
                     own = replace(line, label=label, color=-1 if color is None else color, faint=False)
-                    before = charts.get((chart.title, line.label))
+                    key = chart.title, line.name or line.label
+                    before = charts.get(key)
                     lines = [*(before.lines if before else ()), own]
-                    charts[chart.title, line.label] = replace(chart, title=title, lines=lines, crosses=Curve())
+                    charts[key] = replace(chart, title=title, lines=lines, crosses=Curve())
     return [Section(title, list(charts.values())) for title, charts in gathered.items() if charts]
 
 
@@ -200,7 +208,8 @@ def _learning_rate(rows: dict[str, Curve]) -> list[Chart]:
     groups = list(found.items())
     if groups and all(curve == groups[0][1] for _, curve in groups):
         groups = groups[:1]
-    lines = [Line(name.removeprefix("lr-"), curve, number) for number, (name, curve) in enumerate(groups)]
+    alone = "Learning rate" if len(groups) == 1 else ""  # whatever the optimizer is called
+    lines = [Line(name.removeprefix("lr-"), curve, number, name=alone) for number, (name, curve) in enumerate(groups)]
     return [Chart("Learning rate", lines, "linear")] if lines else []
 
 
@@ -225,6 +234,10 @@ def _mixed_precision(run: Run, rows: dict[str, Curve]) -> tuple[list[Chart], lis
     ]
     if lines:
         charts.append(Chart("Gradient norm", lines[:2], note="of all true gradients, before clipping"))
+    if layers := {name: rows.pop(name) for name in [*rows] if name.startswith(_OF_A_LAYER)}:
+        lines = [Line(name.removeprefix(_OF_A_LAYER), curve) for name, curve in layers.items()]
+        note = "from the first layer, at the top, to the last one; of true gradients, before clipping"
+        charts.append(Chart("Gradient norm by layer", lines, note=note, is_map=True))
     for kind, title, note in (
         ("underflow", "Underflow", "share of the non-zero gradient elements that are subnormal in float16"),
         ("zeros", "Zeros", "share of the gradient elements that are exactly zero"),
@@ -265,9 +278,24 @@ def _pace(run: Run) -> tuple[list[Chart], list[str]]:
         in_mib = Curve(memory.steps, [value / 2**20 for value in memory.values])
         what = "reserved on the GPU" if record.memory_is_the_gpus else "of the whole process"
         charts.append(Chart("Memory", [Line("memory", in_mib, 3)], "linear", note=f"MiB, {what}"))
+    charts += _usage(record)
     if charts or record.elapsed or run.command != "fit" or not record.rows:
         return charts, []
     return [], ["Time and memory over the steps come with run.json, which does not have them yet."]
+
+
+def _usage(record: RunRecord) -> Iterable[Chart]:
+    """How busy the machine was, over the time."""
+    usage, cores = record.usage, record.environment.get("cores")
+    named = (("process", "this process", 0), ("machine", "all on its cores", 1))
+    lines = [Line(label, usage[name], color, name=f"Cores: {label}") for name, label, color in named if name in usage]
+    if any(len(line.curve) > 1 for line in lines):
+        of_all = f" of {cores}" if isinstance(cores, int) else ""
+        yield Chart("Processor", lines, "linear", note=f"cores{of_all} that are busy, over the minutes", over="minute")
+    if len(gpu := usage.get("gpu", Curve())) > 1:
+        in_percent = Curve(gpu.steps, [100 * value for value in gpu.values])
+        note = "percent of the time in which a kernel runs, over the minutes"
+        yield Chart("GPU", [Line("GPU", in_percent, 2)], "linear", note=note, over="minute")
 
 
 def speed(run: RunRecord) -> Curve:

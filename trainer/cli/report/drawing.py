@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ PALETTE = 8
 
 _WIDTH, _HEIGHT = 384, 208  # CSS pixels, which are the units of the drawing
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 32  # around the axes
+_BOX = [_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM]
+_MOST_ROWS, _MOST_COLUMNS = 100, 80  # of a heat map
+_FAINTEST = 1e-6  # of the largest value: where the colours of a heat map end
 _INK, _GRID, _BAD, _PALE = "#010101", "#020202", "#030303", "#040404"
 _NAMES = {_INK: "axis", _GRID: "grid", _BAD: "bad", _PALE: "pale"}
 _POINTS = 400  # of a line; about what can be told apart in the width
@@ -44,6 +48,7 @@ class Drawn:
         svg: the picture.
         data: what the page's script needs to tell values.
         remark: what the picture cannot show; empty mostly.
+        ramp: of a heat map, the values at the ends of its colours; else empty.
     """
 
     chart: Chart
@@ -51,6 +56,7 @@ class Drawn:
     svg: str
     data: dict[str, Any]
     remark: str
+    ramp: tuple[str, str] | tuple[()] = ()
 
 
 def draw(chart: Chart, last_step: float = 0) -> Drawn:
@@ -60,26 +66,18 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
         chart: what to draw.
         last_step: where the x-axis ends, if no line goes further: so that all charts of a page have the same.
     """
-    import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
+    if chart.is_map:
+        return _draw_map(chart, last_step)
     most = max(_FEWEST, min(_POINTS, _ALL_POINTS // max(1, len(chart.lines))))
     lines = [(line, thin(line.curve, most)) for line in chart.lines]
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 12}):
-        figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72), dpi=72)
-        FigureCanvasSVG(figure)
-        width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-        axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / _HEIGHT, width / _WIDTH, height / _HEIGHT))
-        scale = _draw(axes, chart, lines, last_step)
+    with _axes(chart) as (axes, written):
+        scale = _draw(axes, chart, lines, last_step if chart.over == "step" else 0)
         left, right = axes.get_xlim()
         low, high = axes.get_ylim()
-        written = io.StringIO()
-        nothing = {"Creator": None, "Date": None, "Format": None, "Type": None}
-        figure.savefig(written, format="svg", transparent=True, metadata=nothing)
     named = [(line, curve) for line, curve in lines if not line.faint]
     data = {
-        "box": [_LEFT, _TOP, width, height],
+        "box": _BOX,
+        "over": chart.over,
         "x": [left, right],
         "y": [low, high],
         "log": scale != "linear",
@@ -87,7 +85,7 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
             {
                 "name": line.label,
                 "color": line.color,
-                "x": [int(step) for step in curve.steps],
+                "x": [int(step) if chart.over == "step" else round(step, 2) for step in curve.steps],
                 "y": [_rounded(value) for value in curve.values],
                 **({"steps": True} if line.steps else {}),
             }
@@ -99,6 +97,95 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
     remark = f"{broken:,} values are not finite, the first at step {first:,.0f} (red marks)." if broken else ""
     legend = [(line.label, line.color, told(line.curve.last)) for line in chart.lines if not line.faint]
     return Drawn(chart, legend, _in_page(written.getvalue(), chart), data, remark)
+
+
+@contextmanager
+def _axes(chart: Chart) -> Iterator[tuple[Axes, io.StringIO]]:
+    """Axes to draw in, and the file that has the picture as SVG afterwards."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    written = io.StringIO()
+    left, top, width, height = _BOX
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 12}):
+        figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72), dpi=72)
+        FigureCanvasSVG(figure)
+        bottom = _HEIGHT - top - height
+        yield figure.add_axes((left / _WIDTH, bottom / _HEIGHT, width / _WIDTH, height / _HEIGHT)), written
+        nothing = {"Creator": None, "Date": None, "Format": None, "Type": None}
+        figure.savefig(written, format="svg", transparent=True, metadata=nothing)
+
+
+def _draw_map(chart: Chart, last_step: float) -> Drawn:
+    """A row for each line, in colours on a logarithmic scale; red where a value is not finite."""
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    lines = sorted(chart.lines, key=lambda line: -max(line.curve.finite, default=0.0))[:_MOST_ROWS]
+    lines = [line for line in chart.lines if line in lines]
+    steps = sorted({step for line in lines for step in line.curve.steps})
+    columns = min(len(steps), _MOST_COLUMNS)
+    width = (steps[-1] - steps[0]) / max(1, columns - 1) or 1
+    start = steps[0] - width / 2
+    values = np.full((len(lines), columns), np.nan)
+    broken = np.zeros_like(values, dtype=bool)
+    for row, line in enumerate(lines):
+        for step, value in _points(line.curve):
+            column = min(columns - 1, int((step - start) / width))
+            if not math.isfinite(value):
+                broken[row, column] = True
+            elif not value <= values[row, column]:  # the largest of a column, so that no peak is lost
+                values[row, column] = value
+    known = values[np.isfinite(values) & (values > 0)]
+    low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 1.0)
+    low = max(low, high * _FAINTEST)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shares = (np.log(np.clip(values, low, None)) - math.log(low)) / (math.log(high / low) or 1.0)
+    pixels = colormaps["viridis"](np.clip(np.nan_to_num(shares), 0.0, 1.0))
+    pixels[np.isnan(values)] = 0.0  # transparent
+    pixels[broken] = (0.86, 0.2, 0.12, 1.0)
+    with _axes(chart) as (axes, written):
+        axes.spines[:].set_visible(False)
+        axes.tick_params(colors=_INK, labelsize=12, length=0, pad=5)
+        axes.imshow(pixels, aspect="auto", interpolation="none", extent=(start, start + columns * width, len(lines), 0))
+        axes.set_xlim(min(start, -0.015 * last_step), max(start + columns * width, 1.015 * last_step))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=2))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: _short(step)))
+        axes.set_yticks([0.5, len(lines) - 0.5] if len(lines) > 1 else [0.5])
+        axes.set_yticklabels(["first", "last"] if len(lines) > 1 else ["all"])
+        left, right = axes.get_xlim()
+    middles = [start + (column + 0.5) * width for column in range(columns)]
+    data = {
+        "box": _BOX,
+        "over": chart.over,
+        "x": [left, right],
+        "map": {
+            "names": [line.label for line in lines],
+            "steps": [round(middle) for middle in middles],
+            "from": start,
+            "width": width,
+            "values": [
+                [
+                    "not finite" if is_broken else None if math.isnan(value) else float(f"{value:.3g}")
+                    for value, is_broken in row
+                ]
+                for row in (
+                    list(zip(*each, strict=True)) for each in zip(values.tolist(), broken.tolist(), strict=True)
+                )
+            ],
+        },
+    }
+    count = sum(len(line.curve) - len(line.curve.finite) for line in chart.lines)
+    first = min((s for line in chart.lines for s, v in _points(line.curve) if not math.isfinite(v)), default=0)
+    remarks = [f"{count:,} values are not finite, the first at step {first:,.0f} (red)."] if count else []
+    if len(lines) < len(chart.lines):
+        remarks.append(f"The {len(lines)} layers with the largest values, of {len(chart.lines)}.")
+    largest = sorted(lines, key=lambda line: -(line.curve.finite or [0.0])[-1])[:3]
+    legend = [(line.label, line.color, told(line.curve.last)) for line in largest]
+    picture = _in_page(written.getvalue(), chart)
+    return Drawn(chart, legend, picture, data, " ".join(remarks), (told(low), told(high)))
 
 
 def told(value: float | None) -> str:
@@ -136,9 +223,9 @@ def _draw(axes: Axes, chart: Chart, lines: Sequence[tuple[Line, Curve]], last_st
     scale = _scale(chart, judged)
     _limit(axes, chart, scale, judged)
     steps = [step for _, curve in lines for step in ((curve.steps[0], curve.steps[-1]) if curve else ())]
-    end = max([*steps, last_step, 1])
+    end = max([*steps, last_step, 1 if chart.over == "step" else 0])
     axes.set_xlim(-0.015 * end, 1.015 * end)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=2))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=chart.over == "step", min_n_ticks=2))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: _short(step)))
     if scale == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3))
@@ -238,7 +325,7 @@ def _short(step: float) -> str:
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if abs(step) >= 10 * size or (size == 1e6 and abs(step) >= size):
             return f"{step / size:g}{letter}"
-    return f"{step:,.0f}"
+    return f"{step:,.6g}"
 
 
 def _tick(value: float) -> str:

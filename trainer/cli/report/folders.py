@@ -1,8 +1,9 @@
-"""Which folder is a run, which a sweep, and which one is meant."""
+"""Which folder is a run, which a sweep, and which ones are meant."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.arguments import UsageError
@@ -33,51 +34,91 @@ def jobs_of(sweep: Path) -> list[Path]:
     return [folder for child in _children(sweep) for folder in _found(child, _DEPTH, is_run)]
 
 
-def chosen(given: str | None) -> Path:
-    """The folder of the run or the sweep that is meant.
+@dataclass(frozen=True)
+class Chosen:
+    """What a report is about.
 
     Args:
-        given: on the command line; None for the newest below ``outputs``, ``multirun`` and ``lightning_logs``.
+        kind: ``"run"``, ``"sweep"`` or ``"runs"``: several that need not belong together.
+        folder: of the run or the sweep; of several the one that was named, or the working directory.
+        runs: the folders of the runs, in the order in which they were named.
+        left_out: what is not on the page, and why.
+    """
+
+    kind: str
+    folder: Path
+    runs: Sequence[Path]
+    left_out: Sequence[str] = ()
+
+
+def chosen(given: Sequence[str]) -> Chosen:
+    """The run, the sweep, or the runs that are meant.
+
+    Args:
+        given: folders, as on the command line: runs, sweeps, and folders that hold some. None for the newest below
+            ``outputs``, ``multirun`` and ``lightning_logs``.
 
     Raises:
-        UsageError: there is no such folder, it is neither, or it holds several.
+        UsageError: there is no run in any of them, or all are of an older version.
     """
-    if given is None:
+    if not given:
         found = [folder for top in _TOPS for folder in below(Path(top))]
         if not found:
             raise UsageError(
                 "Got no folder, and there is no run below outputs/, multirun/ or lightning_logs/ here. Write"
                 " `python -m trainer report RUN_DIR`, or train first: `python -m trainer fit +recipe=resnet50`."
             )
-        return _readable(max(found, key=changed))
+        return _chosen([max(found, key=changed)])
+    folders: list[Path] = []
+    problems: list[str] = []
+    for name in given:
+        try:
+            folders += _runs_and_sweeps(name)
+        except UsageError as problem:
+            problems.append(str(problem))
+    folders = list({folder.resolve(): folder for folder in folders}.values())
+    if not folders:
+        raise UsageError("\n".join(problems))
+    return _chosen(folders, problems, Path(given[0]) if len(given) == 1 else Path())
+
+
+def _runs_and_sweeps(given: str) -> list[Path]:
+    """What a word names: a run, a sweep, or all that are in a folder.
+
+    Raises:
+        UsageError: there is no such folder, or none in it.
+    """
     folder = Path(given)
     if not folder.exists():
         raise UsageError(f"There is no folder {given}.{_near(folder)}")
     if not folder.is_dir():
         raise UsageError(f"{given} is a file, expected the folder of a run.{_near(folder)}")
-    if is_sweep(folder) or is_run(folder):
-        return _readable(folder)
-    found = below(folder)
+    found = [folder] if of_older_version(folder) else below(folder)
     if not found:
         raise UsageError(
             f"{given} is not the folder of a run or a sweep. A run's folder has a {RUN} or a metrics.csv in it."
             f"{_near(folder)}"
         )
-    if len(found) == 1:
-        return _readable(found[0])
-    raise UsageError(f"{given} holds {len(found)} runs and sweeps, expected one. The newest:{_list(found)}")
+    return found
 
 
-def _readable(folder: Path) -> Path:
-    """``folder``, of a run or a sweep, if it is of this version.
+def _chosen(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path | None = None) -> Chosen:
+    """The report on these runs and sweeps, without what an older version has written.
 
     Raises:
-        UsageError: an older version has written it, or a job in it.
+        UsageError: an older version has written all of it.
     """
-    for place in (folder, *_children(folder)):
-        if said := of_older_version(place):
-            raise UsageError(said)
-    return folder
+    runs, old = list[Path](), list[str]()
+    for folder in folders:
+        said = {place: told for place in (folder, *_children(folder)) if (told := of_older_version(place))}
+        runs += [run for run in (jobs_of(folder) if is_sweep(folder) else [folder]) if run not in said]
+        old += said.values()
+    if old and not runs:
+        raise UsageError("\n".join([*problems, *old]))
+    if len(folders) > 1 or problems:
+        runs = list({run.resolve(): run for run in runs}.values())  # a sweep may have been named, and a job of it
+        return Chosen("runs", holder or Path(), runs, [*problems, *old])
+    return Chosen("sweep" if is_sweep(folders[0]) else "run", folders[0], runs, old)
 
 
 def below(folder: Path) -> list[Path]:

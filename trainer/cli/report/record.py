@@ -11,13 +11,25 @@ from typing import Any
 
 from trainer import redaction
 from trainer.cli.report import private
+from trainer.cli.report.figures import Matrix, Picture, figures_in
 from trainer.cli.report.overflow import PATTERN, Overflow, read_overflow
 from trainer.cli.sweep import shown
 from trainer.record.reader import RunRecord, changed, read_run
 
+NOT_A_RUNS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading raises where files say something that no run writes."""
+
 _LOG_LINES = 400
 _LOG_BYTES = 200_000
 _FILES = 60
+
+
+def unreadable(folder: Path, error: Exception) -> str:
+    """What to say of a folder in which reading has raised one of `NOT_A_RUNS`."""
+    return (
+        f"The files in {folder} say something that a run does not write ({type(error).__name__}: {error}). They were"
+        " changed, or come from another version."
+    )
 
 
 class Run:
@@ -107,6 +119,11 @@ class Run:
         files += self.folder.glob(f"lightning_logs/*/{PATTERN}")
         found = (read_overflow(self.record.inside(file)) for file in files)
         return sorted((report for report in found if report), key=lambda report: report.step)
+
+    @cached_property
+    def figures(self) -> tuple[list[Matrix], list[Picture], list[str]]:
+        """Its confusion matrices and pictures, and what is said of those that cannot be shown."""
+        return figures_in(self.record)
 
     @cached_property
     def log(self) -> list[str]:

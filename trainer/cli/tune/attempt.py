@@ -43,6 +43,7 @@ _LEFT_OUT: tuple[type, ...] = (
     lightnings.Timer,
     ours.Curves,
     ours.HalveOnOutOfMemory,
+    ours.LayerNorms,
     ours.NonFiniteGuard,
     ours.OverflowReport,
     ours.RunSummary,

@@ -113,6 +113,15 @@ class ShardedGradients(Gradients):
         total: Tensor = torch.linalg.vector_norm(every, norm_type)
         return total
 
+    def norms(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+        """One exchange, of the squares of the norms of all parts, in float64."""
+        found = super().norms(optimizer)
+        if not found:
+            return []
+        squares = torch.stack([norm.to(self._device, torch.float64) for _, norm in found]).square()
+        whole = self.total(squares.unsqueeze(1), [parameter for parameter, _ in found]).sqrt().flatten()
+        return [(p, total.to(norm.dtype)) for (p, norm), total in zip(found, whole, strict=True)]
+
     def clip_(
         self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
     ) -> Tensor | None:

@@ -23,7 +23,7 @@ function follow(plot) {
   const svg = plot.querySelector("svg"), source = plot.querySelector("script");
   if (!svg || !source) return;
   const data = JSON.parse(source.textContent), [left, top, width, height] = data.box;
-  const [x0, x1] = data.x, scale = data.log ? Math.log : (value) => value, [y0, y1] = data.y.map(scale);
+  const [x0, x1] = data.x, scale = data.log ? Math.log : (value) => value, [y0, y1] = (data.y || []).map(scale);
   let cursor = null, tip = null, points = [];
 
   function leave() {
@@ -43,6 +43,7 @@ function follow(plot) {
     const at = (event.clientX - frame.left) / unit;
     if (at < left - 8 || at > left + width + 8) return leave();
     const wanted = x0 + (at - left) / width * (x1 - x0);
+    if (data.map) return look((wanted - data.map.from) / data.map.width, (event.clientY - frame.top) / unit, at * unit);
     const found = [];
     for (const line of data.lines) {
       if (!line.x.length) continue;
@@ -54,9 +55,7 @@ function follow(plot) {
     const step = found.reduce((a, b) => Math.abs(b.step - wanted) < Math.abs(a.step - wanted) ? b : a).step;
     const x = left + (step - x0) / (x1 - x0) * width;
     cursor = shape("line", { class: "cursor", x1: x, x2: x, y1: top, y2: top + height });
-    tip = document.createElement("div");
-    tip.className = "tip";
-    tip.append(`step ${step.toLocaleString("en")}`);
+    begin(step);
     const shown = found.filter((each) => each.line.color >= 0 || found.length <= 8).slice(0, 8);
     for (const each of shown) {
       const color = each.line.color < 0 ? "var(--pale)" : `var(--s${each.line.color % 8})`;
@@ -69,14 +68,42 @@ function follow(plot) {
           points.push(dot);
         }
       }
-      const row = document.createElement("div"), chip = document.createElement("i"), value = document.createElement("b");
-      chip.style.background = color;
-      value.textContent = told(each.value);
-      row.append(value, chip, each.line.name);
-      tip.append(row);
+      tell(each.line.name, told(each.value), color);
     }
+    place(x * unit);
+  }
+
+  function look(column, y, there) {
+    const names = data.map.names, row = Math.floor((y - top) / height * names.length);
+    leave();
+    const values = data.map.values[row], found = values && values[Math.floor(column)];
+    if (found === undefined || found === null) return;
+    begin(data.map.steps[Math.floor(column)]);
+    tell(names[row], typeof found === "string" ? found : told(found));
+    place(there);
+  }
+
+  function begin(step) {
+    tip = document.createElement("div");
+    tip.className = "tip";
+    tip.append(`${data.over} ${data.over === "step" ? step.toLocaleString("en") : told(step)}`);
+  }
+
+  function tell(name, value, color) {
+    const row = document.createElement("div"), chip = document.createElement("i"), shown = document.createElement("b");
+    shown.textContent = value;
+    row.append(shown);
+    if (color) {
+      chip.style.background = color;
+      row.append(chip);
+    }
+    row.append(name);
+    tip.append(row);
+  }
+
+  function place(there) {
     plot.append(tip);
-    const room = plot.clientWidth, wide = tip.offsetWidth, there = x * unit;
+    const room = plot.clientWidth, wide = tip.offsetWidth;
     tip.style.left = `${Math.max(0, Math.min(room - wide, there + wide + 18 > room ? there - wide - 12 : there + 12))}px`;
   }
 

@@ -1,0 +1,142 @@
+"""The gradient norms of layers: the numbers, what they are of, when they are looked at, and who is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from tests.support import (
+    Regression,
+    fit_and_watch,
+    loader_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    native_fp16,
+    train_by_hand,
+)
+from trainer.callbacks import GradientClipping, LayerNorms
+from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.record.curve import Curve, read_rows
+
+SCALED = {"init_scale": 2.0**9, "growth_interval": 5}
+
+
+def logged(folder: Path) -> dict[str, Curve]:
+    return {
+        name.removeprefix("grad_norm/"): curve
+        for name, curve in read_rows(folder / "metrics.csv").items()
+        if name.startswith("grad_norm/")
+    }
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_they_are_those_of_a_loop_by_hand(tmp_path, precision):
+    """To the bit, of accumulated gradients before they are clipped, also where a step overflows and is skipped."""
+    scaled = precision == "16-mixed"
+    batches = make_batches(16, gains={8: 1e30} if scaled else None)
+    ours, theirs = make_net(), make_net()
+    norms, logger = LayerNorms(every_n_steps=2), CSVLogger(tmp_path, name="", version="")
+    trainer, _ = fit_and_watch(
+        tmp_path,
+        Regression(ours),
+        batches,
+        precision=native_fp16(**SCALED) if scaled else precision,
+        callbacks=[GradientClipping(max_norm=0.1), norms],
+        accumulate_grad_batches=2,
+        logger=logger,
+    )
+    seen: list[dict[str, float]] = []
+
+    def look(_: Any) -> None:
+        layers = {name: [p.grad for p in layer.parameters()] for name, layer in theirs.named_children()}
+        seen.append({f"net.{k}": nn.utils.get_total_norm(grads).item() for k, grads in layers.items() if grads})
+
+    train_by_hand(
+        theirs,
+        batches,
+        precision=precision,
+        scaler=torch.amp.GradScaler("cpu", **SCALED) if scaled else None,
+        window=2,
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1),
+        before_step=look,
+    )
+    found = logged(tmp_path)
+    assert list(found) == ["net.0", "net.1", "net.4"]
+    for layer, curve in found.items():
+        assert curve.steps == [1, 3, 5, 7]
+        assert [str(value) for value in curve.values] == [str(look[layer]) for look in seen[1::2]]
+    assert norms.norms == seen[-1]
+    assert trainer.skipped_steps == scaled
+
+
+def test_every_optimizer_of_an_update_by_hand_and_the_modules_own_parameters(tmp_path):
+    class Two(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.gain = nn.Parameter(torch.ones(()))
+            self.seen: list[tuple[float, float]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            loss = super().training_step(batch, batch_idx) * self.gain
+            self.manual_backward(loss)
+            self.seen.append(
+                (self.gain.grad.item(), nn.utils.get_total_norm([p.grad for p in self.net[0].parameters()]).item())
+            )
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), 0.01), torch.optim.SGD([self.gain], 0.01)
+
+    module = Two()
+    fit_and_watch(tmp_path, module, make_batches(3), callbacks=[LayerNorms(1)], logger=CSVLogger(tmp_path, "", ""))
+    found = logged(tmp_path)
+    gains, firsts = zip(*module.seen, strict=True)
+    assert [curve.values for curve in (found["Two"], found["net.0"])] == [
+        [abs(gain) for gain in gains],
+        list(firsts),
+    ]
+
+
+def test_without_a_logger_the_last_look_is_kept(tmp_path):
+    norms = LayerNorms(2)
+    fit_and_watch(tmp_path, Regression(), make_batches(3), callbacks=[norms])
+    assert list(norms.norms) == ["net.0", "net.1", "net.4"]
+    assert copy.deepcopy(norms).norms == norms.norms
+
+
+def test_a_run_learns_the_same_with_it(tmp_path):
+    ends = []
+    for callbacks in ([], [LayerNorms(1)]):
+        module = Regression()
+        make_trainer(tmp_path, callbacks=callbacks, precision=native_fp16(**SCALED)).fit(
+            module, loader_of(make_batches(4))
+        )
+        ends.append([p.clone() for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True, "10"])
+def test_steps_that_are_none(steps):
+    with pytest.raises(ConfigurationError, match="expected a number of steps, at least 1"):
+        LayerNorms(steps)
+
+
+def test_anothers_trainer_is_refused(tmp_path):
+    trainer = L.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[LayerNorms()],
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match=r"given to a lightning.pytorch.*Trainer, expected a trainer.Trainer"):
+        trainer.fit(Regression(), loader_of(make_batches(1)))

@@ -1,0 +1,132 @@
+"""Confusion matrices and pictures on the page, whoever has written them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.cli.report.conftest import Page, facts, report
+from trainer.cli import main
+
+COUNTS = [[8, 2, 0], [1, 9, 0], [0, 0, 0]]
+
+
+def png(shade: int = 7) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 4, 3), shade, dtype=np.uint8)).save(file, format="PNG")
+    return file.getvalue()
+
+
+def put(folder: Path, name: str, content: object) -> None:
+    file = folder / "figures" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def matrix(counts: object = COUNTS, **more: object) -> dict[str, object]:
+    return {"kind": "confusion matrix", "classes": ["cat", "dog", "<owl>"], "counts": counts} | more
+
+
+def test_a_confusion_matrix(make_run):
+    folder = make_run()
+    put(folder, "test.json", matrix())
+    page = report(folder)
+    said = page.sections["results"]
+    assert "Confusion matrix: test 20 in all, 85.0% right." in said
+    assert "cat dog <owl> found cat 8 2 80.0% dog 1 9 90.0% <owl> Most" in said
+    assert "Most frequent mistakes: cat taken for dog 2 , dog taken for cat 1" in said.replace(" 2,", " 2 ,")
+    assert page.html.count("--share:0.800") == page.html.count("--share:0.200") == 1
+    assert "#results" in page.having("a", "href")
+    assert page.text.index("Learning rate") < page.text.index("Confusion matrix")
+
+
+def test_pictures_are_in_the_page(make_run):
+    folder = make_run()
+    put(folder, "samples.png", png())
+    put(folder, "notes.txt", b"nothing")
+    page = report(folder)
+    assert page.having("img", "alt") == ["samples"]
+    (address,) = page.having("img", "src")
+    assert base64.b64decode(address.removeprefix("data:image/png;base64,")) == png()
+    assert "img-src data:" in page.html
+
+
+def test_a_test_shows_its_results_first_and_no_curves_of_one_point(make_run):
+    folder = make_run(told=facts(command="test", metrics={"test_acc": 0.5}, curves={}), files={
+        "csv/metrics.csv": "epoch,step,test_acc\n0,0,0.5\n",
+    })  # fmt: skip
+    put(folder, "test.json", matrix(classes=None))
+    page = report(folder)
+    assert page.titles == ["Confusion matrix: test"]
+    assert page.text.index("Confusion matrix") < page.text.index("This was a test, which draws no curves.")
+    assert "Optimizer steps" not in page.text
+    assert "test_acc 0.5" in page.text
+
+
+def test_of_many_classes_those_that_are_mistaken_most(make_run):
+    folder = make_run()
+    counts = [[5 * (i == j) for j in range(40)] for i in range(40)]
+    counts[37][3] = 9
+    put(folder, "test.json", matrix(counts, classes=[f"c{i}" for i in range(40)]))
+    said = report(folder).sections["results"]
+    assert "The 24 classes with the most mistakes, of 40." in said
+    assert "c37 taken for c3 9" in said
+    assert "c37 9 5 35.7%" in said
+    assert "c30" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.json", b"{", "a.json cannot be shown: JSONDecodeError"),
+        ("a.json", {"kind": "scatter"}, "it is no confusion matrix"),
+        ("a.json", matrix([[1, 2]]), "its counts are not square"),
+        ("a.json", matrix([[1]]), "it has 3 names for 1 classes"),
+        ("a.json", matrix([["x"]]), "a.json cannot be shown: ValueError"),
+        ("a.json", [3], "a.json cannot be shown: TypeError"),
+        ("a.png", b"<script>alert(1)</script>", "a.png cannot be shown: ValueError: it is no PNG"),
+        ("a.png", png() + bytes(2**21), "a.png cannot be shown: larger than 2 MiB"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_and_spoils_nothing(make_run, name, content, told):
+    folder = make_run()
+    put(folder, name, content)
+    put(folder, "good.png", png())
+    page = report(folder)
+    assert told in page.sections["results"]
+    assert page.having("img", "alt") == ["good"]
+    assert len(page.scripts) == 1
+
+
+def test_links_out_of_the_folder_are_not_followed(make_run, tmp_path):
+    folder = make_run()
+    (tmp_path / "secret.png").write_bytes(png())
+    put(folder, "good.png", png(9))
+    (folder / "figures" / "bad.png").symlink_to(tmp_path / "secret.png")
+    page = report(folder)
+    assert page.having("img", "alt") == ["good"]
+    assert "bad.png cannot be shown" in page.text
+
+
+def test_no_more_than_a_dozen(make_run):
+    folder = make_run()
+    for number in range(15):
+        put(folder, f"{number:02}.png", png(number))
+    page = report(folder)
+    assert len(page.having("img", "src")) == 12
+    assert "More than 12 figures: the others are in" in page.text
+
+
+def test_several_runs_each_have_theirs(make_run):
+    runs = [make_run(f"a/{number}") for number in (1, 2)]
+    put(runs[1], "test.json", matrix())
+    assert main(["report", *map(str, runs)]) == 0
+    page = Page(Path("report.html").read_text(encoding="utf-8"))
+    assert "Confusion matrix: test" in page.sections["job-1"]
+    assert "Confusion matrix" not in page.sections["job-0"]

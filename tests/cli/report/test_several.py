@@ -1,0 +1,174 @@
+"""The page of any runs side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cli.report.conftest import CONFIG, ENVIRONMENT, ROWS, Page, facts
+from trainer.cli import main
+
+
+def several(*words: str | Path) -> Page:
+    """The page that the command makes, in the working directory or in the only folder that is named."""
+    assert main(["report", *map(str, words)]) == 0
+    place = Path(words[0]) if len(words) == 1 else Path()
+    return Page((place / "report.html").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def two(make_run):
+    """Of different recipes, settings and times; the second is the better one, and was better still."""
+    config = CONFIG.replace("lr: 0.1", "lr: 0.5\n  momentum: 0.9").replace("max_epochs: 2", "max_epochs: 7")
+    there = ENVIRONMENT | {"versions": {"torch": "2.16.0"}, "started": 9e8}
+    rows = ROWS.replace("0.25,2.5", "0.875,2.5")
+    words = ["+recipe=scans", "precision=16-mixed", "optimizer.lr=0.5"]
+    first = make_run("outputs/digits/one")
+    second = make_run(
+        "elsewhere/scans/two",
+        told=facts(recipe="scans", overrides=words, environment=there, skipped_steps=0),
+        files={".hydra/config.yaml": config, "csv/metrics.csv": rows},
+    )
+    return first, second
+
+
+def test_what_differs_comes_first(two):
+    page = several(*two)
+    assert page.text.index("What differs") < page.text.index("Best val_acc") < page.text.index("Over the optimizer")
+    said = page.sections["differences"]
+    assert "recipe 1digits 2scans" in said
+    assert "optimizer.lr 10.1 20.5" in said
+    assert "optimizer.momentum 1 - 20.9" in said
+    assert "trainer.max_epochs 12 27" in said
+    assert said.index("optimizer.lr") < said.index("trainer.max_epochs")  # what somebody has typed comes first
+    for same in ("seed", "precision", "callbacks.model_checkpoint.monitor"):
+        assert same not in said
+    assert "Code, machine and versions differ in 1 point 1 2 torch 12.15.0 22.16.0" in said
+
+
+def test_best_values_and_their_steps(two):
+    page = several(*two)
+    assert "2 runs, side by side digits, scans" in page.text
+    assert "Highest val_acc 0.875 at step 1, scans optimizer.lr=0.5" in page.text
+    table = page.sections["jobs"]
+    assert "Run Settings Status Best val_acc at step val_loss Time Samples/s Memory Skipped" in table
+    assert "1 digits Completed 0.75 3 1.5" in table
+    assert "2 scans optimizer.lr=0.5 best Completed 0.875 1 1.5" in table
+    assert "Best val_acc 0.875 at step 1, last 0.75" in page.sections["job-1"]
+
+
+def test_curves_are_overlaid(two):
+    page = several(*two)
+    lines = page.lines("val_acc")
+    assert [line["y"] for line in lines.values()] == [[0.25, 0.75], [0.875, 0.75]]
+    assert [line["color"] for line in lines.values()] == [0, 1]
+    assert set(lines) == {"digits", "scans optimizer.lr=0.5"}
+
+
+def test_optimizers_of_different_names_share_a_chart(make_run):
+    first, second = make_run("a/1"), make_run("a/2", files={"csv/metrics.csv": ROWS.replace("lr-SGD", "lr-AdamW")})
+    page = several(first, second)
+    assert page.titles.count("Learning rate") == 1
+    assert set(page.lines("Learning rate")) == {"16-mixed (1)", "16-mixed (2)"}  # nothing else tells them apart
+
+
+def test_a_folder_with_several_runs(two, make_run):
+    make_run("outputs/mine/a/1")
+    make_run("outputs/mine/b/2")
+    for number in (0, 1):
+        make_run(f"outputs/mine/sweep/{number}", told=facts(job=number))
+    page = several("outputs/mine")
+    assert "4 runs, side by side" in page.text
+    assert "outputs/mine" in page.text
+    assert "No setting differs" in page.sections["differences"]
+    assert page.having("a", "href").count("#job-3") == 1
+
+
+def test_sweeps_and_runs_together_each_once(two, make_run):
+    for number in (0, 1):
+        make_run(f"multirun/x/1/{number}", told=facts(job=number, overrides=["+recipe=digits", f"seed={number}"]))
+    page = several(two[0], "multirun/x/1", "multirun/x/1/1", two[0])
+    assert "3 runs, side by side" in page.text
+    assert several(two[0], two[0].parent / "one" / "csv" / "..").titles  # the same run twice is one
+    assert "digits Completed" in Page((two[0] / "report.html").read_text()).text
+
+
+def test_one_bad_run_does_not_spoil_the_report(two, make_run, capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    old = make_run("old/1", files={"run.json": None, "result.json": "{}", ".hydra/config.yaml": None})
+    odd = make_run("odd/1", told=facts(seconds="long"))
+    page = several(*two, "empty", "nowhere", two[0] / "fit.log", old, odd)
+    told = capsys.readouterr().err
+    assert "2 runs, side by side" in page.text
+    for words in (
+        "empty is not the folder of a run or a sweep. A run's folder has a run.json",
+        "There is no folder nowhere.",
+        "fit.log is a file, expected the folder of a run",
+        f"{old} was written by an older version (it has result.json, expected run.json)",
+        f"The files in {odd} say something that a run does not write (ValueError",
+    ):
+        assert told.count(f"Left out: {words}") + told.count(f"{os.sep}{words}") == 1, told
+        assert words in page.text
+    assert told.count("Left out: ") == 5
+
+
+def test_nothing_but_bad_runs(make_run, capsys):
+    odd = make_run("odd/1", told=facts(seconds="long"))
+    assert main(["report", str(odd), "nowhere"]) == 2
+    assert "say something that a run does not write" in capsys.readouterr().err
+    assert main(["report", "here", "nowhere"]) == 2
+    told = capsys.readouterr().err
+    assert "There is no folder here." in told
+    assert "There is no folder nowhere." in told
+    assert not Path("report.html").exists()
+
+
+def test_a_sweep_with_one_job_of_an_older_version(make_run, capsys):
+    make_run("multirun/a/1/0", told=facts(job=0))
+    make_run("multirun/a/1/1", files={"run.json": None, "result.json": "{}"})
+    page = several("multirun/a/1")
+    assert "Sweep of 1 job digits" in page.text
+    assert "older version" in page.text
+    assert "older version" in capsys.readouterr().err
+
+
+def test_runs_without_curves_without_settings_and_still_going(two, make_run):
+    others = dict.fromkeys(["csv/metrics.csv", ".hydra/config.yaml", ".hydra/overrides.yaml"])
+    test = make_run("t/1", told=facts(command="test", curves={}, metrics={"test_acc": 0.5}), files=others)
+    going = make_run("g/1", told=facts(status="running", steps=None, overrides=["+recipe=digits", "seed=3"]))
+    page = several(*two, test, going)
+    assert "has no curves: it was a test." in page.sections["curves"]
+    assert "are not known: there is no .hydra/config.yaml" in page.sections["differences"]
+    assert "The run goes on: step 4, written" in page.text
+    assert "Running 1" in page.text
+
+
+def test_runs_that_cannot_be_compared(make_run):
+    told = facts(metrics={"reward": 1.0}, monitor=None, objective=None, curves={})
+    runs = [make_run(f"a/{number}", told=told, files={"csv/metrics.csv": None}) for number in (1, 2)]
+    page = several(*runs)
+    assert "best" not in page.sections["jobs"]
+    assert "No run has left curves" in page.sections["curves"]
+
+
+def test_the_name_of_the_page_comes_last(two, capsys):
+    assert main(["report", *map(str, two), "pages/two.html"]) == 0
+    assert capsys.readouterr().out == f"The report is {Path('pages/two.html')}\n"
+    assert "2 runs" in Page(Path("pages/two.html").read_text()).text
+    assert main(["report", "two.html", *map(str, two)]) == 2
+    assert "after the name of the page, two.html, expected that name as the last word" in capsys.readouterr().err
+
+
+def test_secrets_and_markup_stay_out(make_run):
+    bad = "<script>alert(1)</script>"
+    runs = [
+        make_run(f"a/{n}", files={".hydra/config.yaml": json.dumps({"logger": {"api_key": f"k{n}9", bad: bad * n}})})
+        for n in (1, 2)
+    ]
+    page = several(*runs)
+    assert len(page.scripts) == 1
+    assert "k19" not in page.html
+    assert f"logger.{bad}" in page.sections["differences"]

@@ -1,0 +1,115 @@
+"""Files of results: where they are, what is in them, who writes them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from PIL import Image
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.record.figures import figures_of, write_confusion_matrix, write_pictures
+from trainer.record.recorder import RunRecorder
+
+COUNTS = torch.tensor([[3, 1], [0, 2]])
+
+
+class Evaluated(Regression):
+    def test_step(self, batch, batch_idx):
+        pass
+
+    def on_test_epoch_end(self):
+        metric = MulticlassConfusionMatrix(2)
+        metric.update(torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0, 0, 0, 0, 1, 1]))
+        write_confusion_matrix(self.trainer, "test", metric.compute(), ["cat", "dog"])
+
+
+def test_a_module_writes_a_matrix_into_the_folder_of_its_run(tmp_path):
+    trainer = make_trainer(tmp_path / "default", callbacks=[RunRecorder(dirpath=tmp_path / "run")])
+    trainer.test(Evaluated(), loader_of(make_batches(1)))
+    told = json.loads((tmp_path / "run" / "figures" / "test.json").read_text())
+    assert told == {"kind": "confusion matrix", "classes": ["cat", "dog"], "counts": [[3, 1], [0, 2]]}
+
+
+def test_with_lightnings_trainer_the_loggers_folder_has_it(tmp_path):
+    trainer = L.Trainer(
+        accelerator="cpu", logger=CSVLogger(tmp_path, name="a", version=""), enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.test(Evaluated(), loader_of(make_batches(1)))
+    assert (tmp_path / "a" / "figures" / "test.json").is_file()
+
+
+def stand_in(folder, *, is_first=True):
+    """What of a Trainer is asked for."""
+    logger = SimpleNamespace(log_dir=str(folder))
+    return SimpleNamespace(is_global_zero=is_first, callbacks=[], loggers=[logger], default_root_dir=str(folder))
+
+
+def test_other_processes_write_nothing(tmp_path):
+    trainer = stand_in(tmp_path, is_first=False)
+    assert figures_of(trainer) is None
+    write_confusion_matrix(trainer, "test", COUNTS)
+    write_pictures(trainer, "test", torch.zeros(1, 1, 4, 4))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nor_does_a_run_without_a_folder_on_this_machine(tmp_path):
+    trainer = stand_in("s3://bucket")
+    assert figures_of(trainer) is None
+    write_confusion_matrix(trainer, "test", COUNTS)
+
+
+def test_nor_does_one_that_leaves_no_record(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(tmp_path, callbacks=[RunRecorder(writes=False)], logger=False)
+    trainer.test(Evaluated(), loader_of(make_batches(1)))
+    plain = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    plain.test(Evaluated(), loader_of(make_batches(1)))
+    assert list(tmp_path.rglob("figures")) == []
+
+
+def test_classes_without_names_are_numbers(tmp_path):
+    write_confusion_matrix(stand_in(tmp_path), "val", COUNTS)
+    assert json.loads((tmp_path / "figures" / "val.json").read_text())["classes"] == ["0", "1"]
+
+
+def test_matrices_that_are_none(tmp_path):
+    with pytest.raises(ValueError, match=r"Got counts of shape \(2, 3\), expected \(classes, classes\)"):
+        write_confusion_matrix(stand_in(tmp_path), "test", torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="Got 3 names for 2 classes"):
+        write_confusion_matrix(stand_in(tmp_path), "test", COUNTS, ["a", "b", "c"])
+
+
+def test_pictures_are_enlarged_and_stand_side_by_side(tmp_path):
+    images = torch.stack([torch.tensor([[[-1.0, 3.0], [1.0, 3.0]]]), *[torch.ones(1, 2, 2)] * 8])
+    write_pictures(stand_in(tmp_path), "nine", images, ["3", "5, not 6"])
+    pixels = np.asarray(Image.open(tmp_path / "figures" / "nine.png"))
+    assert pixels.shape == (2 * (72 + 6 + 16), 8 * (72 + 6), 4)
+    assert [pixels[y, x, 0] for y, x in ((0, 0), (0, 71), (71, 0), (71, 71))] == [0, 255, 128, 255]
+    assert (pixels[0, 0, 3], pixels[0, 75, 3]) == (255, 0)  # nothing between them
+    assert pixels[74:90, :72, 3].any()  # a caption
+    assert not pixels[74:90, 160:, 3].any()
+
+
+def test_pictures_in_colour_of_uint8_stay_as_they_are(tmp_path):
+    images = torch.arange(3 * 80 * 100, dtype=torch.int64).remainder(256).to(torch.uint8).reshape(1, 3, 80, 100)
+    write_pictures(stand_in(tmp_path), "one", images)
+    pixels = np.asarray(Image.open(tmp_path / "figures" / "one.png"))
+    assert pixels.shape == (86, 106, 4)
+    assert np.array_equal(pixels[:80, :100, :3], images[0].permute(1, 2, 0).numpy())
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 4), (1, 2, 4, 4)])
+def test_pictures_that_are_none(tmp_path, shape):
+    with pytest.raises(ValueError, match="expected \\(count, channels, height, width\\) of 1 or 3 channels"):
+        write_pictures(stand_in(tmp_path), "x", torch.zeros(shape))

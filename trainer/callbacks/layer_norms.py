@@ -1,0 +1,104 @@
+"""How large the gradients of each layer are, over time."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.engine.gradients import Gradients
+from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.precision.readback import Readback
+from trainer.state.outcome import StepOutcome
+
+LOGGED = "grad_norm/"
+"""What the names of the logged values begin with."""
+
+
+class LayerNorms(Callback):
+    """Logs the gradient norm of each layer every ``every_n_steps`` optimizer steps, as ``grad_norm/LAYER``.
+
+    A layer is a module that has parameters of its own; its norm is the L2 norm of all their gradients together. These
+    are the true gradients: after ``unscale_``, before clipping. A value is logged as it is, that of a skipped step too:
+    a layer with inf or NaN is one that the overflow has reached. The report draws them as a heat map.
+
+    The norms are computed on the device in one go (``torch._foreach_norm``), in float32 or better, and are copied to
+    the host without waiting for them. Between two looks a step costs two comparisons of numbers.
+
+    Where processes hold parts of the gradients (FSDP2, tensor parallelism), a look takes one exchange.
+
+    Args:
+        every_n_steps: optimizer steps between two looks, at least 1.
+
+    Attributes:
+        norms: what the last look found, by the layers' names, in the order of the module; "" is the module itself.
+
+    Raises:
+        ConfigurationError: ``every_n_steps`` below 1.
+        UnsupportedError: at the start of a fit by a Trainer of another library.
+    """
+
+    def __init__(self, every_n_steps: int = 50) -> None:
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ConfigurationError(f"Got every_n_steps={every_n_steps!r}, expected a number of steps, at least 1.")
+        self.every_n_steps = every_n_steps
+        self.norms: dict[str, float] = {}
+        self._layers: dict[int, str] = {}  # by the parameters' ids
+        self._seen: list[str] = []  # the layer of each parameter that was looked at
+        self._numbers: list[Tensor] = []
+        self._seen_at = 0
+        self._readback: Readback | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy is of no run
+        return {**vars(self), "_layers": {}, "_seen": [], "_numbers": [], "_readback": None}
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Find out which parameter belongs to which layer."""
+        if not isinstance(getattr(getattr(trainer, "engine", None), "gradients", None), Gradients):
+            raise UnsupportedError(
+                f"LayerNorms was given to a {type(trainer).__module__}.{type(trainer).__name__}, expected a"
+                " trainer.Trainer, which knows when gradients are true ones, and whole."
+            )
+        self._layers = {id(parameter): name.rpartition(".")[0] for name, parameter in pl_module.named_parameters()}
+        self._seen, self._numbers = [], []
+        self._readback = Readback(pl_module.device.type)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Measure the gradients of one optimizer."""
+        if (trainer.progress.updates + 1) % self.every_n_steps:
+            return
+        gradients: Gradients = trainer.engine.gradients
+        if not (found := gradients.norms(optimizer)):
+            return
+        self._seen_at = trainer.progress.updates
+        self._seen += [self._layers.get(id(parameter), "?") for parameter, _ in found]
+        self._numbers += [norm for _, norm in found]
+        assert self._readback is not None
+        self._readback.start(self._numbers)  # those of all optimizers so far
+
+    def on_after_optimizer_step(
+        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+    ) -> None:
+        """Log what was measured, once the outcome of the step is on the host: the norms are there, too."""
+        if not self._numbers or self._readback is None:
+            return
+        numbers, seen = self._readback.wait(), self._seen
+        wide = reduce(torch.promote_types, (number.dtype for number in self._numbers))
+        self._numbers, self._seen = [], []
+        parts: dict[str, list[float]] = {name: [] for name in dict.fromkeys(self._layers.values())}
+        for layer, number in zip(seen, numbers, strict=True):
+            parts.setdefault(layer, []).append(number)
+        self.norms = {layer: _together(norms, wide) for layer, norms in parts.items() if norms}
+        rows = {f"{LOGGED}{layer or type(pl_module).__name__}": norm for layer, norm in self.norms.items()}
+        for logger in trainer.loggers:  # not self.log, which would make an entry for each layer and each epoch
+            logger.log_metrics(rows, step=self._seen_at)
+
+
+def _together(norms: list[float], dtype: torch.dtype) -> float:
+    """The norm of parts whose norms these are, as ``torch.nn.utils.get_total_norm`` puts them together."""
+    return norms[0] if len(norms) == 1 else float(torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype)))

@@ -1,0 +1,128 @@
+"""What lies in ``figures`` in a run's folder: pictures, and confusion matrices. Imports no torch."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import redaction
+from trainer.record.reader import RunRecord
+
+_PICTURES = {
+    ".png": (b"\x89PNG\r\n\x1a\n", "png"),
+    ".jpg": (b"\xff\xd8\xff", "jpeg"),
+    ".jpeg": (b"\xff\xd8\xff", "jpeg"),
+}
+_MOST = 12
+_LARGEST = 2**21  # bytes, of a file: the page has it in itself
+_MOST_CLASSES = 24  # that a table shows; of more there are the classes that are mistaken most
+_MOST_MISTAKES = 12
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture.
+
+    Args:
+        name: of the file, without its ending.
+        address: the picture itself, as a ``data:`` address.
+    """
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A confusion matrix.
+
+    Args:
+        name: of the file, without its ending.
+        classes: names, of those that are shown.
+        rows: of each true class the counts by predicted class, and their shares of the row, from 0 to 1.
+        recalls: of each true class the share that was found, from 0 to 1; None for one that is not there.
+        mistakes: true class, predicted class, how often; the most frequent first.
+        total: of all counts.
+        right: of those on the diagonal.
+        of_all: number of classes.
+    """
+
+    name: str
+    classes: Sequence[str]
+    rows: Sequence[Sequence[tuple[float, float]]]
+    recalls: Sequence[float | None]
+    mistakes: Sequence[tuple[str, str, float]]
+    total: float
+    right: float
+    of_all: int
+
+
+def figures_in(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
+    """The matrices and the pictures of a run; and what is said of files that cannot be shown."""
+    files = sorted({*run.folder.glob("figures/*"), *run.folder.glob("*/figures/*"), *run.folder.glob("*/*/figures/*")})
+    matrices, pictures, notes = list[Matrix](), list[Picture](), list[str]()
+    for file in files:
+        inside, kind = run.inside(file), file.suffix.lower()
+        if kind not in (*_PICTURES, ".json"):
+            continue
+        if len(matrices) + len(pictures) == _MOST:
+            notes.append(f"More than {_MOST} figures: the others are in {file.parent}.")
+            break
+        try:
+            content = inside.read_bytes() if inside.stat().st_size <= _LARGEST else b""
+            found = _matrix(file.stem, json.loads(content)) if kind == ".json" else _picture(file, content)
+        except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+            why = f"larger than {_LARGEST >> 20} MiB" if _is_large(inside) else f"{type(error).__name__}: {error}"
+            notes.append(f"{file.name} cannot be shown: {redaction.text(why)}.")
+            continue
+        if isinstance(found, Matrix):
+            matrices.append(found)
+        else:
+            pictures.append(found)
+    return matrices, pictures, notes
+
+
+def _is_large(file: Path) -> bool:
+    try:
+        return file.stat().st_size > _LARGEST
+    except OSError:
+        return False
+
+
+def _picture(file: Path, content: bytes) -> Picture:
+    begin, kind = _PICTURES[file.suffix.lower()]
+    if not content.startswith(begin):
+        raise ValueError(f"it is no {kind.upper()}")
+    return Picture(file.stem, f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
+
+
+def _matrix(name: str, told: Any) -> Matrix:
+    if told["kind"] != "confusion matrix":
+        raise ValueError("it is no confusion matrix, the one kind of .json that is known")
+    counts = [[float(count) for count in row] for row in told["counts"]]
+    size = len(counts)
+    if {len(row) for row in counts} != {size}:
+        raise ValueError("its counts are not square")
+    classes = [redaction.text(str(one)) for one in told.get("classes") or range(size)]
+    if len(classes) != size:
+        raise ValueError(f"it has {len(classes)} names for {size} classes")
+    sums = [sum(row) for row in counts]
+    wrong = [sums[i] - counts[i][i] + sum(row[i] for row in counts) - counts[i][i] for i in range(size)]
+    shown = sorted(sorted(range(size), key=lambda i: -wrong[i])[:_MOST_CLASSES])
+    pairs = [
+        (classes[i], classes[j], counts[i][j]) for i in range(size) for j in range(size) if i != j and counts[i][j]
+    ]
+    return Matrix(
+        name,
+        [classes[i] for i in shown],
+        [[(counts[i][j], counts[i][j] / sums[i] if sums[i] else 0.0) for j in shown] for i in shown],
+        [counts[i][i] / sums[i] if sums[i] else None for i in shown],
+        sorted(pairs, key=lambda pair: -pair[2])[:_MOST_MISTAKES],
+        sum(sums),
+        sum(counts[i][i] for i in range(size)),
+        size,
+    )

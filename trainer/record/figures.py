@@ -1,0 +1,116 @@
+"""Results that are no curve: a confusion matrix, and samples with what was predicted of them.
+
+What lies in ``figures`` in a run's folder is in its report: pictures (PNG, JPEG) as they are, and confusion matrices
+(JSON). The functions here write such files, out of a module or a callback, under Lightning's Trainer as well; any
+program may. Processes but the first write nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.files import write_text
+from trainer.record.measures import folder_of_files
+from trainer.record.recorder import RunRecorder
+
+FOLDER = "figures"
+"""The name of the folder."""
+
+_COLUMNS = 8
+_SIDE = 72  # pixels: smaller images are enlarged by a whole factor
+_MARGIN, _CAPTION = 6, 16  # pixels, around an image and below it
+
+
+def figures_of(trainer: Any) -> Path | None:
+    """The folder for figures of the run that goes on, which is made; None where this process, or the run, leaves none.
+
+    Args:
+        trainer: ``self.trainer`` in a module.
+    """
+    if not trainer.is_global_zero:
+        return None
+    recorder = next((callback for callback in trainer.callbacks if isinstance(callback, RunRecorder)), None)
+    if recorder is not None:
+        folder = recorder.folder_of_run(trainer)
+    else:  # Lightning's Trainer
+        folder = folder_of_files(trainer, None) if trainer.loggers else None
+    if folder is None:
+        return None
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    return folder / FOLDER
+
+
+def write_confusion_matrix(trainer: Any, name: str, counts: Tensor, classes: Sequence[str] | None = None) -> None:
+    """Write how often each class was taken for each, as ``figures/NAME.json``.
+
+    Args:
+        trainer: ``self.trainer`` in a module.
+        name: such as ``"test"``.
+        counts: shape (classes, classes): rows are the true classes and columns the predicted ones, as torchmetrics'
+            ``MulticlassConfusionMatrix`` computes them.
+        classes: their names; None for numbers.
+
+    Raises:
+        ValueError: ``counts`` is not square, or there are more or fewer names than classes.
+    """
+    if counts.dim() != 2 or counts.shape[0] != counts.shape[1]:
+        raise ValueError(f"Got counts of shape {tuple(counts.shape)}, expected (classes, classes).")
+    if classes is not None and len(classes) != len(counts):
+        raise ValueError(f"Got {len(classes)} names for {len(counts)} classes.")
+    folder = figures_of(trainer)
+    if folder is not None:
+        names = [str(one) for one in (range(len(counts)) if classes is None else classes)]
+        told = {"kind": "confusion matrix", "classes": names, "counts": counts.tolist()}
+        write_text(folder / f"{name}.json", json.dumps(told) + "\n")
+
+
+def write_pictures(trainer: Any, name: str, images: Tensor, captions: Sequence[str] = ()) -> None:
+    """Write images side by side, as ``figures/NAME.png``; the row below begins after eight.
+
+    Args:
+        trainer: ``self.trainer`` in a module.
+        name: such as ``"test_samples"``.
+        images: shape (count, channels, height, width) of 1 or 3 channels: uint8, or of floating point, in which case
+            each is shown from its darkest value to its brightest one, however it was normalised.
+        captions: a few characters for each.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if images.dim() != 4 or images.shape[1] not in (1, 3):
+        raise ValueError(
+            f"Got images of shape {tuple(images.shape)}, expected (count, channels, height, width) of 1 or 3 channels."
+        )
+    folder = figures_of(trainer)
+    if folder is None or not len(images):
+        return
+    from PIL import Image, ImageDraw
+
+    pixels = _visible(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu().numpy()
+    height, width = pixels.shape[1:3]
+    factor = max(1, -(-_SIDE // max(height, width)))
+    step_x, step_y = width * factor + _MARGIN, height * factor + _MARGIN + (_CAPTION if captions else 0)
+    rows = -(-len(pixels) // _COLUMNS)
+    sheet = Image.new("RGBA", (min(len(pixels), _COLUMNS) * step_x, rows * step_y))  # transparent: for dark pages, too
+    draw = ImageDraw.Draw(sheet)
+    for index, image in enumerate(pixels):
+        x, y = index % _COLUMNS * step_x, index // _COLUMNS * step_y
+        sheet.paste(Image.fromarray(image).resize((width * factor, height * factor), Image.Resampling.NEAREST), (x, y))
+        if index < len(captions):
+            draw.text((x, y + height * factor + 2), captions[index], fill=(128, 136, 144, 255))
+    sheet.save(folder / f"{name}.png")
+
+
+def _visible(images: Tensor) -> Tensor:
+    """As uint8."""
+    if images.dtype == torch.uint8:
+        return images
+    flat = images.detach().float().flatten(1)
+    low, high = flat.amin(1)[:, None, None, None], flat.amax(1)[:, None, None, None]
+    return ((images.float() - low) / (high - low).clamp(min=1e-6) * 255).round().byte()
