@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -57,14 +58,24 @@ def pages() -> dict[str, str]:
         package, _, rest = module.partition(".")
         objects = list(_public(packages[package][rest] if rest else packages[package]))
         texts[name] = "\n\n".join([f"# {module}", about, *(_object(each) for each in objects)]) + "\n"
-        names = ", ".join(f"[`{each.name}`]({name}.md#{each.name.lower()})" for each in objects)
+        names = ", ".join(f"[`{each}`]({name}.md#{anchor})" for each, anchor in _anchors(texts[name]))
         listed.append(f"## {module}\n\n{about}\n\n{names}")
     introduction = (
         "The public names, written from their docstrings by `scripts/make_api_reference`. How they are used is told in"
-        " the [guides](../index.md). Settings of the command line are in the files of [`conf`](../../conf)."
+        " the [guides](../index.md). Settings of the command line are in [`conf`](../../conf/amp_trainer.yaml)."
     )
     texts["index"] = "\n\n".join(["# API reference", introduction, *listed]) + "\n"
     return texts
+
+
+def _anchors(page: str) -> Iterator[tuple[str, str]]:
+    """The names that a page tells of, and what a link to each ends in: a second heading of the same words has a -1."""
+    met = Counter[str]()
+    for marks, name in re.findall(r"^(##+) (\w+)$", page, re.MULTILINE):
+        anchor = name.lower()
+        if marks == "##":
+            yield name, f"{anchor}-{met[anchor]}" if met[anchor] else anchor
+        met[anchor] += 1
 
 
 def with_tables(readme: str) -> str:

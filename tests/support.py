@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from trainer import Trainer
 from trainer.precision import MixedPrecision
 
-needs_fsdp2 = pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of torch 2.13")
+HAS_FSDP2 = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+needs_fsdp2 = pytest.mark.skipif(not HAS_FSDP2, reason="of torch 2.13")
 AUTOCAST_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 sgd = partial(torch.optim.SGD, lr=0.1)

@@ -113,6 +113,16 @@ def test_workers_that_hang(tmp_path: Any) -> None:
     assert "dataloader_timeout" in str(caught.value)
 
 
+def test_an_error_about_shapes_before_there_was_a_batch_blames_none(trainer: Any) -> None:
+    class Refused(Regression):
+        def configure_optimizers(self) -> Any:
+            raise ValueError("this parameter has the wrong shape")
+
+    with pytest.raises(ValueError, match="wrong shape") as caught:
+        trainer.fit(Refused(), loader_of(make_batches(2)))
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_what_a_dataset_raises_stays_what_it_is(trainer: Any) -> None:
     with pytest.raises(MistakeError) as caught:
         trainer.fit(Module(), loader(raise_mistake))

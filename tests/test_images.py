@@ -45,6 +45,7 @@ def test_every_logger_that_can_shows_them(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("mlflow.tracking.context.git_context._resolve_git_info", dict)  # it leaves a git behind
     loggers = [
         CSVLogger(tmp_path, name="csv"),
         TensorBoardLogger(tmp_path, name="tensorboard", version=""),

@@ -221,3 +221,61 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     assert checkpoint["global_step"] == 190
     weights: dict[str, torch.Tensor] = checkpoint["state_dict"]
     return weights
+
+
+HOUR: list[tuple[str, int, tuple[str, ...]]] = [
+    # A command, its exit status, and what it has to say. Of what a newcomer may do wrong, or wants to know, in an hour.
+    ("fit --hydra-help", 0, ("Hydra",)),
+    ("fit +recipe=mine data.batch_size=0", 2, ("data.batch_size is 0, expected a whole number of at least 1.",)),
+    ("fit +recipe=mine model.depth=3", 2, ("To add a new setting, write +model.depth=3.",)),
+    (
+        "fit +recipe=mine optimizer._target_=torch.optim.Rprop",
+        2,
+        ("To do without them: ~optimizer.betas ~optimizer.eps ~optimizer.weight_decay",),
+    ),
+    ("fit +recipe=mine optimizer.lr=-1", 2, ("optimizer.lr is -1, expected at least 0.",)),
+    ("fit +recipe=mine 'optimizer.lr=${oc.env:RATE}'", 2, ("environment variable RATE, which is not set",)),
+    ("RATE=0.0123 fit +recipe=mine 'optimizer.lr=${oc.env:RATE}'", 2, ("is the text", "oc.decode")),
+    (
+        """RATE=0.0123 fit +recipe=mine 'optimizer.lr="${oc.decode:${oc.env:RATE}}"' +debug=fast_dev_run""",
+        0,
+        ("completed",),
+    ),
+    ("fit +recipe=mine trainer.devices=-1 trainer.accelerator=cpu", 2, ("trainer.devices=1",)),
+    ("fit +recipe=mine ckpt_path=last", 2, ("ckpt_path is last, and there is none in", "resume=auto")),
+    ("fit +recipe=mine model._target_=classifier.NoStep", 2, ("def training_step(self, batch, batch_idx)",)),
+    ("fit +recipe=mine model._target_=classifier.NoOptimizer", 2, ("def configure_optimizers(self)",)),
+    (
+        "fit -m +recipe=mine hydra/launcher=submitit_slurm optimizer.lr=0.1,0.2",
+        2,
+        ("there is no srun here", "hydra/launcher=joblib"),
+    ),
+    (
+        "fit +recipe=mine precision=16-mixed model.spread=100000 trainer.max_epochs=1 trainer.limit_train_batches=3",
+        1,
+        ("fit failed: No weight was updated: all 3 optimizer steps were skipped",),
+    ),
+    ("checks +recipe=mine", 0, ("its images: outputs/checks/mine.png", "float16 holds this batch", "second")),
+    ("checks +recipe=mine model.spread=100000", 0, ("float16 overflows in 'second' (Linear)", "fp32_modules=[second]")),
+]
+
+
+def test_an_hour_of_mistakes_and_questions(newcomer: Newcomer) -> None:
+    newcomer.write()
+    with (newcomer.folder / "classifier.py").open("a") as module:
+        for name, without in (("NoStep", "training_step"), ("NoOptimizer", "configure_optimizers")):
+            module.write(f"\n\nclass {name}(Classifier):\n    {without} = L.LightningModule.{without}\n")
+    environment = _environment(newcomer) | {"COLUMNS": "80", "DOCS_LIMITS": "none"}
+    for command, status, said in HOUR:
+        assignment, _, words = command.rpartition("fit +") if command.startswith("RATE") else ("", "", command)
+        words = f"fit +{words}" if assignment else words
+        done = subprocess.run(
+            ["bash", "-c", f"{assignment}python -m trainer {words}"], cwd=newcomer.folder, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100, check=False,
+        )  # fmt: skip
+        printed = " ".join(done.stdout.split())
+        assert done.returncode == status, (command, done.stdout)
+        assert [part for part in said if part not in printed] == [], (command, done.stdout)
+        assert "Traceback" not in done.stdout, (command, done.stdout)
+        if "last checkpoint" in printed:  # at 80 columns, too, it can be copied
+            assert re.search(r"outputs/mine/[\w-]+/checkpoints/last\.ckpt", done.stdout), (command, done.stdout)

@@ -59,8 +59,10 @@ def explain(error: BaseException, trainer: Any, folder: Folder | None = None) ->
     elif is_out_of_memory(error):
         _explain_memory(error, trainer, folder)
         let_go(error)
-    elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text) and trainer.active_metrics is not None:
-        add_note(error, f"It was raised by {_where(trainer)}: {describe_batch(trainer.active_metrics.batch)}.")
+    elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text):
+        batch = None if trainer.active_metrics is None else trainer.active_metrics.batch
+        if batch is not None:  # there was one: an optimizer may have refused its parameters, for example
+            add_note(error, f"It was raised by {_where(trainer)}: {describe_batch(batch)}.")
     return None
 
 

@@ -129,6 +129,11 @@ def test_paths_as_seen_from_the_working_directory(tmp_path, summary, monkeypatch
     assert "report" not in table  # there is no record on the disk
 
 
+def test_a_logger_in_the_run_folder_is_not_told_apart(tmp_path, summary):
+    summary.show(record(tmp_path, paths={"run": str(tmp_path), "loggers": [str(tmp_path), str(tmp_path / "csv")]}))
+    assert printed(summary).count("  logger ") == 1
+
+
 @pytest.mark.parametrize("length", [10, 30, 60, 120])
 def test_a_path_is_not_broken_on_a_narrow_terminal(tmp_path, monkeypatch, length):
     monkeypatch.chdir(tmp_path)

@@ -151,6 +151,17 @@ EARLY: list[tuple[str, list[str], str]] = [
         "optimizer.lr is the text '0.01', expected a number. What comes from the environment is text: ${oc.decode:",
     ),
     (
+        "no rate from the environment",
+        [*IT, "optimizer.lr=${oc.env:NO_RATE,fast}"],
+        "optimizer.lr is the text 'fast', expected a number.",
+    ),
+    (
+        "nothing from the environment",
+        [*IT, "optimizer.lr=${oc.env:NO_RATE}"],
+        "optimizer.lr asks for the environment variable NO_RATE, which is not set. Set it, or write what to take"
+        " without it: ${oc.env:NO_RATE,VALUE}.",
+    ),
+    (
         "a batch from the environment",
         [*IT, "data.batch_size=${oc.env:NO_SIZE,'4'}"],
         "data.batch_size is the text '4', expected a number. What comes from the environment is text: ${oc.decode:",
@@ -159,6 +170,11 @@ EARLY: list[tuple[str, list[str], str]] = [
         "an argument that the config lacks",
         [*IT, "data=bare", "data.batch_size=0"],
         "There is no setting 'data.batch_size'. To add a new setting, write +data.batch_size=0.",
+    ),
+    (
+        "an argument that the config lacks, in a node with a long one",
+        [*IT, "model.depth=3"],
+        "There is no setting 'model.depth'. To add a new setting, write +model.depth=3.",
     ),
     (
         "a batch without end",
@@ -244,7 +260,27 @@ LATE: list[tuple[str, list[str], str]] = [
     (
         "arguments of another optimizer",
         [*IT, "optimizer=adamw", "optimizer._target_=torch.optim.SGD"],
+        "torch.optim.SGD has no arguments 'betas', 'eps'. It takes",
+    ),
+    (
+        "arguments of another optimizer, to be left out",
+        [*IT, "optimizer=adamw", "optimizer._target_=torch.optim.SGD"],
         "To do without them: ~optimizer.betas ~optimizer.eps",
+    ),
+    (
+        "arguments of another optimizer, one of which looks like one of its own",
+        [*IT, "optimizer=adamw", "optimizer._target_=torch.optim.Rprop"],
+        "Did you mean 'etas' for 'betas'?",
+    ),
+    (
+        "arguments of another optimizer, all at once",
+        [*IT, "optimizer=adamw", "optimizer._target_=torch.optim.Rprop"],
+        "To do without them: ~optimizer.betas ~optimizer.eps ~optimizer.weight_decay",
+    ),
+    (
+        "an argument of another optimizer",
+        [*IT, "optimizer=adamw", "optimizer._target_=torch.optim.Muon"],
+        "To do without it: ~optimizer.betas",
     ),
     (
         "a number from the environment",

@@ -105,6 +105,7 @@ def test_each_message_says_what_to_do_next(function, said, advice):
         ("CUDA error: device-side assert triggered", "trainer=cpu names the line"),
         ("CUDA error: no kernel image is available for execution", "This build of torch has no code for this GPU"),
         ("`val_dataloader` must be implemented to be used with the Lightning Trainer.", "Choose data that has it"),
+        ("Muon only supports 2D parameters whereas we found a parameter with size: [16]", "Muon is for matrices."),
         ("expected scalar type Long but found Float", "should be float32, and labels int64"),
         ("expected Long but found Float", "should be float32, and labels int64"),  # as torch 2.10 has it
         ("Can't pickle <function f at 0x1>: it's not found as f", "set data.num_workers=0"),

@@ -212,9 +212,9 @@ def test_the_last_checkpoint_has_to_exist(command, capsys):
 
 
 def test_a_package_that_a_logger_lacks_is_named(capsys):
-    assert main(["fit", *LINE, "+logger.m._target_=lightning.pytorch.loggers.MLFlowLogger"]) == 1
+    assert main(["fit", *LINE, "+logger.m._target_=lightning.pytorch.loggers.CometLogger"]) == 1
     err = capsys.readouterr().err
-    assert "Install it: pip install mlflow" in err
+    assert "Install it: pip install comet-ml" in err
     assert "None" not in err
 
 
@@ -363,9 +363,13 @@ def test_a_setting_reaches_the_trainer(project, monkeypatch, settings, holds):
 
 
 def test_what_lightning_tells_goes_to_the_log_and_not_to_the_terminal(project, capfd):
-    assert main(["fit", *LINE]) == 0
-    assert "GPU available" not in capfd.readouterr().err
-    assert "GPU available" in (only("outputs/line/*") / "fit.log").read_text()
+    assert main(["fit", *LINE, "trainer.profiler=simple"]) == 0
+    log, said = only("outputs/line/*") / "fit.log", capfd.readouterr()
+    assert "GPU available" not in said.err
+    assert "GPU available" in log.read_text()
+    assert "Profiler Report" not in said.out + said.err
+    assert f"The profile is in {log}." in said.out
+    assert "FIT Profiler Report" in log.read_text()
 
 
 def test_what_is_not_a_terminal_gets_plain_lines(project, monkeypatch, capfd):

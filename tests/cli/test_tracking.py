@@ -27,6 +27,7 @@ def alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("RANK", "LOCAL_RANK", "WANDB_MODE", "WANDB_PROJECT", "WANDB_API_KEY", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr("mlflow.tracking.context.git_context._resolve_git_info", dict)  # it leaves a git behind
     monkeypatch.setenv("HOME", str(project / "home"))  # where W&B and MLflow keep things of their own
     yield
     if "wandb" in sys.modules:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import CatMetric, MeanMetric
 
+from tests.support import HAS_FSDP2
 from trainer import CheckpointFiles, Trainer
 
 SAMPLES = 50
@@ -74,6 +75,8 @@ RUNS = [
     Run("two on one again", 1, 6, ("two on one", 8), VALIDATES),
 ]
 """Those of one process come in two parts: before the others, and after them."""
+if not HAS_FSDP2:
+    RUNS = [run for run in RUNS if "shar" not in run.name]  # neither shards nor shares
 
 
 class Numbered(Dataset[Any]):

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.distributed import elastic_worker as worker
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 TIMEOUT = 150  # seconds
@@ -127,6 +128,7 @@ def test_accumulation_is_translated_for_the_run_alone(ranks: Ranks, run: worker.
         assert rank["accumulate"] == run.arguments.get("accumulate_grad_batches", 1)  # as it was given
 
 
+@needs_fsdp2
 def test_processes_that_share_their_samples_count_them_once(ranks: Ranks) -> None:
     shared, whole = ranks["two that share"], ranks["two"][0]
     assert updates(shared[:1]) == updates(shared[1:])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.slow
@@ -35,10 +36,14 @@ def test_a_rank_that_raises_ends_the_other_which_would_not_notice(python: WarmPy
 
 
 @pytest.mark.parametrize(
-    "where", [("ddp", "1", "setup"), ("fsdp", "1", "setup"), ("fsdp", "1", "training")], ids=" ".join
+    "where",
+    [
+        pytest.param(words.split(), id=words, marks=needs_fsdp2 if "fsdp" in words else ())
+        for words in ("ddp 1 setup", "fsdp 1 setup", "fsdp 1 training")
+    ],
 )
 def test_a_rank_that_is_killed_is_named_and_ends_the_other_which_would_not_notice(
-    python: WarmPython, where: tuple[str, ...]
+    python: WarmPython, where: list[str]
 ) -> None:
     status, output = run(python, *where, "dies", "asleep")
     assert status == 1

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import fake_worker
+from tests.support import needs_fsdp2
 from tests.warm_python import ROOT, WarmPython
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_fsdp2]
 
 
 @pytest.mark.parametrize("size", [8, 64])

@@ -10,6 +10,7 @@ import pytest
 from _faults.bench import Bench
 from _faults.cases import CASES, TWO, node_killed, run_case, sigterm_one_rank
 
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.slow
@@ -25,14 +26,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"trainer": {"strategy": "fsdp"}, "files": {"sharded": True}}],
-    ids=["ddp", "fsdp"],
+    [
+        pytest.param({}, id="ddp"),
+        pytest.param({"trainer": {"strategy": "fsdp"}, "files": {"sharded": True}}, id="fsdp", marks=needs_fsdp2),
+    ],
 )
 def test_a_job_of_two_nodes_whose_process_is_killed_ends_to_the_bit(bench: Bench, options: dict[str, Any]) -> None:
     outcome = node_killed(SHORT, **options)(bench, "ours")
     assert outcome.word == "exact", str(outcome)
 
 
+@needs_fsdp2
 def test_a_signal_to_one_of_two_that_hold_shards_ends_both_and_is_gone_on_from(bench: Bench) -> None:
     outcome = sigterm_one_rank(SHORT, trainer={"strategy": "fsdp"}, files={"sharded": True})(bench, "ours")
     assert outcome.good, str(outcome)

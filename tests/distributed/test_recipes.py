@@ -16,6 +16,7 @@ import torch
 from tests.distributed import recipes_worker as worker
 from tests.distributed.test_ddp import load, run
 from tests.recipes.samples import tiny_llama
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 HAS_EXTRA = all(find_spec(name) for name in ("transformers", "peft", "tokenizers"))
@@ -26,7 +27,7 @@ NAMES = [
         for name in ("finetune", "finetune, lora", "finetune, classes")
     ),
 ]  # fmt: skip
-STRATEGIES = ("ddp", "fsdp")
+STRATEGIES = ("ddp", pytest.param("fsdp", marks=needs_fsdp2))
 
 pytestmark = pytest.mark.slow
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pytest
 
 from tests.docs.execute import run
 from tests.docs.pages import PAGES, ROOT, anchors, links, read
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
 
 UNCHECKED = {
     "docs/architecture.md": 1,  # the layers
+    "docs/how-do-i.md": 3,  # Slurm; datasets and torchao, which are not installed
     "docs/migrating-from-lightning.md": 1,  # the one import that changes
     "docs/scaling.md": 1,  # Slurm
     "docs/sweeps.md": 3,  # a table, four GPUs, Slurm
@@ -22,6 +25,16 @@ UNCHECKED = {
 """How many blocks of a page nobody checks: "text" and "diff" without a marker, and those that are not run. Of pages
 that are not named: none. Raise a number only for what cannot run on a machine with one CPU and no network."""
 
+
+SHARDED = ("docs/reliability.md", "docs/scaling.md")
+SEARCHED = (
+    "Accelerate", "accumulate", "branch", "callback", "class weights", "clip", "confusion matrix", "datasets", "DDP",
+    "discriminative learning rates", "early", "EMA", "export", "freeze", "FSDP", "GAN", "Hugging Face", "images",
+    "imbalanced", "hyper-parameters", "k-fold", "Keras", "learning-rate schedule", "LoRA", "MLflow", "NaN", "ONNX",
+    "Optuna", "out of memory", "profile", "quantise", "resume", "samplers", "Slurm", "SWA", "SyncDetector",
+    "torch.export", "torchrun", "transformers", "two GPUs", "validation sets", "W&B", "WeightedRandomSampler",
+)  # fmt: skip
+"""What people look for: each stands in a heading of a guide, or in the paragraph below it."""
 
 ELSEWHERE = {"docs/quick-start.md": "tests/test_newcomer.py"}
 """Pages that are run by other tests."""
@@ -38,7 +51,15 @@ def test_most_of_it_is_checked(page: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in ELSEWHERE], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=needs_fsdp2 if name_of(page) in SHARDED else ())
+        for page in PAGES
+        if name_of(page) not in ELSEWHERE
+    ],
+    ids=name_of,
+)
 def test_everything_runs(page: Path, tmp_path: Path, python: WarmPython) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -56,3 +77,15 @@ def test_its_links_lead_somewhere(page: Path) -> None:
         assert path.exists(), link
         if anchor and path.suffix == ".md":
             assert anchor in anchors(path.read_text(encoding="utf-8")), link
+
+
+@pytest.mark.parametrize("words", SEARCHED)
+def test_what_people_look_for_is_found(words: str) -> None:
+    for page in (page for page in PAGES if page.parent.name == "docs"):
+        text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for section in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
+            heading, _, body = section.partition("\n")
+            beginning = heading + " " + body.strip().split("\n\n")[0]
+            if re.search(rf"\b{re.escape(words)}\b", beginning, re.IGNORECASE):
+                return
+    pytest.fail(f"Nothing is found by {words!r}.")

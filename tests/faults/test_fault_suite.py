@@ -15,6 +15,7 @@ from _faults.cases import CASES, EACH, EVERYTHING, SMALL, at_each, run_case
 from _faults.scoreboard import Outcome, Row, markdown
 from _faults.training import Setup, differences
 
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ def test_what_is_promised(bench: Bench, name: str) -> None:
 
 
 @pytest.mark.slow
+@needs_fsdp2
 def test_torchruns_processes_are_killed_as_often_as_asked_for(bench: Bench) -> None:
     outcome = run_case(CASES["torchrun-kills-sharded"], bench, "ours")
     assert outcome.word == "exact", str(outcome)

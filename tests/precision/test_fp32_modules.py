@@ -426,7 +426,16 @@ def part_in_place(net: Net) -> nn.Module:
 @pytest.mark.filterwarnings(COMPILER_LOOKS)
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("has_hook", [False, True])
-@pytest.mark.parametrize("compiled", [whole, whole_in_place, part, part_in_place])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        whole,
+        whole_in_place,
+        part,
+        # before torch 2.13, dynamo does not look through kernels in Python, where an earlier test has installed some
+        pytest.param(part_in_place, marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="of torch 2.13")),
+    ],
+)
 def test_compiled_modules(compiled, has_hook, warm):
     """Float32 also in graphs that were traced before the run; and no longer after it."""
     net = Net()

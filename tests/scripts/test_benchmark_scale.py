@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import Ranks
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_fsdp2]
 LAYERS = 4
 
 

@@ -6,6 +6,7 @@ import _api_reference as reference
 import pytest
 
 import trainer
+from tests.docs.pages import anchors, links
 from trainer import callbacks, errors
 
 
@@ -41,3 +42,11 @@ def test_tells_arguments_with_type_default_and_meaning(pages: dict[str, str]):
     assert "| `gradient_clip_algorithm` | `str \\| None` | `None` | short for `GradientClipping`. |" in pages["trainer"]
     assert "| `PrecisionError` | an unknown precision," in pages["trainer"]
     assert "`fit(model, train_dataloaders=None," in pages["trainer"]
+
+
+def test_each_name_is_linked_to_its_own_heading(pages: dict[str, str]):
+    targets = [link for link in links(pages["index"]) if "#" in link]
+    assert len(targets) == len(set(targets)) > 100
+    for page, _, anchor in (target.partition(".md#") for target in targets):
+        assert anchor in anchors(pages[page])
+    assert "[`Block`](recipes.md#block-1)" in pages["index"]

@@ -157,6 +157,7 @@ def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:
         (labels.get(name, name.replace("_", " ")), _short(path))
         for name, value in paths.items()
         for path in (value if isinstance(value, list) else [value])
+        if name == "run" or path != paths.get("run")  # W&B and others write into a folder in it
     ]
     if "record" in paths:
         rows.append(("report", shlex.join(["python", "-m", "trainer", "report", _short(str(paths["run"]))])))

@@ -118,12 +118,8 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [name for name in given if not isinstance(name, str) or (name not in known and not takes_any)]
-    for name in unknown:
-        near = did_you_mean(str(name), known)
-        without = "" if near else f" To do without {'it' if len(unknown) == 1 else 'them'}: {_without(unknown, key)}"
-        raise UsageError(
-            f"{key}: {target} has no argument {name!r}.{near} It takes {', '.join(known) or 'none'}.{without}"
-        )
+    if unknown:
+        raise UsageError(f"{key}: {target} {_has_no(unknown, known, key)}")
     try:
         signature.bind_partial(*positional, **given)
         if not node.get("_partial_", False):
@@ -137,9 +133,17 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
             _check_kind(value, hints[name], parameter.default, f"{key}.{name}", target)
 
 
-def _without(names: list[Any], key: str) -> str:
-    """What to write on the command line, so that a node is without ``names``, which an option or a recipe may set."""
-    return " ".join(f"~{key}.{name}" for name in names)
+def _has_no(unknown: list[Any], known: list[str], key: str) -> str:
+    """That a target has none of the arguments ``unknown``, and how to do without all of them at once.
+
+    An option or a recipe may have set them, for another target.
+    """
+    some = f"arguments {', '.join(map(repr, unknown))}" if len(unknown) > 1 else f"argument {unknown[0]!r}"
+    near = [(name, did_you_mean(str(name), known)) for name in unknown]
+    hints = "".join(f"{hint[:-1]} for {name!r}?" if len(unknown) > 1 else hint for name, hint in near if hint)
+    without = f" To do without {'them' if len(unknown) > 1 else 'it'}: {' '.join(f'~{key}.{name}' for name in unknown)}"
+    misspelt = len(unknown) == 1 and bool(hints)
+    return f"has no {some}.{hints} It takes {', '.join(known) or 'none'}.{'' if misspelt else without}"
 
 
 def _hints(found: Any) -> Mapping[str, Any]:

@@ -225,6 +225,11 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     except MissingMandatoryValue as error:
         raise UsageError(f"{error.full_key} has no value: give it one, as in {error.full_key}=VALUE.") from error
     except OmegaConfBaseException as error:
+        if unset := re.search(r"Environment variable '(.+?)' not found", str(error)):
+            raise UsageError(
+                f"{error.full_key} asks for the environment variable {unset[1]}, which is not set. Set it, or write"
+                f" what to take without it: ${{oc.env:{unset[1]},VALUE}}."
+            ) from error
         raise UsageError(
             f"{error.full_key}: {_one_paragraph(str(error.msg or error).partition(chr(10))[0])}."
         ) from error

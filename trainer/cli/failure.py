@@ -82,6 +82,11 @@ _BY_MESSAGE = (
         " with the labels of the data, which count from 0.",
     ),
     (
+        r"Muon only supports 2D parameters",
+        "Muon is for matrices. Have configure_optimizers give it those, and the other parameters to another optimizer;"
+        " or choose one for all, such as optimizer=adamw.",
+    ),
+    (
         r"same dtype|scalar type|expected (target )?\w*dtype|expected \w+ but found \w+"
         r"|Input type .* and (weight|bias) type",
         "Tensors of two dtypes meet. What the dataset gives should be float32, and labels int64; tensors made in the"

@@ -125,6 +125,8 @@ def run(config: DictConfig) -> float | None:
         from trainer.callbacks.inference_speed import in_words
 
         print(in_words(record.facts["inference_speed"]))
+    if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
+        print(f"The profile is in {_shown(folder)}/{config.command}.log.")
     if is_first() and (is_quiet() or config.command != "fit"):
         print(_last_line(run), flush=True)
     return value_of(run)
@@ -250,8 +252,7 @@ def _say_how_to_go_on(folder: Path, config: DictConfig, trainer: Any) -> None:
         word.lstrip("+").startswith(("ckpt=", "ckpt_path=")) for word in words
     ):  # that is where it would begin again
         return
-    near = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    print(f"To go on: {go_on_command('fit', words, near, 'hydra.run.dir')}", file=sys.stderr, flush=True)
+    print(f"To go on: {go_on_command('fit', words, _shown(folder), 'hydra.run.dir')}", file=sys.stderr, flush=True)
 
 
 def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -342,9 +343,13 @@ def _last_line(run: RunRecord) -> str:
     """What a run says at its end where it shows no summary."""
     names = worth_showing(run.metrics)[:_MOST_METRICS] if is_quiet() else []
     metrics = ", ".join(f"{name}={run.metrics[name]:.4g}" for name in names)
-    shown = run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder
-    told = f"{run.command} {run.status} in {run.seconds:.1f} s"
-    return f"{told}: {metrics}. Everything is in {shown}" if metrics else f"{told}. Everything is in {shown}"
+    told = f"{run.command} {run.status} in {run.seconds:.1f} s" + (f": {metrics}" if metrics else "")
+    return f"{told}. Everything is in {_shown(run.folder)}"
+
+
+def _shown(folder: Path) -> Path:
+    """As seen from the working directory, where it lies in there."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def _predict(folder: Path, module: Any, data: Any, trainer: Any, checkpoint: str | None) -> None:

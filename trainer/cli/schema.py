@@ -56,7 +56,10 @@ def as_number(value: Any) -> str:
         float(value if isinstance(value, str) else "")
     except ValueError:
         return ""
-    return " What comes from the environment is text: ${oc.decode:${oc.env:NAME}} makes a number of it."
+    return (
+        " What comes from the environment is text: ${oc.decode:${oc.env:NAME}} makes a number of it; on the command"
+        " line within quotes of its own: 'KEY=\"${oc.decode:${oc.env:NAME}}\"'."
+    )
 
 
 def mistake(settings: Mapping[str, Any]) -> str | None:

@@ -303,12 +303,12 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     if same_end and len(same_end) <= 3:
         return f" Did you mean {' or '.join(map(repr, same_end))}?"
     node = key.rpartition(".")[0]
-    if f"{node}._target_" in names:  # a class may have arguments that the config does not say
+    has_target = f"{node}._target_" in names
+    if has_target:  # a class may have arguments that the config does not say
         names = [name for name in names if name.startswith(f"{node}.")]
     last = {name.rpartition(".")[2]: name for name in names}
-    near = difflib.get_close_matches(key, names, n=1) or [
-        last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)
-    ]
+    whole = [] if has_target else difflib.get_close_matches(key, names, n=1)  # "model." alone makes no two keys alike
+    near = whole or [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)]
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
@@ -477,7 +477,9 @@ def _check_values(plain: dict[str, Any]) -> None:
     optimizer = plain.get("optimizer")
     if isinstance(optimizer, dict) and str(optimizer.get("_target_")).startswith("torch.optim."):
         for name in ("lr", "weight_decay", "eps", "momentum"):  # torch says the same, when it is loaded
-            if isinstance(value := optimizer.get(name), int | float) and value < 0:
+            if isinstance(value := optimizer.get(name), str):
+                raise UsageError(f"optimizer.{name} is the text {value!r}, expected a number.")
+            if isinstance(value, int | float) and value < 0:
                 raise UsageError(f"optimizer.{name} is {describe(value)}, expected at least 0.")
 
 

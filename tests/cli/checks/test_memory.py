@@ -149,7 +149,8 @@ def test_what_a_step_does_otherwise_on_a_gpu(precision):
     assert measure(Waiting, batch, precision, nothing, None).peak > 0  # whoever looks at a value gets a 1
 
 
-TINY = ["+recipe=gpt", "data.context=32", "precision=bf16-mixed"]
+NO_STEPS = "checks.steps=false"  # what they tell is in test_first_look.py
+TINY = ["+recipe=gpt", "data.context=32", "precision=bf16-mixed", NO_STEPS]
 
 
 def test_the_command(capsys):
@@ -192,7 +193,7 @@ def test_the_step_is_fused_where_fit_takes_a_fused_one(settings, fused, capsys):
 
     def peaks(*more: str) -> dict[str, int]:
         gpt = ["+recipe=gpt", "model.layers=8", "model.width=256", "data.context=8", "data.batch_size=1"]
-        words = [*gpt, "precision=32-true", "callbacks=none", "checks.devices=2", *settings, *more]
+        words = [*gpt, "precision=32-true", "callbacks=none", "checks.devices=2", NO_STEPS, *settings, *more]
         assert main(["checks", "json", *words]) == 0
         needs = json.loads(capsys.readouterr().out)["memory_of_recipe"]["needs"]
         return {need["strategy"]: need["peak"] for need in needs}
@@ -214,7 +215,7 @@ def test_the_step_is_fused_where_fit_takes_a_fused_one(settings, fused, capsys):
 def test_what_a_run_leaves_on_the_table(settings, expected, capsys, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    assert main(["checks", "json", "+recipe=unet", "checks.gpu_memory=8GiB", *settings]) == 0
+    assert main(["checks", "json", "+recipe=unet", "checks.gpu_memory=8GiB", NO_STEPS, *settings]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert sorted(facts["missed"]) == sorted(expected)
     told = [remark for remark in facts["remarks"] if "on the table" in remark]
@@ -226,7 +227,7 @@ def test_what_a_run_leaves_on_the_table(settings, expected, capsys, monkeypatch)
 
 @pytest.mark.parametrize("recipe", ["mlp", "unet"])
 def test_a_training_step_that_calls_the_module(recipe, capsys):
-    assert main(["checks", "json", f"+recipe={recipe}", "checks.gpu_memory=8GiB"]) == 0
+    assert main(["checks", "json", f"+recipe={recipe}", "checks.gpu_memory=8GiB", NO_STEPS]) == 0
     needs = json.loads(capsys.readouterr().out)["memory_of_recipe"]["needs"]
     assert all(need["peak"] > need["after"] > 0 for need in needs)
 
@@ -254,7 +255,7 @@ def test_a_training_step_without_an_index():
         (["+recipe=gpt", "checks.gpu_memory=much"], "checks.gpu_memory is much, expected a size such as 3GiB"),
         (["+recipe=gpt", "checks.devices=0"], "checks.devices is 0"),
         (["+recipe=gpt", "checks.gpu_memroy=1GiB"], "gpu_memory"),
-        (["+recipe=gan"], "cannot be predicted: it optimizes by itself (automatic_optimization=False)"),
+        (["+recipe=gan", NO_STEPS], "cannot be predicted: it optimizes by itself (automatic_optimization=False)"),
         (["-m", "+recipe=gpt"], "--multirun does not go with checks"),
         (["yaml", "+recipe=gpt"], "'yaml'"),
     ],

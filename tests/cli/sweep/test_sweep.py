@@ -119,6 +119,32 @@ def test_the_best_job_is_told_and_those_without_a_value_do_not_win(tmp_path, cap
     assert said in capsys.readouterr().out
 
 
+def test_means_over_seeds_and_folds(tmp_path, capsys):
+    def job(number, value, *own, **more):
+        return reached(number, value, overrides=["command=fit", "+recipe=a", *own], **more)
+
+    jobs = [
+        job(0, 0.1, "optimizer.lr=1", "seed=1", "+data.fold=0"),
+        job(1, 0.2, "optimizer.lr=1", "seed=2", "+data.fold=1"),
+        job(2, 0.6, "optimizer.lr=1", "seed=3", "+data.fold=1"),
+        job(3, 0.5, "optimizer.lr=2", "seed=1", "+data.fold=0"),
+        job(4, 0.7, "optimizer.lr=2", "seed=2", "+data.fold=0"),
+        job(5, 9.0, "optimizer.lr=2", "seed=3", "+data.fold=0", status="failed"),
+        job(6, 0.8, "optimizer.lr=3", "seed=1", "+data.fold=0"),
+        job(7, 0.9, "optimizer.lr=4", "data.split_seed=1"),
+        job(8, 0.9, "optimizer.lr=4", "data.split_seed=2"),
+    ]
+    write(tmp_path, {f"{one['job']}/run.json": json.dumps(one) for one in jobs})
+    report(tmp_path)
+    means = [
+        "Mean of 3 jobs optimizer.lr=1: loss 0.3 ± 0.26",
+        "Mean of 2 jobs optimizer.lr=2: loss 0.6 ± 0.14",
+    ]
+    said = (tmp_path / "summary.md").read_text().split("|\n\n")[1].splitlines()
+    assert said[:4] == [*means, "", "Best: job 0, with loss 0.1, the lowest: optimizer.lr=1 seed=1 +data.fold=0"]
+    assert "\n".join(means) in capsys.readouterr().out
+
+
 def test_what_cannot_be_compared_has_no_best():
     def best_of(*jobs):
         return best([RunRecord(job, Path()) for job in jobs])

@@ -1,9 +1,10 @@
-"""``trainer checks``: what is installed, what the machine has, and which precision to use; what memory a recipe needs.
+"""``trainer checks``: what is installed, what the machine has, and which precision to use; of a recipe the data, the
+layers, and the memory.
 
 Each check is a function that adds to the `Findings`: `CHECKS` lists them in the order in which they are told, and
 `CHECKS_OF_RECIPE` those of a recipe. What there is to know comes from ``machine`` (cores, memory, disks), ``abilities``
-(what a device computes in), ``speed`` (how fast) and ``memory`` (of a training). torch is imported only when the
-command runs, for it may be what is broken.
+(what a device computes in), ``speed`` (how fast), ``memory`` (of a training), and ``first_look`` (data and layers of
+a recipe). torch is imported only when the command runs, for it may be what is broken.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import re
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import trainer
 from trainer import machine
+from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.checks.findings import Findings, Table
+from trainer.cli.checks.first_look import check_batch, check_steps
+from trainer.cli.checks.recipe import compose
 from trainer.cli.processes import is_quiet
 from trainer.cli.tables import console, print_table
-from trainer.errors import did_you_mean
+from trainer.errors import ConfigurationError, did_you_mean
 from trainer.machine import readable
 
 if TYPE_CHECKING:
@@ -40,54 +44,6 @@ _LITTLE_DISK, _LITTLE_SHARED = 2**30, 2**30
 _DTYPE_OF = {"16": "float16", "bf16": "bfloat16", "32": "float32"}
 _FITS = {True: "yes", False: "no", None: "-"}
 _OPERATIONS = {"matmul": "matrix products", "convolution": "convolutions"}
-
-
-class Table(NamedTuple):
-    """What is printed of a check.
-
-    Args:
-        title: above it.
-        header: names of its columns; none for a list of facts.
-        rows: the cells.
-        numbers: names of the columns that are aligned to the right.
-    """
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: Sequence[str] = ()
-
-
-@dataclass
-class Findings:
-    """What the checks have found.
-
-    Args:
-        seconds: for measuring speed.
-        arguments: the command line.
-        devices: that a Trainer can run on; empty where torch cannot be imported.
-        facts: everything, as plain containers: what ``checks json`` prints.
-        tables: for a person.
-    """
-
-    seconds: float = 2.0
-    arguments: Arguments = field(default_factory=Arguments)
-    devices: list[torch.device] = field(default_factory=list)
-    facts: dict[str, Any] = field(
-        default_factory=lambda: {
-            "versions": {}, "problems": [], "remarks": [], "devices": [], "precisions": {}, "speed": None,
-            "memory_of_recipe": None, "missed": {}, "host_waits": [], "autocast_ops": {}, "verdict": None,
-        }
-    )  # fmt: skip
-    tables: list[Table] = field(default_factory=list)
-
-    def remark(self, text: str) -> None:
-        """Something to know."""
-        self.facts["remarks"].append(text)
-
-    def problem(self, text: str) -> None:
-        """Something that is broken."""
-        self.facts["problems"].append(text)
 
 
 def command(arguments: Arguments) -> int:
@@ -109,13 +65,25 @@ def command(arguments: Arguments) -> int:
         flag = "--multirun" if arguments.multirun else next(iter(arguments.flags))
         raise UsageError(f"{flag} does not go with checks. `python -m trainer fit ... --cfg job` shows the config.")
     found = Findings(arguments=arguments)
-    for check in CHECKS_OF_RECIPE if arguments.overrides else CHECKS:
-        check(found)
+    found.recipe = compose(arguments) if arguments.overrides else None
+    try:
+        for check in CHECKS if found.recipe is None else CHECKS_OF_RECIPE:
+            check(found)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # of the recipe's own code
+        failure.explain_path(error, found.recipe.settings if found.recipe else {})
+        failure.tell(error)
+        return 1
     if arguments.words:
         print(json.dumps(found.facts, indent=2))
     else:
         show(found)
-    return 1 if found.facts["problems"] else 0
+    if found.facts["problems"]:
+        return 1
+    if found.recipe is not None and found.recipe.failure is not None:
+        raise found.recipe.failure
+    return 0
 
 
 def check_versions(found: Findings) -> None:
@@ -143,7 +111,8 @@ def check_versions(found: Findings) -> None:
             why = "torch was built without CUDA" if cuda is None else "torch finds no GPU it can use"
             found.remark(f"There is an NVIDIA driver, but {why}.")
     found.facts["versions"] = versions
-    found.tables.append(Table("Versions", (), list(versions.items())))
+    if found.recipe is None:  # one screen is for what is looked at
+        found.tables.append(Table("Versions", (), list(versions.items())))
 
 
 def check_devices(found: Findings) -> None:
@@ -198,25 +167,38 @@ def check_host(found: Findings) -> None:
 
 def check_memory(found: Findings) -> None:
     """What the training of a recipe will take on each device, and which strategy fits."""
-    if not found.devices:
+    recipe = found.recipe
+    if not found.devices or recipe is None:
         return
-    from trainer.cli.checks.memory import predict
+    from trainer.cli.checks.memory import UnpredictableError, predict
 
-    told = predict(found.arguments, found.devices)
-    fits = {need: need in told.fitting if told.memory else None for need in told.needs}
+    try:
+        told = predict(recipe, found.devices)
+    except UnpredictableError as error:  # the rest can be told
+        recipe.failure = error
+        return
     found.facts["memory_of_recipe"] = {
         "parameters": told.parameters,
         "gpu_memory": told.memory,
-        "needs": [need._asdict() | {"fits": fits[need]} for need in told.needs],
+        "needs": [need._asdict() | {"fits": told.fits(need)} for need in told.needs],
+        "others": [need._asdict() | {"fits": told.fits(need)} for need in told.others],
     }
     found.facts["remarks"] += told.assumptions
     found.facts["verdict"] = told.verdict
+    one, *spread = told.needs
     rows = [
-        [need.strategy, str(need.devices), readable(need.peak), readable(need.after), _FITS[fits[need]]]
-        for need in told.needs
+        [
+            need.strategy,
+            str(need.devices),
+            need.precision,
+            readable(need.peak),
+            readable(need.after),
+            _FITS[told.fits(need)],
+        ]
+        for need in (one, *told.others, *spread)
     ]
-    header = ("strategy", "devices", "peak of a step", "after it", "fits")
-    title = f"Memory on each device, for {told.parameters:,} parameters"
+    header = ("strategy", "devices", "precision", "peak of a step", "after it", "fits")
+    title = f"Memory on each device, for {told.parameters:,} parameters and this batch"
     found.tables.append(Table(title, header, rows, ("devices", "peak of a step", "after it")))
     found.facts["missed"] = told.missed
     if told.missed:
@@ -242,7 +224,13 @@ CHECKS: tuple[Callable[[Findings], None], ...] = (
     check_speed,
     check_host,
 )
-CHECKS_OF_RECIPE: tuple[Callable[[Findings], None], ...] = (check_versions, check_devices, check_memory)
+CHECKS_OF_RECIPE: tuple[Callable[[Findings], None], ...] = (
+    check_versions,
+    check_devices,
+    check_batch,
+    check_memory,
+    check_steps,
+)
 
 
 # --- with torch -----------------------------------------------------------------------------------------------
@@ -401,12 +389,13 @@ def _disks(found: Findings) -> list[list[str]]:
 
 def show(found: Findings) -> None:
     """Print what was found for a person; with ``--quiet`` the verdict, and what is wrong."""
-    for title, header, rows, numbers in found.tables:
+    for title, header, rows, numbers, spare in found.tables:
         if rows and not is_quiet():
-            print_table(title, header, rows, left=[name for name in header if name not in numbers])
+            print_table(title, header, rows, [name for name in header if name not in numbers], spare)
     remarks = [(f"Note: {remark}", "") for remark in found.facts["remarks"]]
     problems = [(f"Broken: {problem}", "red") for problem in found.facts["problems"]]
-    for line, style in [*remarks, *problems, (found.facts["verdict"], "bold")]:
+    verdict = [(found.facts["verdict"], "bold")] if found.facts["verdict"] else []
+    for line, style in [*remarks, *problems, *verdict]:
         console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 

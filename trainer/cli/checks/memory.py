@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.arguments import WHOLE
-from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.arguments import UsageError
 from trainer.cli.settings import read_settings
-from trainer.cli.tune import SIZE, bytes_in, plain
+from trainer.cli.tune import SIZE, bytes_in
 from trainer.machine import readable
 
 if TYPE_CHECKING:
@@ -21,12 +18,19 @@ if TYPE_CHECKING:
 
     from trainer.callbacks.sync_detector import Wait
     from trainer.cli.checks.fake_step import Memory
+    from trainer.cli.checks.recipe import Recipe
 
 OVERHEAD = 2**30
 """Left for what no tensor of the training is in: CUDA's context, workspaces of its libraries, fragments."""
 
 _ASSUMED_DEVICES = 8
-_ACCEPTS: dict[str, tuple[Any, ...]] = {"gpu_memory": (SIZE, None), "devices": (WHOLE.at_least(1), None)}
+_COMPARED = ("32-true", "16-mixed", "bf16-mixed")
+"""Precisions whose memory is told beside that of the run's own."""
+_ACCEPTS: dict[str, tuple[Any, ...]] = {
+    "gpu_memory": (SIZE, None),
+    "devices": (WHOLE.at_least(1), None),
+    "steps": (True, False),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class Settings:
 
     gpu_memory: int | str | None = None
     devices: int | None = None
+    steps: bool = True
+
+
+class UnpredictableError(UsageError):
+    """The memory cannot be told without a step on real numbers."""
 
 
 class Need(NamedTuple):
@@ -45,12 +54,14 @@ class Need(NamedTuple):
         devices: how many.
         peak: in a training step, the most at a time.
         after: behind the step: weights, gradients, and the optimizer's states.
+        precision: in which; "" for the run's.
     """
 
     strategy: str
     devices: int
     peak: int
     after: int
+    precision: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class Prediction:
         waits: lines that make the host wait for a GPU.
         missed: settings that would make the run faster on a GPU, and what each is good for.
         ops: operations that CUDA's autocast computes in another dtype than the CPU's here, by name: the two dtypes.
+        others: what one device needs in other precisions than the run's.
     """
 
     needs: list[Need]
@@ -74,11 +86,16 @@ class Prediction:
     waits: list[Wait] = field(default_factory=list)
     ops: dict[str, tuple[str, str]] = field(default_factory=dict)
     missed: dict[str, str] = field(default_factory=dict)
+    others: list[Need] = field(default_factory=list)
 
     @property
     def fitting(self) -> list[Need]:
-        """Those that fit."""
-        return [need for need in self.needs if self.memory is not None and need.peak + OVERHEAD <= self.memory]
+        """The strategies that fit, in the run's precision."""
+        return [need for need in self.needs if self.fits(need)]
+
+    def fits(self, need: Need) -> bool | None:
+        """Whether that fits into a device; None where it is not known how much one has."""
+        return None if self.memory is None else need.peak + OVERHEAD <= self.memory
 
     @property
     def verdict(self) -> str:
@@ -95,26 +112,30 @@ class Prediction:
         return f"{', '.join(names[need.strategy] for need in self.fitting)}: fits into {size}."
 
 
-def predict(arguments: Arguments, devices: list[torch.device]) -> Prediction:
-    """Predict what the training of a config needs.
+def read(recipe: Recipe) -> Settings:
+    """The settings of ``checks``.
+
+    Raises:
+        UsageError: one that does not exist, or makes no sense.
+    """
+    return read_settings(Settings, "checks", recipe.settings["checks"], _ACCEPTS)
+
+
+def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
+    """Predict what the training of a recipe needs.
 
     Args:
-        arguments: the command line.
+        recipe: with its batch. Takes note of the peak on one device, and of the operations of a forward pass.
         devices: of this machine; the first is the one that ``accelerator=auto`` takes.
 
     Raises:
-        UsageError: what ``fit`` would refuse, a setting of ``checks`` that makes no sense, or a recipe whose step
-            cannot be run without values.
+        UsageError: a config that cannot be built, or a setting of ``checks`` that makes no sense.
+        UnpredictableError: a recipe whose step cannot be run without values.
     """
-    from omegaconf import OmegaConf
-
-    from trainer.cli.validate import validate
-
-    config = validate(arguments)
-    node: Any = OmegaConf.to_container(config.checks, resolve=True)
-    settings = read_settings(Settings, "checks", node, _ACCEPTS)
-    resolved = plain(config, Path("outputs"))
+    settings = read(recipe)
     import torch
+
+    from trainer.cli.checks.steps import undisturbed
 
     gpus = [device for device in devices if device.type == "cuda"]
     memory = bytes_in(settings.gpu_memory)
@@ -132,82 +153,97 @@ def predict(arguments: Arguments, devices: list[torch.device]) -> Prediction:
     )
     waits: dict[tuple[str, int, str], Wait] = {}
     missed: dict[str, str] = {}
-    with _quiet():
-        single, sharded, gradients, parameters, ops = _measure(resolved, devices[0], number, waits, missed)
+    with undisturbed(devices[0]):
+        measured = _measure(recipe, devices[0], number, waits, missed)
+    name, gradients = measured.precision, measured.gradients
+    single, sharded = measured.by_precision[name], measured.sharded
     needs = [
-        Need("single", 1, single.peak, single.after),
-        Need("ddp", number, single.peak + gradients, single.after + gradients),
-        Need("fsdp", number, sharded.peak, sharded.after),
+        Need("single", 1, single.peak, single.after, name),
+        Need("ddp", number, single.peak + gradients, single.after + gradients, name),
+        Need("fsdp", number, sharded.peak, sharded.after, name),
     ]
-    return Prediction(needs, parameters, memory, assumptions, list(waits.values()), ops, missed)
+    others = [Need("single", 1, *found, other) for other, found in measured.by_precision.items() if other != name]
+    recipe.peak = single.peak
+    return Prediction(
+        needs, measured.parameters, memory, assumptions, list(waits.values()), measured.ops, missed, others
+    )
+
+
+class _Measured(NamedTuple):
+    """What was counted: in each precision on one device; sharded, in the run's own; the bytes of all gradients; the
+    number of parameters; operations that differ on CUDA.
+    """
+
+    precision: str
+    by_precision: dict[str, Memory]
+    sharded: Memory
+    gradients: int
+    parameters: int
+    ops: dict[str, tuple[str, str]]
 
 
 def _measure(
-    settings: dict[str, Any],
+    recipe: Recipe,
     device: torch.device,
     number: int,
     waits: dict[tuple[str, int, str], Wait],
     missed: dict[str, str],
-) -> tuple[Memory, Memory, int, int, dict[str, tuple[str, str]]]:
-    """On one device; sharded; the bytes of all gradients; the number of parameters; operations that differ on CUDA."""
+) -> _Measured:
     from trainer.callbacks import fast_settings
     from trainer.callbacks.sync_detector import told
-    from trainer.cli.build import check, make
+    from trainer.cli.build import make
     from trainer.cli.checks.fake_step import look, measure
-    from trainer.cli.folders import merge_recipes
     from trainer.cli.fused import fusing
     from trainer.cli.targets import Allowlist
+    from trainer.precision.registry import resolve_precision
+    from trainer.record.flops import FlopCounter
 
-    if settings["data"] is None or settings["model"] is None:
-        raise UsageError("checks predicts the memory of a recipe: name one, with +recipe=NAME.")
-    merge_recipes()
+    settings = recipe.settings
+    assert recipe.loaded is not None
+    batch = recipe.loaded.batch
     allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
-    check({name: settings[name] for name in ("precision", "callbacks", "data", "model")}, "", allowlist)
     trainer_class = allowlist.locate(settings["trainer"]["_target_"], "trainer")
-    data = make(settings["data"], "data", allowlist)
-    data.prepare_data()
-    data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
     precision = make(settings["precision"], "precision", allowlist).for_device(device)
     seen: dict[str, int] = {}
+    nodes = (settings["callbacks"] or {}).items()
 
-    def prepare(module: Any) -> None:
-        parameters = list(module.parameters())
-        seen["parameters"] = sum(parameter.numel() for parameter in parameters)
-        seen["gradients"] = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-        nodes = (settings["callbacks"] or {}).items()
-        ours = [n for _, n in nodes if n and str(n.get("_target_", "")).endswith(".FastSettings")]
-        chosen = make(ours[0], "callbacks", allowlist) if ours else None
-        missed.update(fast_settings.missed(module, chosen, precision=precision.name))
-        if settings["trainer"].get("benchmark") or settings["trainer"].get("deterministic"):
-            missed.pop("cudnn.benchmark", None)
+    def checkpoint(module: Any) -> None:
         for name, node in nodes:
             if node and str(node.get("_target_", "")).endswith(".ActivationCheckpointing"):
                 checkpointing = make(node, f"callbacks.{name}", allowlist)
                 checkpointing.on_fit_start(None, module)
                 checkpointing.on_train_start(None, module)
 
+    def prepare(module: Any) -> None:
+        parameters = list(module.parameters())
+        seen["parameters"] = sum(parameter.numel() for parameter in parameters)
+        seen["gradients"] = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        ours = [n for _, n in nodes if n and str(n.get("_target_", "")).endswith(".FastSettings")]
+        chosen = make(ours[0], "callbacks", allowlist) if ours else None
+        missed.update(fast_settings.missed(module, chosen, precision=precision.name))
+        if settings["trainer"].get("benchmark") or settings["trainer"].get("deterministic"):
+            missed.pop("cudnn.benchmark", None)
+        checkpoint(module)
+
     fuse = fusing(trainer_class, "cpu")  # where the tensors without values say they are
     build: Callable[[], Any] = partial(make, settings["model"], "model", allowlist, fuse)
     try:
-        ops = look(build, batch, precision, waits)
-        single = measure(build, batch, precision, prepare, None)
+        with FlopCounter() as counter:
+            ops = look(build, batch, precision, waits)
+        recipe.operations = counter.total
+        found = {precision.name: measure(build, batch, precision, prepare, None)}
         sharded = measure(build, batch, precision, prepare, number)
+        for name in _COMPARED:
+            if name not in found:
+                found[name] = measure(build, batch, resolve_precision(name), checkpoint, None)
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(
+        raise UnpredictableError(
             f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. Its"
             " training_step is run on tensors without values, so it may not depend on them (x[mask], mask.nonzero())"
             " or train by itself (manual optimization). `python -m trainer tune batch_size` measures instead."
             + "".join(f" It looks at them in {line}." for line in told(list(waits.values())))
         ) from error
     is_rehearsed = getattr(precision, "autocast_ops", "") == "cuda" or device.type != "cpu"
-    return single, sharded, seen["gradients"], seen["parameters"], {} if is_rehearsed else ops
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of code that wonders about tensors without values
-        yield
+    return _Measured(precision.name, found, sharded, seen["gradients"], seen["parameters"], {} if is_rehearsed else ops)

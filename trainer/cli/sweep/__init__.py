@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from trainer.cli.objective import best
@@ -25,6 +27,9 @@ _SPARE = ("run dir", "scale", "epochs", "memory", "skipped")
 _NO_METRICS = ("amp/", "lr-", "grad_norm")
 """How the names begin of values that callbacks log, and that are no measure of success."""
 _METRICS = 4
+
+_REPEATS = re.compile(r"[+~]*(\w+\.)*(seed|fold)=")
+"""How overrides begin by which jobs repeat each other, so that their mean is what one wants to know."""
 
 PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
 """How the override begins by which Optuna's sweeper has a job report to its study."""
@@ -77,7 +82,7 @@ def report(folder: Path, since: float = 0.0, wanted: int | None = None, again: s
     numbers = [{**_facts(run), "best": run is winner} for run in runs]
     (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     header, rows = _rows(runs, winner, folder)
-    said = _best(runs, winner)
+    said = "\n\n".join(part for part in (_means(runs), _best(runs, winner)) if part)
     text = f"{markdown_table(header, rows)}\n" + (f"\n{said}\n" if said else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
     _print(header, rows, said, runs, folder, wanted)
@@ -92,9 +97,7 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 
 def _rows(runs: Sequence[RunRecord], winner: RunRecord | None, folder: Path) -> tuple[list[str], list[list[str]]]:
-    common = common_overrides(runs)
-    objectives = [run.objective[0] for run in runs if run.objective]
-    metrics = worth_showing({name for run in runs for name in run.metrics}, objectives)[:_METRICS]
+    common, metrics = common_overrides(runs), _metrics(runs)
     header = [
         "job",
         "overrides",
@@ -127,9 +130,34 @@ def _rows(runs: Sequence[RunRecord], winner: RunRecord | None, folder: Path) -> 
     return header, rows
 
 
+def _metrics(runs: Sequence[RunRecord]) -> list[str]:
+    """Those that the table shows."""
+    objectives = [run.objective[0] for run in runs if run.objective]
+    return worth_showing({name for run in runs for name in run.metrics}, objectives)[:_METRICS]
+
+
 def common_overrides(runs: Sequence[RunRecord]) -> set[str]:
     """The overrides that all of several jobs have."""
     return set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
+
+
+def _means(runs: Sequence[RunRecord]) -> str:
+    """For completed jobs that differ by a seed or a fold alone, a line with means and standard deviations (n - 1)."""
+    common, groups = common_overrides(runs), dict[tuple[str, ...], list[RunRecord]]()
+    for run in runs:
+        own = [override for override in shown(run.overrides) if override not in common]
+        others = tuple(override for override in own if not _REPEATS.match(override))
+        if run.completed and len(others) < len(own):
+            groups.setdefault(others, []).append(run)
+    lines = []
+    for others, members in groups.items():
+        values = {name: [run.metrics.get(name, math.nan) for run in members] for name in _metrics(members)}
+        told = [
+            f"{name} {fmean(n):.4g} ± {stdev(n):.2g}" for name, n in values.items() if math.isfinite(sum(n)) and n[1:]
+        ]
+        if told:
+            lines.append(f"Mean of {len(members)} jobs{''.join(f' {word}' for word in others)}: {', '.join(told)}")
+    return "\n".join(lines)
 
 
 def _best(runs: Sequence[RunRecord], winner: RunRecord | None) -> str:
@@ -169,7 +197,7 @@ def _print(
     title, left = f"Sweep of {jobs}", ("overrides", "status", "run dir")
     shown_in = console() if is_quiet() else print_table(title, header, narrow, left, _SPARE)
     if said:
-        style = "bold green" if said.startswith("Best") else "yellow"
+        style = "bold green" if "Best: job" in said else "yellow"
         shown_in.print(said, style=style, soft_wrap=True, markup=False, highlight=False)
     for run in runs:
         if run.error:

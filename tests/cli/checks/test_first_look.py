@@ -1,0 +1,554 @@
+"""What ``checks`` shows of one's own data: a batch of any kind, the layers, float16, and what training waits for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from trainer.cli import main
+from trainer.cli.arguments import UsageError
+from trainer.cli.checks import first_look, steps
+from trainer.cli.checks.batch import classes_of, describe, images_in, labels_out_of_range, odd, save_images
+from trainer.cli.checks.layers import SCALE, Layer, largest_scale, shown
+from trainer.cli.checks.loading import load
+from trainer.cli.checks.recipe import Loaded, Recipe
+from trainer.cli.checks.steps import Step, part_for
+
+MODULE = """
+import dataclasses
+import random
+
+import lightning as L
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+
+@dataclasses.dataclass
+class Pair:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+def pairs(number=16, classes=3):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(number, 4, generator=generator), torch.arange(number) % classes
+
+
+def collate_dict(samples):
+    x, y = torch.utils.data.default_collate(samples)
+    return {"inputs": x, "labels": y, "file": [f"{number}.png" for number in range(len(x))], "split": "train"}
+
+
+def collate_nested(samples):
+    x, y = torch.utils.data.default_collate(samples)
+    return [{"a": (x, None)}, y]
+
+
+def collate_pair(samples):
+    return Pair(*torch.utils.data.default_collate(samples))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(*pairs())
+
+
+class Broken(TensorDataset):
+    def __getitem__(self, index):
+        raise ValueError("sample 3 is not readable")
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, kind="tuple", batch_size=8):
+        super().__init__()
+        self.kind, self.batch_size = kind, batch_size
+
+    def train_dataloader(self):
+        x, y = pairs()
+        kind = self.kind
+        if kind == "nans":
+            x[0, 0], x[1, 1], x[1, 2] = float("nan"), float("inf"), float("nan")
+        elif kind == "labels":
+            y[2] = 7
+        elif kind == "constant":
+            x.fill_(0.5)
+        elif kind == "sorted":
+            y = y.sort().values
+        elif kind == "large":
+            x = 1e6 * x
+        elif kind == "small":
+            x = 1e-4 * x
+        elif kind == "random":
+            x = x + random.random() + np.random.rand() + torch.rand(1)
+        elif kind == "none":
+            return None
+        dataset = {"stream": Stream, "raises": lambda: Broken(x, y)}.get(kind, lambda: TensorDataset(x, y))()
+        if kind == "empty":
+            dataset = TensorDataset(x[:4], y[:4])
+        if kind == "alone":
+            return DataLoader(x, batch_size=self.batch_size)
+        if kind == "texts":
+            return DataLoader([f"a text, {number}" for number in range(16)], batch_size=self.batch_size)
+        collate = {"dict": collate_dict, "nested": collate_nested, "pair": collate_pair}.get(kind)
+        loader = DataLoader(dataset, batch_size=self.batch_size, collate_fn=collate, drop_last=kind == "empty")
+        return {"first": loader, "second": loader} if kind == "several" else loader
+
+
+class Net(L.LightningModule):
+    def __init__(self, optimizer, num_classes=3):
+        super().__init__()
+        self.num_classes = num_classes
+        self.make_optimizer = optimizer
+        self.embedded = torch.nn.Embedding(20, 4)
+        self.embedded.requires_grad_(False)
+        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, num_classes)
+
+    def training_step(self, batch, batch_idx):
+        y = torch.zeros(8, dtype=torch.int64)
+        while not isinstance(batch, torch.Tensor):
+            if hasattr(batch, "targets"):
+                batch = batch.inputs, batch.targets
+            if isinstance(batch, dict):
+                y = batch.pop("labels") if "file" in batch else y  # which changes the batch
+                batch = next(iter(batch.values()))
+            elif isinstance(batch[0], str):
+                batch = self.embedded(torch.tensor([len(text) for text in batch]))
+            else:
+                batch, *rest = batch
+                y = rest[0] if rest and rest[0] is not None else y
+        print("a step of one's own")
+        loss = cross_entropy(self.second(self.first(batch).relu()), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.parameters())
+        scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class OwnData(Net):
+    def train_dataloader(self):
+        return Data().train_dataloader()
+
+
+class Failing(Net):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("asked to fail")
+
+
+class Unused(Net):
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.unused = torch.nn.Linear(2, 2)
+
+
+class ByItself(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+"""
+RECIPE = """
+# @package _global_
+defaults:
+  - override /optimizer: sgd
+model:
+  _target_: looked_at.Net
+  optimizer: ${optimizer}
+data:
+  _target_: looked_at.Data
+  kind: tuple
+seed: 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "looked_at.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(RECIPE.lstrip())
+    bare = RECIPE.lstrip().replace("data:\n  _target_: looked_at.Data\n  kind: tuple\n", "")
+    (tmp_path / "conf" / "recipe" / "bare.yaml").write_text(bare)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("looked_at", None)
+
+
+def look(capsys: Any, *settings: str, status: int = 0) -> dict[str, Any]:
+    assert main(["checks", "json", "+recipe=mine", *settings]) == status
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+FLOATS, LABELS = ("8 x 4", "float32"), ("8", "int64")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("tuple", {"batch[0]": FLOATS, "batch[1]": LABELS}),
+        (
+            "dict",
+            {
+                "batch['inputs']": FLOATS,
+                "batch['labels']": LABELS,
+                "batch['file']": ("8", "list of str"),
+                "batch['split']": ("", "str"),
+            },
+        ),
+        ("nested", {"batch[0]['a'][0]": FLOATS, "batch[0]['a'][1]": ("", "NoneType"), "batch[1]": LABELS}),
+        ("pair", {"batch.inputs": FLOATS, "batch.targets": LABELS}),
+        ("alone", {"batch": FLOATS}),
+        ("texts", {"batch": ("8", "list of str")}),
+        ("stream", {"batch[0]": FLOATS, "batch[1]": LABELS}),
+        (
+            "several",
+            {
+                "batch['first'][0]": FLOATS,
+                "batch['first'][1]": LABELS,
+                "batch['second'][0]": FLOATS,
+                "batch['second'][1]": LABELS,
+            },
+        ),
+    ],
+)
+def test_batches_of_any_kind(kind, expected, capsys):
+    found = look(capsys, f"data.kind={kind}")
+    entries = found["batch"]["entries"]
+    assert {entry["name"]: (entry["shape"], entry["dtype"]) for entry in entries} == expected
+    assert [entry["content"] for entry in entries if entry["dtype"] == "int64"] == ["0: 3, 1: 3, 2: 2"] * list(
+        expected.values()
+    ).count(LABELS)
+    assert [layer["name"] for layer in found["layers"]["layers"][-2:]] == ["first", "second"]
+    assert found["layers"]["loss"] > 0
+    assert found["loading"]["timed"] == 1
+    assert found["loading"]["step"]["samples"] == (0 if kind == "texts" else 8)
+    assert found["loading"]["told"]
+    assert found["problems"] == []
+    assert any("no tensor in the batch" in remark for remark in found["remarks"]) == (kind == "texts")
+    assert not Path("outputs").exists()
+
+
+def test_what_it_shows(capsys):
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    state = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    environment = dict(os.environ)
+    assert main(["checks", "+recipe=mine", "data.kind=random"]) == 0
+    assert state == [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    assert environment == dict(os.environ)
+    printed, errors = capsys.readouterr()
+    assert len(printed.splitlines()) < 60  # one screen
+    assert "a step of one's own" not in printed
+    assert "a step of one's own" in errors  # JSON would be none with it
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    for start in (
+        "batch[1] 8 int64 0 to 2 0: 3, 1: 3, 2: 2",
+        "single 1 32-true ",
+        "single 1 16-mixed ",
+        "single 1 bf16-mixed ",
+        "ddp 8 32-true ",
+        "fsdp 8 32-true ",
+        "The layers in a step in float32, 147 parameters, of which 67 are trained; the loss is ",
+        "first Linear 40 256 bytes ",
+        "second Linear 27 96 bytes ",
+        "Loading against training, measured here and now",
+        "loading a batch ",
+        "a step ",
+        "Note: float16 holds this batch: it ends at 65,504, and the largest activation is ",
+    ):
+        assert sum(line.startswith(start) for line in lines) == 1, start
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("tuple", 1.0), ("small", 1e-4)])
+def test_the_numbers_are_those_of_a_step_by_hand(kind, factor, capsys):
+    found = look(capsys, "seed=3", f"data.kind={kind}")
+    torch.manual_seed(3)
+    import looked_at
+
+    module = looked_at.Net(None)
+    x, y = looked_at.pairs()
+    hidden = module.first(factor * x[:8])
+    outputs = module.second(hidden.relu())
+    loss = torch.nn.functional.cross_entropy(outputs, y[:8])
+    gradients = torch.autograd.grad(
+        loss, [hidden, outputs, module.first.weight, module.first.bias, module.second.weight, module.second.bias]
+    )
+    largest = [gradient.abs().max().item() for gradient in gradients]
+    assert found["layers"]["loss"] == loss.item()
+    first, second = found["layers"]["layers"]
+    assert (first["activation"], second["activation"]) == (hidden.abs().max().item(), outputs.abs().max().item())
+    assert first["gradient"] == max(largest[0], *largest[2:4])
+    assert second["gradient"] == max(largest[1], *largest[4:])
+    assert first["nonzero"] == sum(int(g.count_nonzero()) for g in (gradients[0], *gradients[2:4]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "problem", "remark"),
+    [
+        (["data.kind=nans"], 1, "The loss of this batch is nan", "batch[0] has 2 NaN and 1 inf among 32 elements."),
+        (["data.kind=labels"], 1, "batch[1] has the label 7, and the model has 3 classes: 0 to 2.", ""),
+        (["data.kind=constant"], 0, "", "batch[0] is 0.5 everywhere"),
+        (["data.kind=sorted", "+data.batch_size=4"], 0, "", "All labels in batch[1] are 0: are the training data shuf"),
+        (["data.kind=large", "precision=16-mixed"], 0, "", "float16 overflows in 'first' (Linear), 'second' (Linear)"),
+        (["model._target_=looked_at.Unused"], 0, "", "No gradient reaches 2 of the parameters that are to be trained"),
+        (["model._target_=looked_at.Failing"], 1, "fails: ValueError: asked to fail. Raised in looked_at.py:", ""),
+        (["checks.steps=false"], 0, "", "No step was run: checks.steps=false."),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_is_odd_is_told(settings, status, problem, remark, capsys):
+    found = look(capsys, *settings, status=status)
+    assert len(found["problems"]) >= bool(problem)
+    assert not problem or any(problem in told for told in found["problems"])
+    assert problem or not found["problems"]
+    assert not remark or any(remark in told for told in found["remarks"])
+    is_sound = not problem and settings != ["checks.steps=false"]
+    assert (found["layers"] is not None and found["float16"] is not None) == is_sound
+    assert found["batch"]["entries"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "said"),
+    [
+        (["data.kind=empty"], 2, "The training data have not one batch. Is the dataset empty, or smaller than a batch"),
+        (["data.kind=none"], 2, "train_dataloader of Data returns null, expected a DataLoader."),
+        (["data.kind=raises"], 1, "ValueError: sample 3 is not readable Raised in looked_at.py:"),
+        (["+recipe=bare"], 2, "`train_dataloader` must be implemented"),
+        (["checks.steps=maybe"], 2, "checks.steps is maybe, expected true or false"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_data_that_cannot_be_had(settings, status, said, capsys):
+    given = settings if "+recipe=bare" in settings else ["+recipe=mine", *settings]
+    assert main(["checks", *given]) == status
+    printed, errors = capsys.readouterr()
+    assert said in " ".join(errors.split())
+    assert "Traceback" not in errors
+    assert printed == ""
+
+
+def test_a_module_with_data_of_its_own(capsys):
+    assert main(["checks", "json", "+recipe=bare", "model._target_=looked_at.OwnData"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in found["batch"]["entries"]] == ["batch[0]", "batch[1]"]
+    assert found["memory_of_recipe"]["parameters"] == 147
+    assert found["loading"]["step"] is not None
+
+
+def test_a_module_that_optimizes_by_itself_is_looked_at_before_its_memory_is_refused(capsys):
+    assert main(["checks", "json", "+recipe=mine", "model._target_=looked_at.ByItself"]) == 2
+    printed, errors = capsys.readouterr()
+    assert "cannot be predicted: it optimizes by itself" in errors
+    found = json.loads(printed)
+    assert [layer["name"] for layer in found["layers"]["layers"]] == ["first", "second"]
+    assert found["layers"]["layers"][0]["gradient"] > 0
+    assert found["memory_of_recipe"] is None
+
+
+# --- batches --------------------------------------------------------------------------------------------------
+
+
+def test_the_contents_of_tensors():
+    batch = {
+        "mask": torch.tensor([True, False, True]),
+        "scores": torch.tensor([1.0, float("nan"), 3.0, float("-inf")], dtype=torch.bfloat16),
+        "nothing": torch.empty(0, 3),
+        "number": torch.tensor(2.5),
+        "tokens": torch.arange(100).reshape(2, 50),
+        "sparse": torch.eye(3).to_sparse(),
+        "long": "x" * 100,
+        "object": nn.Identity(),
+        "waves": torch.tensor([1j]),
+    }
+    found = {entry.name[7:-2]: entry[1:] for entry in describe(batch)}
+    assert found == {
+        "mask": ("3", "bool", "", "false: 1, true: 2", ""),
+        "scores": ("4", "bfloat16", "1 to 3", "mean 2, std 1", "1 NaN and 1 inf"),
+        "nothing": ("0 x 3", "float32", "", "", ""),
+        "number": ("one number", "float32", "2.5 to 2.5", "mean 2.5, std 0", ""),
+        "tokens": ("2 x 50", "int64", "0 to 99", "100 different values", ""),
+        "sparse": ("3 x 3", "float32", "", "sparse_coo", ""),
+        "long": ("", "str", "", f"'{'x' * 39}...", ""),
+        "object": ("", "Identity", "", "not looked into", ""),
+        "waves": ("1", "complex64", "", "", ""),
+    }
+    assert odd(batch) == ["batch['scores'] has 1 NaN and 1 inf among 4 elements."]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "said"),
+    [
+        ([0, 1, 2], 3, ""),
+        ([0, 3, 9], 3, "batch[0] has the labels 3, 9, and the model has 3 classes: 0 to 2."),
+        ([0, -100, -1], 3, ""),  # which torch's losses, and many data sets, leave out
+        ([0, -2], 3, "batch[0] has the label -2, and"),
+        ([9], None, ""),
+    ],
+)
+def test_labels_that_the_model_has_no_class_for(labels, classes, said):
+    assert labels_out_of_range([torch.tensor(labels)], classes).startswith(said)
+    assert bool(labels_out_of_range([torch.tensor(labels)], classes)) == bool(said)
+    assert labels_out_of_range([torch.tensor(labels), torch.tensor(labels)], classes) == ""  # which of them?
+
+
+def test_the_number_of_classes():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert classes_of(module) is None
+    module[0].num_classes = 5
+    assert classes_of(module) == 5
+    module[1].num_classes = 6
+    assert classes_of(module) is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape"),
+    [
+        (torch.rand(40, 3, 8, 8), (32, 3, 8, 8)),
+        (torch.zeros(2, 16, 12, 3, dtype=torch.uint8), (2, 3, 16, 12)),
+        (torch.rand(2, 7, 8, 8), None),
+        (torch.rand(2, 3, 2, 2), None),
+        (torch.rand(2, 8, 8), None),
+        (torch.zeros(2, 1, 8, 8, dtype=torch.int64), None),
+    ],
+)
+def test_what_looks_like_images(tensor, shape):
+    images = images_in({"x": torch.zeros(3), "y": tensor})
+    assert (None if images is None else tuple(images.shape)) == shape
+
+
+def test_a_picture_of_the_images(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("torchvision")
+    file = tmp_path / "new" / "batch.png"
+    batch = torch.zeros(9, 1, 8, 8)
+    batch[1, 0, 0, 0], batch[2, 0, 0, 0] = 300.0, float("nan")
+    assert save_images(batch, file)
+    picture = image.open(file)
+    assert picture.size == (8 * 66 + 2, 2 * 66 + 2)  # eight in a row, each of 64 pixels, with a frame of two
+    assert [picture.getpixel((x, 4))[0] for x in (4, 66 + 4, 66 + 12, 132 + 4)] == [0, 255, 0, 0]
+    assert not save_images(torch.zeros(9, 3), file)
+    monkeypatch.setattr("trainer.cli.checks.batch.find_spec", lambda name: None)
+    assert not save_images(batch, file)
+
+
+# --- layers, steps and loading --------------------------------------------------------------------------------
+
+
+def test_the_layers_that_are_shown_matter_most():
+    layers = [Layer(str(number), "Linear", 10 * number, outputs=1, activation=1.0) for number in range(10)]
+    layers[3].activation = 9.0
+    layers[4].outputs = 50
+    layers[5].nonzero, layers[5].vanishing = 10, 5
+    assert [layer.name for layer in shown(layers, 4)] == ["3", "4", "5", "9"]
+    assert shown(layers, 100) == layers
+    assert largest_scale(layers) is None
+    layers[0].gradient = 1.0
+    assert largest_scale(layers) == 2.0**15
+    layers[0].gradient = 1e-9
+    assert largest_scale(layers) == SCALE
+
+
+def test_what_float16_would_do():
+    layer = Layer("a", "Linear", 1, 4, 2.0, 4.0, nonzero=1000, vanishing=250, vanishing_scaled=10)
+    facts = first_look._float16([layer])
+    assert (facts["vanishing"], facts["vanishing_scaled"], facts["largest_scale"]) == (0.25, 0.01, 2.0**13)
+    assert facts["told"][1:3] == [
+        "Without a loss scale 25% of the gradients would be below 6e-8 and vanish (in 'a' (Linear) 25%); with a scale"
+        " of 65,536 1%.",
+        "Times 16-mixed's first loss scale, 65,536, gradients overflow: it skips steps until its scale is about 8,192.",
+    ]
+
+
+def recipe(batch: Any, **known: Any) -> Recipe:
+    return Recipe("mine", {"data": {}}, loaded=Loaded(batch, 0.0, None, 0, 0), **known)
+
+
+def test_how_much_of_a_batch_is_stepped_on():
+    batch = [torch.zeros(64, 3)]
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert part_for(recipe(batch), cpu, 100) == (batch, "")
+    assert part_for(recipe(batch, peak=101), cpu, 100)[0] is None
+    assert part_for(recipe(batch, operations=1000), cpu, 100) == (batch, "")
+    assert part_for(recipe(batch, operations=10**15), cuda, 100) == (batch, "")
+    part, why = part_for(recipe(batch, operations=int(2 * steps._OPERATIONS / 18)), cpu, 100)
+    assert len(part[0]) == 32
+    assert why == "The steps had 32 of the batch's 64 samples, to be quick on a CPU."
+    part, why = part_for(recipe(batch, operations=int(100 * steps._OPERATIONS)), cpu, 100)
+    assert part is None
+    assert "too many for a quick look on a CPU" in why
+
+
+def test_a_step_may_change_its_batch():
+    batch = [torch.zeros(2)]
+    for _, given in zip(range(3), steps._Again(batch), strict=False):
+        given[0].add_(1)
+        assert given[0].tolist() == [1, 1]
+    assert batch[0].tolist() == [0, 0]
+
+
+class Slow:
+    """A loader by the clock: the first batch takes 5 seconds, then those that were ready nothing, then each 1."""
+
+    num_workers, prefetch_factor = 1, 2
+
+    def __init__(self, clock: Any, number: int) -> None:
+        self.clock, self.number = clock, number
+
+    def __iter__(self) -> Any:
+        for index in range(self.number):
+            self.clock.time += 5.0 if index == 0 else 0.0 if index < 3 else 1.0
+            yield index
+
+
+@pytest.mark.parametrize(("number", "seconds", "timed"), [(1, None, 0), (3, 0.0, 1), (8, 1.0, 5), (100, 1.0, 11)])
+def test_batches_that_were_ready_are_not_timed(number, seconds, timed):
+    clock = SimpleNamespace(time=0.0)
+    found = load(Slow(clock, number), seconds=10.5, clock=lambda: clock.time)
+    assert found == Loaded(0, 5.0, seconds, timed, 1)
+
+
+def test_no_batch():
+    with pytest.raises(UsageError, match="not one batch"):
+        load(DataLoader([]))
+
+
+@pytest.mark.parametrize(
+    ("workers", "loading", "step", "gpus", "said"),
+    [
+        (0, 0.001, 1.0, 1, "The step is the brake: training waits for data in < 0.1% of the time"),
+        (0, 3.0, 1.0, 1, "The data are the brake: training waits for data in 75% of the time. Try +data.num_workers="),
+        (0, 1.0, 3.0, 0, "Training waits for data in 25% of the time. Try cheaper samples"),
+        (2, 1.0, 3.0, 1, "The step is the brake: training waits for data in 0% of the time"),
+        (2, 4.0, 1.0, 1, "The data are the brake: training waits for data in 75% of the time. Its 2 workers do not"),
+        (0, None, 3.0, 1, ""),
+    ],
+)
+def test_the_brake(workers, loading, step, gpus, said, monkeypatch):
+    monkeypatch.setattr("trainer.machine.cores", lambda: SimpleNamespace(usable=4))
+    loaded = Loaded(None, 1.0, loading, 10, workers)
+    told = first_look._brake(recipe(None), loaded, Step(step, 1, "32-true", "cuda"), gpus)
+    assert told.startswith(said)
+    assert bool(told) == bool(said)

@@ -1,0 +1,227 @@
+"""What is in a batch: shapes, dtypes, ranges, labels, and what is odd about them; its images as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_MOST_COUNTED = 12  # labels that are told one by one
+_MOST_IMAGES = 32
+_IMAGE_SIDES = (64, 256)  # pixels in the picture: at least, at most
+_SMALLEST_IMAGE = 8
+_IGNORED = (-100, -1)
+"""Labels of targets that do not count: of torch's losses, and of many data sets."""
+_LONGEST = 40
+
+
+class Entry(NamedTuple):
+    """One tensor of a batch, or something else in it.
+
+    Args:
+        name: how to get at it, such as ``batch[0]['image']``.
+        shape: of a tensor; how many for a list of texts or numbers.
+        dtype: likewise; or the class.
+        range: the smallest and the largest finite number.
+        content: labels and how many there are of each, mean and standard deviation, or a text.
+        not_finite: how many elements are NaN and inf.
+    """
+
+    name: str
+    shape: str
+    dtype: str
+    range: str = ""
+    content: str = ""
+    not_finite: str = ""
+
+
+def describe(batch: Any) -> list[Entry]:
+    """All that is in a batch, in its order."""
+    return [_entry(name, value) for name, value in _leaves(batch, "batch")]
+
+
+def odd(batch: Any) -> list[str]:
+    """What is odd about a batch, as sentences."""
+    found = []
+    tensors = _strided(batch)
+    for name, tensor in tensors:
+        if told := _not_finite(tensor):
+            found.append(f"{name} has {told} among {tensor.numel():,} elements.")
+        if tensor.numel() > 1 and tensor.dtype is not torch.bool and bool((tensor == tensor.flatten()[0]).all()):
+            value = _number(tensor.flatten()[0].item())
+            if _is_labels(tensor):
+                found.append(f"All labels in {name} are {value}: are the training data shuffled?")
+            elif tensor.is_floating_point():
+                found.append(f"{name} is {value} everywhere: the model can learn nothing from it.")
+    if not tensors:
+        found.append(
+            "There is no tensor in the batch: training_step, or a collate_fn, has to make some of what is in it."
+        )
+    return found
+
+
+def labels_out_of_range(batch: Any, classes: int | None) -> str:
+    """What is wrong with the labels, as a sentence; "" where nothing is, or where it is not clear which they are.
+
+    Args:
+        batch: as it is on the host.
+        classes: of the module; None where that is not known.
+    """
+    labels = [(name, tensor) for name, tensor in _strided(batch) if _is_labels(tensor) and tensor.numel()]
+    if classes is None or len(labels) != 1:
+        return ""
+    name, tensor = labels[0]
+    seen = [label for label in torch.unique(tensor).tolist() if label not in _IGNORED and not 0 <= label < classes]
+    if not seen:
+        return ""
+    some = ", ".join(map(str, seen[:5])) + (", ..." if len(seen) > 5 else "")
+    return (
+        f"{name} has the label{'s' * (len(seen) > 1)} {some}, and the model has {classes} classes: 0 to {classes - 1}."
+    )
+
+
+def classes_of(module: nn.Module) -> int | None:
+    """How many classes a module has: by a ``num_classes`` of its own, of a part of it, or of a metric; None where
+    these are none, or differ.
+    """
+    named = [getattr(part, "num_classes", None) for part in module.modules()]
+    named.append(getattr(module, "hparams", {}).get("num_classes"))
+    found = {number for number in named if isinstance(number, int) and not isinstance(number, bool) and number > 1}
+    return found.pop() if len(found) == 1 else None
+
+
+def images_in(batch: Any) -> Tensor | None:
+    """The first images of a batch, of shape (number, 3 or 1, height, width); None where nothing looks like images."""
+    for _, tensor in _strided(batch):
+        if tensor.dim() != 4 or not len(tensor) or not (tensor.is_floating_point() or tensor.dtype is torch.uint8):
+            continue
+        images = tensor[:_MOST_IMAGES].detach().cpu().float()
+        if images.shape[1] not in (1, 3) and images.shape[3] in (1, 3):
+            images = images.permute(0, 3, 1, 2)
+        if images.shape[1] in (1, 3) and min(images.shape[2:]) >= _SMALLEST_IMAGE:
+            return images
+    return None
+
+
+def save_images(batch: Any, file: Path) -> bool:
+    """Write the images of a batch as one picture, each with its own darkest and brightest value as black and white.
+
+    Returns:
+        Whether there is a picture: a batch may have no images, and torchvision may be missing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    images = images_in(batch)
+    if images is None or find_spec("torchvision") is None:
+        return False
+    from torchvision.utils import save_image  # type: ignore[import-untyped]
+
+    least, most = _IMAGE_SIDES
+    side = max(images.shape[2:])
+    factor = max(1, -(-least // side)) if side <= most else most / side
+    images = F.interpolate(images.nan_to_num(0, 0, 0), scale_factor=factor, mode="nearest")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_image(images, file, nrow=8, normalize=True, scale_each=True)
+    return True
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What is in nested containers, each with how to get at it; a list of texts or numbers is one thing."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)) and not _is_plain(value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}[{index}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _leaves(getattr(value, field.name), f"{name}.{field.name}")
+    else:
+        yield name, value
+
+
+def _is_plain(values: Any) -> bool:
+    return all(isinstance(item, (str, bytes, int, float, type(None))) for item in values)
+
+
+def _strided(batch: Any) -> list[tuple[str, Tensor]]:
+    leaves = _leaves(batch, "batch")
+    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+
+
+def _entry(name: str, value: Any) -> Entry:
+    if isinstance(value, Tensor):
+        shape = " x ".join(map(str, value.shape)) or "one number"
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.layout is not torch.strided:
+            return Entry(name, shape, dtype, content=str(value.layout).removeprefix("torch."))
+        return Entry(name, shape, dtype, _range(value), _content(value), _not_finite(value))
+    if isinstance(value, (list, tuple)):
+        kinds = {type(item).__name__ for item in value}
+        first = f"the first: {_shortened(value[0])}" if value else ""
+        return Entry(
+            name, str(len(value)), f"list of {' and '.join(sorted(kinds))}" if kinds else "list", content=first
+        )
+    is_plain = isinstance(value, (str, bytes, int, float, bool, type(None)))
+    return Entry(name, "", type(value).__name__, content=_shortened(value) if is_plain else "not looked into")
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _is_labels(tensor: Tensor) -> bool:
+    """Whole numbers, one for each sample."""
+    return (
+        tensor.dim() == 1
+        and not tensor.is_floating_point()
+        and not tensor.is_complex()
+        and tensor.dtype is not torch.bool
+    )
+
+
+def _range(tensor: Tensor) -> str:
+    if tensor.dtype is torch.bool or tensor.is_complex() or not tensor.numel():
+        return ""
+    values = tensor.detach()
+    if values.is_floating_point():
+        values = values.float() if values.dtype is not torch.float64 else values
+        values = values[values.isfinite()]
+    if not values.numel():
+        return ""
+    return f"{_number(values.min().item())} to {_number(values.max().item())}"
+
+
+def _content(tensor: Tensor) -> str:
+    if not tensor.numel() or tensor.is_complex():
+        return ""
+    if tensor.is_floating_point():
+        values = tensor.detach().double()
+        values = values[values.isfinite()]
+        if not values.numel():
+            return ""
+        return f"mean {_number(values.mean().item())}, std {_number(values.std(correction=0).item())}"
+    labels, counts = torch.unique(tensor, return_counts=True)
+    if len(labels) > _MOST_COUNTED:
+        return f"{len(labels)} different values"
+    pairs = zip(labels.tolist(), counts.tolist(), strict=True)
+    return ", ".join(f"{str(label).lower()}: {count:,}" for label, count in pairs)
+
+
+def _not_finite(tensor: Tensor) -> str:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return ""
+    nans, infs = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+    return " and ".join(f"{number:,} {word}" for number, word in ((nans, "NaN"), (infs, "inf")) if number)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -1,0 +1,67 @@
+"""What the checks have found, as facts and as tables. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer.cli.arguments import Arguments
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.cli.checks.recipe import Recipe
+
+
+class Table(NamedTuple):
+    """What is printed of a check.
+
+    Args:
+        title: above it.
+        header: names of its columns; none for a list of facts.
+        rows: the cells.
+        numbers: names of the columns that are aligned to the right.
+        spare: names of the columns that a narrow terminal does without, the first one first.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Sequence[str] = ()
+    spare: Sequence[str] = ()
+
+
+@dataclass
+class Findings:
+    """What the checks have found.
+
+    Args:
+        seconds: for measuring speed.
+        arguments: the command line.
+        recipe: that is looked at; None for the machine alone.
+        devices: that a Trainer can run on; empty where torch cannot be imported.
+        facts: everything, as plain containers: what ``checks json`` prints.
+        tables: for a person.
+    """
+
+    seconds: float = 2.0
+    arguments: Arguments = field(default_factory=Arguments)
+    recipe: Recipe | None = None
+    devices: list[torch.device] = field(default_factory=list)
+    facts: dict[str, Any] = field(
+        default_factory=lambda: {
+            "versions": {}, "problems": [], "remarks": [], "devices": [], "precisions": {}, "speed": None,
+            "batch": None, "loading": None, "layers": None, "float16": None, "memory_of_recipe": None, "missed": {},
+            "host_waits": [], "autocast_ops": {}, "verdict": None,
+        }
+    )  # fmt: skip
+    tables: list[Table] = field(default_factory=list)
+
+    def remark(self, text: str) -> None:
+        """Something to know."""
+        self.facts["remarks"].append(text)
+
+    def problem(self, text: str) -> None:
+        """Something that is broken."""
+        self.facts["problems"].append(text)

@@ -1,0 +1,187 @@
+"""What one batch does in each layer: how large its output and its gradients are, in float32, and what float16 would
+make of these numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from trainer.cli.checks.batch import classes_of, labels_out_of_range
+from trainer.data.samples import tensors_in
+from trainer.postmortem.probe import measure
+from trainer.precision.fp32_modules import plain_class
+
+LARGEST = torch.finfo(torch.float16).max
+"""65,504."""
+SMALLEST = 2.0**-24
+"""The smallest number above 0 that float16 has: 6e-8."""
+SCALE = 2.0**16
+"""What 16-mixed multiplies the loss by to begin with."""
+
+
+class Done(Exception):  # noqa: N818 - no error
+    """Ends a fit when there is nothing more to see."""
+
+
+@dataclass
+class Layer:
+    """A layer: a module that has no others in it.
+
+    Args:
+        name: as in ``named_modules()``.
+        kind: its class.
+        parameters: how many numbers it has.
+        outputs: bytes of what it has returned, in float32.
+        activation: the largest absolute value of these.
+        gradient: of the gradients with respect to its outputs and to its parameters; None without any.
+        not_finite: elements of its outputs and gradients that are inf or NaN.
+        nonzero: elements of its gradients that are not 0.
+        vanishing: of these, how many are below `SMALLEST`.
+        vanishing_scaled: how many still are after a multiplication by `SCALE`.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    outputs: int = 0
+    activation: float = 0.0
+    gradient: float | None = None
+    not_finite: int = 0
+    nonzero: int = 0
+    vanishing: int = 0
+    vanishing_scaled: int = 0
+
+    @property
+    def largest(self) -> float:
+        """Of the activations and the gradients."""
+        return max(self.activation, self.gradient or 0.0)
+
+    @property
+    def share(self) -> float:
+        """Of the gradients that are not 0: those that float16 has no number for, without a loss scale."""
+        return self.vanishing / self.nonzero if self.nonzero else 0.0
+
+
+class Layers(Callback):
+    """Looks at the layers in one training step, and ends the fit.
+
+    Args:
+        batch: the one of that step, as the dataloader gave it.
+
+    Attributes:
+        layers: in the order of the module.
+        loss: of the batch; None where ``training_step`` does not return it.
+        parameters: of the whole module, and how many are trained.
+        without_gradient: names of trained parameters that the loss does not depend on.
+        labels: what is wrong with the labels, in which case no step was done.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._handles: list[Any] = []
+        self._trained: list[str] = []
+        self._seen: set[str] = set()
+        self.layers: list[Layer] = []
+        self.loss: float | None = None
+        self.parameters = self.trained = 0
+        self.without_gradient: list[str] = []
+        self.labels = ""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Puts hooks on the layers."""
+        self.labels = labels_out_of_range(self._batch, classes_of(pl_module))
+        if self.labels:
+            raise Done
+        parameters = list(pl_module.parameters())
+        self.parameters = sum(parameter.numel() for parameter in parameters)
+        self.trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        owners: dict[int, Layer] = {}
+        for name, part in pl_module.named_modules():
+            own = list(part.parameters(recurse=False))
+            is_layer = bool(own) or not any(True for _ in part.children())
+            if not name or not is_layer or isinstance(part, (Metric, torch.jit.ScriptModule)):
+                continue
+            layer = Layer(name, plain_class(part).__name__, sum(parameter.numel() for parameter in own))
+            self.layers.append(layer)
+            owners |= {id(parameter): layer for parameter in own if id(parameter) not in owners}
+            self._handles.append(part.register_forward_hook(partial(self._take_output, layer)))
+        itself = Layer("", plain_class(pl_module).__name__, 0)
+        for name, parameter in pl_module.named_parameters():
+            if parameter.requires_grad:
+                layer = owners.get(id(parameter), itself)
+                self._trained.append(name)
+                self._handles.append(parameter.register_hook(partial(self._take_gradient, layer, name)))
+        self.layers.insert(0, itself)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Takes the loss."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        self.loss = float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        self.without_gradient = [name for name in self._trained if name not in self._seen]
+        self.layers = [layer for layer in self.layers if layer.outputs or layer.gradient is not None]
+        raise Done
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _take_output(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [tensor for tensor in tensors_in(output) if tensor.dim() and tensor.is_floating_point()]
+        if (found := measure(tensors)) is None:  # a loss, say
+            return
+        layer.outputs += 4 * found.elements
+        layer.activation = max(layer.activation, found.largest)
+        layer.not_finite += found.not_finite
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._handles.append(tensor.register_hook(partial(self._take_gradient, layer, None)))  # type: ignore[no-untyped-call]
+
+    def _take_gradient(self, layer: Layer, name: str | None, gradient: Tensor) -> None:
+        if name is not None:
+            self._seen.add(name)
+        if (found := measure([gradient])) is None:
+            return
+        layer.gradient = max(layer.gradient or 0.0, found.largest)
+        layer.not_finite += found.not_finite
+        size = gradient.detach().abs()
+        nonzero = size > 0
+        counts = torch.stack(
+            [nonzero.sum(), *(((size < limit) & nonzero).sum() for limit in (SMALLEST, SMALLEST / SCALE))]
+        )
+        seen, vanishing, scaled = counts.tolist()  # host-device synchronisation: this is a measurement
+        layer.nonzero += seen
+        layer.vanishing += vanishing
+        layer.vanishing_scaled += scaled
+
+
+def largest_scale(layers: Iterable[Layer]) -> float | None:
+    """The largest power of two, up to `SCALE`, by which gradients can be multiplied in float16; None without any."""
+    most = max((layer.gradient or 0.0 for layer in layers), default=0.0)
+    return min(SCALE, 2.0 ** math.floor(math.log2(LARGEST / most))) if most else None
+
+
+def shown(layers: list[Layer], most: int) -> list[Layer]:
+    """The layers that matter most, in the module's order: by parameters, activations, magnitudes and what vanishes."""
+    keys: tuple[Callable[[Layer], float], ...] = (
+        lambda one: one.parameters,
+        lambda one: one.outputs,
+        lambda one: one.largest,
+        lambda one: one.share,
+    )
+    ranked = [sorted(layers, key=key, reverse=True) for key in keys]
+    chosen: dict[int, None] = {}
+    for place in range(len(layers)):
+        for key, ranking in zip(keys, ranked, strict=True):
+            if len(chosen) < most and key(ranking[place]):
+                chosen[id(ranking[place])] = None
+    return [layer for layer in layers if id(layer) in chosen]

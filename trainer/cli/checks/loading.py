@@ -1,0 +1,104 @@
+"""A batch of a recipe's training data, and how fast the data come by themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from trainer.cli import failure
+from trainer.cli.arguments import UsageError
+from trainer.cli.build import check, make
+from trainer.cli.checks.recipe import Loaded, Recipe
+from trainer.cli.folders import merge_recipes
+from trainer.cli.schema import describe
+from trainer.cli.targets import Allowlist
+
+_SECONDS = 1.0
+_MOST = 200
+
+
+def draw(recipe: Recipe) -> Loaded:
+    """Make the data of a recipe, and draw from them; fills ``recipe.data`` and ``recipe.loaded``.
+
+    Raises:
+        UsageError: a config that cannot be built, no training data, or not one batch.
+        Exception: what the user's own code raises.
+    """
+    settings = recipe.settings
+    merge_recipes()
+    allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
+    check({name: settings[name] for name in ("precision", "callbacks", "data", "model")}, "", allowlist)
+    name = "model" if settings["data"] is None else "data"
+    recipe.data = make(settings[name], name, allowlist)
+    recipe.data.prepare_data()
+    recipe.data.setup("fit")
+    try:
+        loader = recipe.data.train_dataloader()
+    except Exception as error:
+        if any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__):  # Lightning's
+            raise UsageError(failure.one_line(error)) from error
+        raise
+    if not hasattr(loader, "__iter__"):
+        raise UsageError(
+            f"train_dataloader of {type(recipe.data).__name__} returns {describe(loader)}, expected a DataLoader."
+        )
+    recipe.loaded = load(loader)
+    return recipe.loaded
+
+
+def load(
+    loader: Any, seconds: float = _SECONDS, most: int = _MOST, clock: Callable[[], float] = time.perf_counter
+) -> Loaded:
+    """Draw batches.
+
+    Batches that workers have made ready while the first was waited for are not timed.
+
+    Args:
+        loader: what ``train_dataloader`` has returned; of several, all of them are drawn from.
+        seconds: for the batches after the first.
+        most: batches after the first.
+        clock: seconds.
+
+    Raises:
+        UsageError: it has no batch.
+    """
+    each = (
+        list(loader)
+        if isinstance(loader, (list, tuple))
+        else list(loader.values())
+        if isinstance(loader, dict)
+        else [loader]
+    )
+    workers = [getattr(one, "num_workers", None) for one in each]
+    ready = max(
+        (number or 0) * (getattr(one, "prefetch_factor", None) or 0) for one, number in zip(each, workers, strict=True)
+    )
+    begun = clock()
+    batches = _batches(loader)
+    try:
+        batch = next(batches)
+    except StopIteration:
+        raise UsageError(
+            "The training data have not one batch. Is the dataset empty, or smaller than a batch where drop_last=True?"
+        ) from None
+    first = clock() - begun
+    drawn, marks = 0, [clock()]
+    for _ in batches:
+        drawn += 1
+        marks.append(clock())
+        if drawn >= most or marks[-1] - marks[0] > seconds:
+            break
+    skipped = min(ready, drawn // 2)
+    timed = drawn - skipped
+    known = [number for number in workers if number is not None]
+    each_took = (marks[-1] - marks[skipped]) / timed if timed else None
+    return Loaded(batch, first, each_took, timed, max(known) if known else None)
+
+
+def _batches(loader: Any) -> Iterator[Any]:
+    if isinstance(loader, (list, tuple, dict)):  # several, as Lightning combines them
+        return (batch for batch, *_ in CombinedLoader(loader))
+    return iter(loader)

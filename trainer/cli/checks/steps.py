@@ -1,0 +1,187 @@
+"""A few training steps on one batch, of modules that are thrown away: what the layers do, and how long it takes.
+
+The Trainer does them, so that a step is what it is in a fit, whatever the module makes of it: hooks, transfers, several
+optimizers. Nothing else of the process notices: generators, the environment and the warnings are as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback
+
+from trainer import machine
+from trainer.cli.checks.layers import Done, Layers
+from trainer.cli.checks.recipe import Recipe
+from trainer.cli.processes import environment
+from trainer.cli.run import assemble
+from trainer.data.samples import batch_size, part_of
+from trainer.state import random_states
+
+_FLOAT32 = {"_target_": "trainer.precision.FullPrecision"}
+_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+_OPERATIONS = 1e11  # of all steps together, on a CPU: a few seconds
+_STEPS = 5  # at most, the first of which warms up
+_SECONDS = 1.5  # of steps
+
+
+class Step(NamedTuple):
+    """How long a step takes.
+
+    Args:
+        seconds: for the whole batch.
+        samples: that were in the batch that was measured; 0 where there is no tensor to tell.
+        precision: the run's.
+        device: such as ``cpu``.
+    """
+
+    seconds: float
+    samples: int
+    precision: str
+    device: str
+
+
+def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]:
+    """As much of the recipe's batch as a quick look can run, and why it is not all of it.
+
+    Args:
+        recipe: with its batch.
+        device: that it would run on.
+        free: bytes there.
+
+    Returns:
+        The batch, part of it, or None; and a sentence, "" for the whole.
+    """
+    assert recipe.loaded is not None
+    batch = recipe.loaded.batch
+    samples = batch_size(batch)
+    if recipe.peak is not None and recipe.peak > free:
+        return None, (
+            f"No step was run: it takes {machine.readable(recipe.peak)}, and {machine.readable(free)} are free here."
+        )
+    if device.type != "cpu" or recipe.operations is None:
+        return batch, ""
+    all_steps = 3 * recipe.operations * (_STEPS + 1)  # a backward pass takes twice the operations of a forward pass
+    taken = min(samples, int(samples * _OPERATIONS / max(all_steps, 1)))
+    if taken >= samples:
+        return batch, ""
+    if taken < 1 and all_steps / max(samples, 1) > 5 * _OPERATIONS:
+        return None, (
+            f"No step was run: a forward pass of this batch has {recipe.operations / 1e12:,.1f} TFLOP, too many for a"
+            " quick look on a CPU."
+        )
+    taken = max(taken, min(2, samples))
+    return part_of(batch, 0, taken), f"The steps had {taken} of the batch's {samples} samples, to be quick on a CPU."
+
+
+def look_at_layers(recipe: Recipe, batch: Any) -> Layers:
+    """One step in float32, which float16's overflow does not hide the numbers of.
+
+    Raises:
+        Exception: what the step raises.
+    """
+    observer = Layers(batch)
+    _fit(recipe, batch, observer, precision=_FLOAT32)
+    return observer
+
+
+def time_step(recipe: Recipe, batch: Any, samples: int) -> Step:
+    """A few steps in the precision of the run.
+
+    Args:
+        recipe: the recipe.
+        batch: or a part of it.
+        samples: of the whole batch.
+    """
+    observer = _Clock()
+    trainer = _fit(recipe, batch, observer)
+    taken = batch_size(batch)
+    seconds = statistics.median(observer.seconds[1:] or observer.seconds)
+    return Step(
+        seconds * (samples / taken if taken else 1.0), taken, str(trainer.precision), str(trainer.strategy.root_device)
+    )
+
+
+class _Clock(Callback):
+    """Times steps, and ends the fit after some."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Starts the clock."""
+        self._started = self._now(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stops it."""
+        self.seconds.append(self._now(trainer) - self._started)
+        if len(self.seconds) >= _STEPS or sum(self.seconds) > _SECONDS:
+            raise Done
+
+    def _now(self, trainer: Any) -> float:
+        device = trainer.strategy.root_device
+        if device.type in ("cuda", "mps", "xpu"):
+            torch.get_device_module(device).synchronize()  # host-device synchronisation: this is a measurement
+        return self._clock()
+
+
+class _Again:
+    """A dataloader that gives copies of one batch: a step may change what it is given."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return 1000  # schedules ask for it
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield copy.deepcopy(self._batch)
+
+
+def _fit(recipe: Recipe, batch: Any, observer: Callback, **changes: Any) -> Any:
+    """Train a module of the recipe on one batch until ``observer`` has seen enough; returns the Trainer."""
+    ours = recipe.settings["trainer"] | {"_target_": "trainer.Trainer"}  # whichever it is, a step is a step
+    settings = recipe.settings | {"callbacks": {}, "data": None, "trainer": ours} | changes
+    begin = {} if settings["weights"] is None else {"weights": settings["weights"]}
+    with TemporaryDirectory() as folder:
+        module, _, trainer = assemble(settings, Path(folder))
+        trainer.callbacks = [observer]
+        if recipe.settings["data"] is None:
+            begin["train_dataloaders"] = _Again(batch)
+        else:  # it is set up; its hooks for batches are wanted
+            recipe.data.prepare_data = recipe.data.setup = recipe.data.teardown = _nothing
+            recipe.data.train_dataloader = lambda: _Again(batch)
+            begin["datamodule"] = recipe.data
+        with suppress(Done):
+            trainer.fit(module, **begin)
+    return trainer
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """A context that draws from no generator, as far as one sees afterwards; what is printed in it goes to stderr."""
+    state = random_states.capture(device)
+    with environment({name: os.environ.get(name) for name in _SEEDS}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with redirect_stdout(sys.stderr):
+                yield
+        finally:
+            random_states.restore(state, device)
