@@ -85,6 +85,8 @@ def check_steps(found: Findings) -> None:
             found.problem(f"A training step on this batch fails: {type(error).__name__}: {said}{place}")
         else:
             _tell_layers(found, seen)
+            if step is not None and step.float8:
+                found.remark(step.float8)
     _tell_loading(found, recipe, recipe.loaded, step, sum(device.type == "cuda" for device in found.devices))
 
 
