@@ -76,8 +76,8 @@ class Float8Precision(MixedPrecision):
         """
         if find_spec("torchao") is None:
             raise PrecisionError(
-                "Got precision='fp8-mixed', which needs torchao: pip install 'amp-trainer[fp8]'. Without it:"
-                " precision='bf16-mixed'."
+                "Got precision='fp8-mixed', which needs torchao: pip install 'amp-trainer[fp8]'. Use"
+                " precision='bf16-mixed' without it."
             )
         if device.type not in ("cpu", "cuda"):
             raise PrecisionError(
