@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from recipes.language_model import LanguageModel
-from tests.support import Regression, make_batches
+from tests.support import Regression, make_batches, needs_fsdp2
 from trainer.cli import main
 from trainer.cli.checks.fake_step import Living, look, measure
 from trainer.cli.checks.memory import OVERHEAD, Need, Prediction
