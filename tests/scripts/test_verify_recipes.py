@@ -1,0 +1,173 @@
+"""The script trains what it is asked for and keeps what is complete; its table tells what came out and what is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+
+from trainer.record.reader import read_run
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "verify_recipes"
+QUICK = ["trainer.max_epochs=2", "trainer.limit_train_batches=2", "logger=none", "callbacks=none"]
+PAGE = """before
+<!-- verify_recipes: start -->
+| `tabular` | 32-true | an old row |
+| `tabular` | bf16-mixed | of another precision |
+| `gan`, `trainer.max_epochs=1` | 16-mixed | of another recipe |
+<!-- verify_recipes: end -->
+after
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(SCRIPT.parent), *sys.path])
+        patch.setenv("AMP_BENCH", "1")  # stay in this process
+        loader = SourceFileLoader("verify_recipes", str(SCRIPT))
+        module = module_from_spec(spec_from_loader(loader.name, loader))
+        patch.setattr(sys, "dont_write_bytecode", True)
+        patch.setitem(sys.modules, loader.name, module)
+        loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture
+def page(tmp_path):
+    file = tmp_path / "page.md"
+    file.write_text(PAGE)
+    return file
+
+
+def rows(page):
+    """The cells of its table's rows."""
+    lines = re.findall(r"^\| (`.*) \|$", page.read_text(), re.MULTILINE)
+    return {tuple(cells[:2]): cells[2:] for cells in (line.split(" | ") for line in lines)}
+
+
+def test_trains_keeps_and_goes_on(tmp_path, page, python):
+    environment = {**os.environ, "AMP_BENCH": "1", "TORCH_HOME": str(tmp_path)}
+
+    def run(*words, recipes=("tabular",)):
+        command = [
+            str(SCRIPT),
+            "--recipes",
+            *recipes,
+            "--precisions",
+            "32",
+            "16-mixed",
+            "--markdown",
+            str(page),
+            *words,
+        ]
+        return python.run(*command, env=environment, cwd=tmp_path)
+
+    done = run(*QUICK, recipes=("tabular", "resnet50_caltech256"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    text, folder = page.read_text(), tmp_path / "outputs" / "verify_recipes" / "tabular"
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "an old row" not in text
+    assert "| `gan`, `trainer.max_epochs=1` | 16-mixed | of another recipe |\n" in text
+    assert "| `tabular` | bf16-mixed | of another precision |\n" in text
+    found, name = rows(page), "`, `".join(["`tabular", *QUICK]) + "`"
+    for precision, scale in (("32-true", "-"), ("16-mixed", "65,536")):
+        record = read_run(folder / precision)
+        assert (record.epochs, record.steps, record.precision) == (2, 4, precision)
+        cells = found[name, precision]
+        assert f"`val_acc` {record.metrics['val_acc']:.4g}" in cells[1]
+        assert cells[2:4] == [str(record.skipped_steps), scale]
+        assert cells[4:6] == [f"{record.train_seconds:,.1f}", f"{record.peak_memory / 2**20:,.0f} MiB"]
+    assert "not run: Caltech-256 (1.2 GB) and ImageNet's weights of ResNet-50 (98 MB) are not here." in text
+    assert "`scripts/verify_recipes --recipes resnet50_caltech256 --with-network --markdown docs/recipes.md`" in text
+
+    changed = (folder / "32-true" / "run.json").stat().st_mtime_ns
+    done = run(*QUICK)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert page.read_text() == text
+    assert (folder / "32-true" / "run.json").stat().st_mtime_ns == changed  # it was complete
+
+    done = run(*QUICK, "model.width=none", recipes=("tabular", "resnet50_caltech256"))
+    assert done.returncode == 1
+    failed = {key: cells for key, cells in rows(page).items() if "`model.width=none`" in key[0]}
+    assert [key[1] for key in failed] == ["32-true", "16-mixed"]  # the second is tried, too
+    assert all(cells[0].startswith("failed: ") and "width" in cells[0] for cells in failed.values())
+    assert "not run: Caltech-256" in page.read_text()
+
+
+def test_what_is_missing_takes_the_place_of_nothing(script):
+    old = {("gpt", "any"): "missing", ("resnet50_cifar10", "16-mixed"): "of another machine"}
+    new = {("resnet50_cifar10", "any"): "missing", ("gpt", "32-true"): "trained", ("tabular", "16-mixed"): "trained"}
+    assert script.merged(old, new) == {
+        ("tabular", "16-mixed"): "trained",
+        ("gpt", "32-true"): "trained",
+        ("resnet50_cifar10", "16-mixed"): "of another machine",
+    }
+    assert list(script.merged(old, new)) == [
+        ("tabular", "16-mixed"), ("gpt", "32-true"), ("resnet50_cifar10", "16-mixed"),
+    ]  # fmt: skip
+
+
+def test_downloads_where_it_may(script, tmp_path, monkeypatch):
+    file, got = tmp_path / "data" / "text.txt", []
+
+    def get(place):
+        got.append(place)
+        if len(got) == 1:
+            raise OSError("no route to host")
+        place.write_text("words")
+
+    need = script.Need("a text (1 MB)", lambda: [file], get)
+    monkeypatch.setitem(script.CASES, "gpt", script.Case("gpt", needs=(need,)))
+    monkeypatch.setattr(script, "train", lambda words, folder: script.read_run(folder))
+    monkeypatch.setattr(script, "last_words", lambda folder: "|trained|")
+
+    def first_row(*words):
+        suite = script.Suite(script.parse(["--recipes", "gpt", "--precisions", "32", f"--folder={tmp_path}", *words]))
+        suite.run()
+        return next(iter(suite.rows.values()))
+
+    assert "not run: a text (1 MB) is not here. `scripts/verify_recipes --recipes gpt --with-" in first_row()
+    assert "not run: a text (1 MB) could not be had: OSError: no route to host | -" in first_row("--with-network")
+    assert r"failed: \|trained\| |" in first_row("--with-network")
+    assert r"failed: \|trained\| |" in first_row("--with-network")
+    assert got == [file, file]  # then it is there
+
+
+def test_the_best_is_that_of_its_direction(script):
+    def record(mode):
+        series = {"steps": [1, 2, 3], "values": [0.2, 0.9, 0.5]}
+        facts = {
+            "objective": {"metric": "val_x", "mode": mode},
+            "metrics": {"train_loss": 1.0, "val_x": 0.5},
+            "curves": {"metrics": {"val": {"val_x": series}}},
+        }
+        return script.RunRecord(facts, Path())
+
+    assert (script.best(record("max")), script.best(record("min"))) == ("`val_x` 0.9", "`val_x` 0.2")
+    assert script.at_the_end(record("max")) == "`val_x` 0.5"
+    benchmark = script.RunRecord({"metrics": {"train_loss": 1.0, "lr-SGD": 0.1}}, Path())
+    assert (script.best(benchmark), script.at_the_end(benchmark)) == ("-", "`train_loss` 1")
+
+
+def test_every_recipe_has_a_row(script):
+    recipes = {file.stem for file in (SCRIPT.parents[1] / "conf" / "recipe").glob("*.yaml")}
+    assert {case.recipe for case in script.CASES.values()} == recipes
+
+
+def test_settings_stand_anywhere(script, capsys):
+    given = script.parse(
+        ["--recipes", "gan", "optimizer.lr=1", "--epochs", "3", "--precisions", "16", "+a=b", "--again"]
+    )
+    assert (given.recipes, given.precisions) == (["gan"], ["16-mixed"])
+    assert given.settings == ["optimizer.lr=1", "+a=b", "trainer.max_epochs=3"]
+    with pytest.raises(SystemExit):
+        script.parse(["nonsense"])
+    assert "got 'nonsense', expected an option or a setting" in capsys.readouterr().err
