@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,9 @@ def test_trains_a_module_and_a_recipe_of_ones_own(newcomer: Newcomer) -> None:
     assert result["status"] == "completed"
     assert result["epochs"] == 10
     assert result["metrics"]["val_acc"] > 0.9
+    values = result["curves"]["metrics"]["val"]["val_acc"]["values"]  # the recipe says nothing of what to monitor
+    assert result["best_score"] == max(values)
+    assert f"epoch={values.index(max(values)):03d}-" in result["paths"]["best_checkpoint"]
 
 
 def test_trains_the_module_and_the_ten_lines_of_the_readme(newcomer: Newcomer) -> None:
@@ -207,6 +211,23 @@ def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: 
     found = _weights(killed)
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_an_interrupted_sweep_says_how_far_it_came_and_how_to_go_on(newcomer: Newcomer) -> None:
+    newcomer.write()
+    words = ["+recipe=mine", "optimizer.lr=0.001,0.002,0.003", "trainer.max_epochs=100000"]
+    environment = {**os.environ, "PYTHONPATH": str(newcomer.python.packages)}
+    with subprocess.Popen(  # not the warm Python: signals reach what stands between it and the test, too
+        [sys.executable, "-m", "trainer", "fit", "-m", *words], cwd=newcomer.folder, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    ) as sweep:  # fmt: skip
+        _wait_for(lambda: list(newcomer.folder.glob("multirun/mine/*/0/checkpoints/last.ckpt")))
+        os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does: to the job as well
+        printed, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 130
+    assert "Sweep of 1 of 3 jobs" in printed
+    assert "To go on:" in printed
+    assert "Traceback" not in printed
 
 
 def _wait_for(condition: Any) -> None:

@@ -67,9 +67,9 @@ class Trainer(TrainerBase):
     The arguments have Lightning's names, meanings and defaults. Where we differ:
 
     Args:
-        precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"16-true"``, ``"bf16-true"``,
-            ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. Never changed silently: one
-            that the device cannot do is an error, and ``"auto"`` says what it has chosen.
+        precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"fp8-mixed"``, ``"16-true"``,
+            ``"bf16-true"``, ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. Never changed
+            silently: one that the device cannot do is an error, and ``"auto"`` says what it has chosen.
         logger: True and None stand for TensorBoard, with a ``metrics.csv`` in the same folder.
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``; an epoch's last short window is
             averaged over what it holds.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import sqlite3
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +128,7 @@ def test_a_run_in_all_loggers_at_once(project: Path) -> None:
     assert mlflow.name == "run"
     assert facts["tracking"] == {"wandb": wandb.id, "mlflow": mlflow.id}
     assert {file.name for file in project.iterdir()} - before - {"__pycache__", "home"} == {"run", "outputs"}
-    assert {file.name for file in Path("outputs").iterdir()} == {"mlflow.db"}
+    assert {file.name for file in Path("outputs").iterdir()} - {".mlflow.lock"} == {"mlflow.db"}
 
 
 def test_secrets_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +187,23 @@ def test_a_job_of_a_sweep_has_its_group(monkeypatch: pytest.MonkeyPatch) -> None
     wandb, mlflow = Wandb("multirun/line/today/3"), Mlflow()
     assert (wandb.run.display_name, wandb.run.run_group) == ("today/3", "today")
     assert (mlflow.name, mlflow.tags["sweep"]) == ("today/3", "today")
+
+
+OPENS = """
+from pathlib import Path
+from trainer.cli import tracking
+node = {"_target_": "lightning.pytorch.loggers.MLFlowLogger", "tracking_uri": None}
+tracking.open_stores(tracking.complete({"m": node}, Path("run"), "line", is_job=False, former={}))
+"""
+
+
+def test_jobs_that_begin_side_by_side_make_one_database() -> None:
+    jobs = [subprocess.Popen([sys.executable, "-c", OPENS], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for job in jobs:
+        said = job.communicate(timeout=120)[1]
+        assert job.returncode == 0, said
+    with closing(sqlite3.connect("outputs/mlflow.db")) as database:
+        assert sorted(database.execute("select name from experiments")) == [("Default",), ("line",)]
 
 
 def test_a_failed_run_has_failed_there_too() -> None:

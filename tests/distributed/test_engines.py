@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,18 @@ def test_a_fit_drawn_at_random_is_the_one_by_hand(ranks: Ranks, seed: int, engin
     ours, theirs = traces(ranks, setup, engine)
     for mine, other in zip(ours, theirs, strict=True):
         assert_same(mine, other, tolerance_of(setup, engine), 1e-6 if is_summed(setup, engine) else 0.0)
+
+
+@needs_fsdp2
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs amp-trainer[fp8]")
+def test_float8_is_that_of_one_device(ranks: Ranks) -> None:
+    setup = Setup("fp8-mixed", windows=(2, 1), clip="norm", none=frozenset({(1, 1, 0)}))
+    alone, sixteen = setups.fit(setup, "single"), setups.fit(replace(setup, precision="bf16-mixed"), "single")
+    assert not torch.allclose(alone.weights[-1]["net.1.up.weight"], sixteen.weights[-1]["net.1.up.weight"], atol=1e-4)
+    for engine in ("ddp", "fsdp"):
+        for trace in ranks.call("tests.distributed.setups:fit", setup, engine):
+            assert trace.counts == alone.counts
+            close(trace.weights[-1], alone.weights[-1], TOLERANCES["bf16-mixed"], engine)
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

@@ -39,7 +39,7 @@ def test_a_typo_is_told_the_near_name(given, near):
 
 @pytest.mark.parametrize("given", [8, "8-true", "transformer-engine", "", True])
 def test_what_there_is_not(given):
-    with pytest.raises(ConfigurationError, match=r"expected one of 32-true, 16-mixed, bf16-mixed, 16-true"):
+    with pytest.raises(ConfigurationError, match=r"expected one of 32-true, 16-mixed, bf16-mixed, fp8-mixed, 16-true"):
         canonical(given)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def _mlflow(
 
 
 def open_stores(loggers: Mapping[str, Any]) -> None:
-    """Make the experiment in MLflow. The logger looks first and then makes it: two jobs of a sweep would both do so.
+    """Make the database and the experiment in MLflow. Jobs that are begun side by side would both make them.
 
     Args:
         loggers: the group, complete. A ``run_id`` that is not in the store is taken out: it was in another one.
@@ -144,16 +144,28 @@ def open_stores(loggers: Mapping[str, Any]) -> None:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        if node["tracking_uri"] == _ours():
-            _STORE.parent.mkdir(exist_ok=True)
-        client = MlflowClient(node["tracking_uri"])
-        with suppress(MlflowException):  # there is one
-            client.create_experiment(node["experiment_name"], artifact_location=node.get("artifact_location"))
+        with _alone(node["tracking_uri"]):
+            client = MlflowClient(node["tracking_uri"])
+            with suppress(MlflowException):  # there is one
+                client.create_experiment(node["experiment_name"], artifact_location=node.get("artifact_location"))
         if node.get("run_id") is not None:
             try:
                 client.get_run(node["run_id"])
             except MlflowException:
                 node["run_id"] = None
+
+
+@contextmanager
+def _alone(store: str) -> Iterator[None]:
+    """No other job makes our database meanwhile: MLflow's of two at once would leave it broken."""
+    if store != _ours():
+        yield
+        return
+    from filelock import FileLock
+
+    _STORE.parent.mkdir(exist_ok=True)
+    with FileLock(_STORE.with_name(".mlflow.lock")):
+        yield
 
 
 def _ours() -> str:

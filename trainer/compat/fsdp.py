@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from trainer.callbacks.gradient_check import GradientCheck
@@ -31,7 +31,7 @@ from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Weight
 from trainer.engine.sharding import state
 from trainer.engine.sharding.gradients import ShardedGradients
-from trainer.engine.sharding.settings import check_sharding
+from trainer.engine.sharding.settings import IS_SUPPORTED, check_sharding
 from trainer.engine.sharding.wrap import Blocks, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
 from trainer.precision.fp32_modules import find_modules
@@ -93,7 +93,7 @@ class FSDP2Strategy(DDPStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        if not IS_SUPPORTED:
             raise UnsupportedError(
                 f"Got torch {torch.__version__} with FSDP2, expected 2.13 or newer: older ones cannot keep a process in"
                 " step that has no batch. Update torch, or use strategy='ddp'."

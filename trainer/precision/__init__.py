@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainer.precision.auto import AutoPrecision
     from trainer.precision.autocast_ops import cuda_autocast_ops
     from trainer.precision.base import Precision
+    from trainer.precision.float8 import Float8Precision
     from trainer.precision.full import DoublePrecision, FullPrecision
     from trainer.precision.half import HalfPrecision
     from trainer.precision.mixed import MixedPrecision
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoPrecision",
     "DoublePrecision",
+    "Float8Precision",
     "FullPrecision",
     "HalfPrecision",
     "LossScaler",
@@ -32,6 +34,7 @@ __all__ = [
 _HOMES = {
     "AutoPrecision": "trainer.precision.auto",
     "DoublePrecision": "trainer.precision.full",
+    "Float8Precision": "trainer.precision.float8",
     "FullPrecision": "trainer.precision.full",
     "HalfPrecision": "trainer.precision.half",
     "LossScaler": "trainer.precision.scaler",

@@ -41,7 +41,7 @@ _HOW = "_in_float32"
 """The attribute of a chosen module while a run lasts: whose autocast is off, and the dtype of what comes out."""
 
 
-def check_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
+def check_patterns(patterns: str | Iterable[str], argument: str = "fp32_modules") -> tuple[str, ...]:
     """The patterns as a tuple; a single string is one pattern.
 
     Raises:
@@ -51,7 +51,7 @@ def check_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
     for pattern in given:
         if not isinstance(pattern, str) or not pattern:
             raise PrecisionError(
-                f"Got fp32_modules with {pattern!r} in it, expected names of modules or patterns of names, such as"
+                f"Got {argument} with {pattern!r} in it, expected names of modules or patterns of names, such as"
                 " ['head', '*.norm']."
             )
     return given

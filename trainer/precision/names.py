@@ -17,13 +17,14 @@ ALIASES: dict[str, str] = {
     "fp16-mixed": "16-mixed",
     "fp16-true": "16-true",
     "bf16": "bf16-mixed",
+    "fp8": "fp8-mixed",
     "64": "64-true",
     "fp64": "64-true",
     "fp64-true": "64-true",
 }
 """Every accepted spelling and the canonical name it stands for."""
 
-NAMES: tuple[str, ...] = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "auto")
+NAMES: tuple[str, ...] = ("32-true", "16-mixed", "bf16-mixed", "fp8-mixed", "16-true", "bf16-true", "64-true", "auto")
 """The canonical names of the precisions that ship."""
 
 

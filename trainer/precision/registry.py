@@ -7,6 +7,7 @@ from collections.abc import Callable
 from trainer.errors import PrecisionError
 from trainer.precision.auto import AutoPrecision
 from trainer.precision.base import Precision
+from trainer.precision.float8 import Float8Precision
 from trainer.precision.full import DoublePrecision, FullPrecision
 from trainer.precision.half import HalfPrecision
 from trainer.precision.mixed import MixedPrecision
@@ -17,6 +18,7 @@ _PLUGINS: dict[str, Callable[[], Precision]] = {
     "64-true": DoublePrecision,
     "16-mixed": lambda: MixedPrecision("float16"),
     "bf16-mixed": lambda: MixedPrecision("bfloat16"),
+    "fp8-mixed": Float8Precision,
     "16-true": lambda: HalfPrecision("float16"),
     "bf16-true": lambda: HalfPrecision("bfloat16"),
     "auto": AutoPrecision,

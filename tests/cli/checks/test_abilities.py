@@ -21,6 +21,9 @@ def gpu(monkeypatch):
     return make
 
 
+pytest.importorskip("torchao", reason="needs amp-trainer[fp8]")
+
+
 def words(device: torch.device) -> dict[str, str]:
     return {precision: ability(precision, device).how for precision in PRECISIONS}
 
@@ -42,6 +45,7 @@ def test_gpus(gpu, name, capability, bfloat16, about_float16):
         "32-true": "native",
         "16-mixed": "native",
         "bf16-mixed": bfloat16,
+        "fp8-mixed": "native" if capability >= (8, 9) else "unsupported",
         "16-true": "native",
         "bf16-true": bfloat16,
         "64-true": "native",
@@ -56,6 +60,7 @@ def test_mps_has_no_loss_scaling_and_no_float64():
         "32-true": "native",
         "16-mixed": "unsupported",
         "bf16-mixed": "unknown",
+        "fp8-mixed": "unsupported",
         "16-true": "native",
         "bf16-true": "unknown",
         "64-true": "unsupported",
@@ -73,6 +78,7 @@ def test_cpus(monkeypatch, float16, bfloat16):
     assert (found["16-mixed"], found["16-true"]) == (("native",) * 2 if float16 else ("emulated",) * 2)
     assert (found["bf16-mixed"], found["bf16-true"]) == (("native",) * 2 if bfloat16 else ("emulated",) * 2)
     assert found["32-true"] == found["64-true"] == "native"
+    assert found["fp8-mixed"] == "emulated"
 
 
 def test_every_line_is_one_line():

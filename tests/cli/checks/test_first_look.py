@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -271,7 +272,7 @@ def test_what_it_shows(capsys):
         "single 1 bf16-mixed ",
         "ddp 8 32-true ",
         "fsdp 8 32-true ",
-        "The layers in a step in float32, 147 parameters, of which 67 are trained; the loss is ",
+        "The layers, in float32: 147 parameters, 67 trained, loss ",
         "first Linear 40 256 bytes ",
         "second Linear 27 96 bytes ",
         "Loading against training, measured here and now",
@@ -280,6 +281,14 @@ def test_what_it_shows(capsys):
         "Note: float16 holds this batch: it ends at 65,504, and the largest activation is ",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, start
+
+
+def test_a_narrow_terminal_does_without_columns_and_keeps_the_names(capsys, monkeypatch):
+    monkeypatch.setattr("trainer.cli.tables.console", lambda: Console(width=50))
+    assert main(["checks", "+recipe=mine"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "layer parameters largest gradient" in lines
+    assert sum(line.startswith(("first 40 ", "second 27 ")) for line in lines) == 2
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("tuple", 1.0), ("small", 1e-4)])

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from recipes.language_model import LanguageModel
-from tests.support import Regression, make_batches
+from tests.support import Regression, make_batches, needs_fsdp2
 from trainer.cli import main
 from trainer.cli.checks.fake_step import Living, look, measure
 from trainer.cli.checks.memory import OVERHEAD, Need, Prediction
@@ -153,6 +153,7 @@ NO_STEPS = "checks.steps=false"  # what they tell is in test_first_look.py
 TINY = ["+recipe=gpt", "data.context=32", "precision=bf16-mixed", NO_STEPS]
 
 
+@needs_fsdp2
 def test_the_command(capsys):
     assert main(["checks", "json", *TINY, "checks.gpu_memory=1040MiB", "checks.devices=4", "callbacks=none"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -179,6 +180,15 @@ def test_the_command(capsys):
     )
 
 
+def test_what_this_torch_cannot_shard_is_left_out(capsys, monkeypatch):
+    monkeypatch.setattr("trainer.engine.sharding.settings.IS_SUPPORTED", False)
+    assert main(["checks", "json", *TINY, "callbacks=none"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [need["strategy"] for need in facts["memory_of_recipe"]["needs"]] == ["single", "ddp"]
+    assert f"FSDP needs torch 2.13 or newer; this is {torch.__version__}." in facts["remarks"]
+
+
+@needs_fsdp2
 @pytest.mark.parametrize(
     ("settings", "fused"),
     [

@@ -52,6 +52,10 @@ def ability(precision: str, device: torch.device) -> Ability:
         return Ability(precision, "native", _about_float32(device))
     if precision.startswith("bf16"):
         return Ability(precision, *_bfloat16(device))
+    if precision.startswith("fp8"):
+        if device.type == "cpu":
+            return Ability(precision, "emulated", "a rehearsal for a GPU, value by value, and slow")
+        return Ability(precision, "native", "Tensor Cores; faster than bf16-mixed where layers are large and compiled")
     how, why = _float16(device)
     return Ability(precision, how, why if precision == "16-mixed" else f"{why}; small gradients vanish")
 

@@ -85,6 +85,8 @@ def check_steps(found: Findings) -> None:
             found.problem(f"A training step on this batch fails: {type(error).__name__}: {said}{place}")
         else:
             _tell_layers(found, seen)
+            if step is not None and step.float8:
+                found.remark(step.float8)
     _tell_loading(found, recipe, recipe.loaded, step, sum(device.type == "cuda" for device in found.devices))
 
 
@@ -118,12 +120,12 @@ def _tell_layers(found: Findings, seen: Layers) -> None:
         ]
         for layer in shown(seen.layers, _ROWS)
     ]  # fmt: skip
-    numbers = ("parameters", "activations", "largest", "largest gradient", "gradients below 6e-8")
+    numbers = ("parameters", "activations", "largest", "gradient", "vanish")
     of = f"{len(rows)} of {len(seen.layers)} layers" if len(rows) < len(seen.layers) else "The layers"
-    frozen = f", of which {seen.trained:,} are trained" if seen.trained < seen.parameters else ""
-    loss = "" if seen.loss is None else f"; the loss is {seen.loss:.4g}"
-    title = f"{of} in a step in float32, {seen.parameters:,} parameters{frozen}{loss}"
-    found.tables.append(Table(title, ("layer", "class", *numbers), rows, numbers, ("class",)))
+    frozen = f", {seen.trained:,} trained" if seen.trained < seen.parameters else ""
+    loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
+    title = f"{of}, in float32: {seen.parameters:,} parameters{frozen}{loss}"
+    found.tables.append(Table(title, ("layer", "class", *numbers), rows, numbers, ("class", "activations", "vanish")))
     if seen.loss is not None and not math.isfinite(seen.loss):
         found.problem(f"The loss of this batch is {seen.loss}, in float32 and before any update.")
     broken = [layer for layer in seen.layers if layer.not_finite]

@@ -136,6 +136,7 @@ def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
     import torch
 
     from trainer.cli.checks.steps import undisturbed
+    from trainer.engine.sharding.settings import IS_SUPPORTED
 
     gpus = [device for device in devices if device.type == "cuda"]
     memory = bytes_in(settings.gpu_memory)
@@ -151,6 +152,8 @@ def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
         "The batch is the first of the training data, and all of it as on a GPU. DDP keeps a copy of the gradients for"
         " its exchange; FSDP shards the members of ModuleLists and Sequentials."
     )
+    if not IS_SUPPORTED:
+        assumptions.append(f"FSDP needs torch 2.13 or newer; this is {torch.__version__}.")
     waits: dict[tuple[str, int, str], Wait] = {}
     missed: dict[str, str] = {}
     with undisturbed(devices[0]):
@@ -160,8 +163,9 @@ def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
     needs = [
         Need("single", 1, single.peak, single.after, name),
         Need("ddp", number, single.peak + gradients, single.after + gradients, name),
-        Need("fsdp", number, sharded.peak, sharded.after, name),
     ]
+    if sharded is not None:
+        needs.append(Need("fsdp", number, sharded.peak, sharded.after, name))
     others = [Need("single", 1, *found, other) for other, found in measured.by_precision.items() if other != name]
     recipe.peak = single.peak
     return Prediction(
@@ -176,7 +180,7 @@ class _Measured(NamedTuple):
 
     precision: str
     by_precision: dict[str, Memory]
-    sharded: Memory
+    sharded: Memory | None
     gradients: int
     parameters: int
     ops: dict[str, tuple[str, str]]
@@ -195,6 +199,7 @@ def _measure(
     from trainer.cli.checks.fake_step import look, measure
     from trainer.cli.fused import fusing
     from trainer.cli.targets import Allowlist
+    from trainer.engine.sharding.settings import IS_SUPPORTED
     from trainer.precision.registry import resolve_precision
     from trainer.record.flops import FlopCounter
 
@@ -232,7 +237,7 @@ def _measure(
             ops = look(build, batch, precision, waits)
         recipe.operations = counter.total
         found = {precision.name: measure(build, batch, precision, prepare, None)}
-        sharded = measure(build, batch, precision, prepare, number)
+        sharded = measure(build, batch, precision, prepare, number) if IS_SUPPORTED else None
         for name in _COMPARED:
             if name not in found:
                 found[name] = measure(build, batch, resolve_precision(name), checkpoint, None)

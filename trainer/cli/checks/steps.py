@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +27,7 @@ from trainer.cli.checks.recipe import Recipe
 from trainer.cli.processes import environment
 from trainer.cli.run import assemble
 from trainer.data.samples import batch_size, part_of
+from trainer.precision.float8 import Float8Precision
 from trainer.state import random_states
 
 _FLOAT32 = {"_target_": "trainer.precision.FullPrecision"}
@@ -44,12 +45,14 @@ class Step(NamedTuple):
         samples: that were in the batch that was measured; 0 where there is no tensor to tell.
         precision: the run's.
         device: such as ``cpu``.
+        float8: of ``fp8-mixed``, which layers compute in float8 and which do not, as a sentence; otherwise "".
     """
 
     seconds: float
     samples: int
     precision: str
     device: str
+    float8: str = ""
 
 
 def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]:
@@ -108,8 +111,24 @@ def time_step(recipe: Recipe, batch: Any, samples: int) -> Step:
     trainer = _fit(recipe, batch, observer)
     taken = batch_size(batch)
     seconds = statistics.median(observer.seconds[1:] or observer.seconds)
+    precision = trainer.engine.precision
     return Step(
-        seconds * (samples / taken if taken else 1.0), taken, str(trainer.precision), str(trainer.strategy.root_device)
+        seconds * (samples / taken if taken else 1.0),
+        taken,
+        str(trainer.precision),
+        str(trainer.strategy.root_device),
+        _float8(*precision.layers(trainer.lightning_module)) if isinstance(precision, Float8Precision) else "",
+    )
+
+
+def _float8(chosen: Mapping[str, Any], others: Mapping[str, str]) -> str:
+    few = 6
+    names = [f"{name!r}" for name in chosen]
+    why = [f"{name!r} {reason}" for name, reason in others.items()]
+    return (
+        f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {', '.join(names[:few])}"
+        f"{' ...' if len(names) > few else ''}."
+        + (f" The others do not: {'; '.join(why[:few])}{' ...' if len(why) > few else ''}." if why else "")
     )
 
 

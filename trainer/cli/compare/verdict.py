@@ -79,7 +79,7 @@ class Run:
     @property
     def is_half(self) -> bool:
         """Whether its precision computes in 16 bits."""
-        return str(self.record.precision).startswith(("16", "bf16"))
+        return str(self.record.precision).startswith(("16", "bf16", "fp8"))
 
     @property
     def final_loss(self) -> float | None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from trainer.engine.sharding.wrap import Sharding
 from trainer.errors import ConfigurationError, did_you_mean
 
+IS_SUPPORTED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether this torch can keep a process in step that has no batch: from 2.13 on."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 

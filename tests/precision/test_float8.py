@@ -1,0 +1,235 @@
+"""fp8-mixed: equal to torchao's own float8 layers in a loop written by hand."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from tests.support import loader_of, make_trainer
+from trainer.callbacks import ActivationCheckpointing, Compile
+from trainer.errors import PrecisionError
+from trainer.precision import Float8Precision
+
+torchao = pytest.importorskip("torchao.float8", reason="needs amp-trainer[fp8]")
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+class Projection(nn.Linear):
+    """A layer of a class of its own."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(2))
+        self.norm = nn.LayerNorm(32)
+        self.own = Projection(32, 32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.norm(x + block(x))
+        return self.head(self.own(x))
+
+
+class Classifier(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.kinds: set[str] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kinds |= {name for name, part in self.net.named_modules() if "_in_float8" in vars(part)}
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x).float(), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+FLOAT8 = {"blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"}
+"""The layers of Net whose sizes fit."""
+
+
+def batches(count: int = 6, size: int = 10) -> list[Any]:
+    """Of a size that is no multiple of 16."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 32, generator=generator), torch.randint(10, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def by_hand(recipe: str, *, window: int = 1, clip: float | None = None, keep: frozenset[str] = frozenset()) -> Net:
+    """torchao's own conversion, which on a CPU has to be given bfloat16."""
+    net = Net()
+    config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+    config = config.__class__(**{**vars(config), "emulate": True, "pad_inner_dim": True})
+    torchao.convert_to_float8_training(net, config=config, module_filter_fn=lambda _, name: name in FLOAT8 - keep)
+    for name, part in net.named_modules():
+        if name in FLOAT8 - keep:
+            part.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16(),))
+        elif name in keep:
+            part.forward = in_full(part)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches()):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(net(x).float(), y)
+        if index % window == 0:
+            optimizer.zero_grad()
+        (loss / window).backward()
+        if (index + 1) % window == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+    return net
+
+
+def in_full(part: nn.Module) -> Any:
+    forward = part.forward
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return forward(x.float())
+
+    return run
+
+
+def fitted(precision: Any = "fp8-mixed", module: Any = None, *callbacks: Any, **options: Any) -> tuple[Any, Classifier]:
+    module = module or Classifier()
+    trainer = make_trainer(None, precision=precision, callbacks=list(callbacks), max_epochs=1, **options)
+    trainer.fit(module, loader_of(batches()))
+    return trainer, module
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    mine, others = one.state_dict(), other.state_dict()
+    assert mine.keys() == others.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, others[name]), name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_the_weights_are_those_of_a_loop_with_torchaos_own_layers(recipe: str) -> None:
+    _, module = fitted(Float8Precision(recipe))
+    assert module.kinds == FLOAT8
+    assert_same(module.net, by_hand(recipe))
+
+
+def test_windows_clipping_and_layers_in_float32_are_as_by_hand() -> None:
+    precision = Float8Precision(fp32_modules="net.blocks.0.2")
+    _, module = fitted(precision, None, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    assert module.kinds == FLOAT8 - {"blocks.0.2"}
+    assert_same(module.net, by_hand("tensorwise", window=2, clip=0.1, keep=frozenset({"blocks.0.2"})))
+
+
+def test_it_is_another_arithmetic_than_bfloat16s() -> None:
+    _, eight = fitted()
+    _, sixteen = fitted("bf16-mixed")
+    difference = eight.net.blocks[0][0].weight - sixteen.net.blocks[0][0].weight
+    assert 1e-5 < difference.abs().max() < 0.1
+
+
+class Looks(Callback):
+    def __init__(self) -> None:
+        self.layer: nn.Module | None = None
+        self.copied: Tensor | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.layer = pl_module.net.blocks[0][0]
+        x = torch.randn(4, 32)
+        copied = copy.deepcopy(pl_module.net)
+        nn.init.zeros_(copied.head.weight)
+        with torch.no_grad():
+            self.copied = copied(x)
+
+
+def test_a_layer_is_the_same_object_before_during_and_after_a_run() -> None:
+    module = Classifier()
+    layer, attributes = module.net.blocks[0][0], set(vars(module.net.blocks[0][0]))
+    fitted("fp8-mixed", module, looks := Looks())
+    assert looks.layer is layer
+    assert type(layer) is nn.Linear
+    assert set(vars(layer)) == attributes
+    assert looks.copied is not None
+    assert torch.equal(looks.copied, looks.copied[:1].expand_as(looks.copied))  # a copy computes with its own weights
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*torch._dynamo", "ignore:.*isinstance.treespec")
+@pytest.mark.parametrize(
+    "callback",
+    [lambda: Compile(backend="eager"), lambda: ActivationCheckpointing(["Sequential"])],
+    ids=["compiled", "recomputed"],
+)
+def test_compiled_and_recomputed_it_is_the_same(callback: Any) -> None:
+    _, module = fitted("fp8-mixed", None, callback())
+    assert_same(module.net, by_hand("tensorwise"))
+
+
+def test_checkpoints_are_those_of_bfloat16(tmp_path: Any) -> None:
+    trainer, _ = fitted()
+    trainer.save_checkpoint(tmp_path / "eight.ckpt")
+    whole = torch.load(tmp_path / "eight.ckpt", weights_only=True)["state_dict"]
+    assert {value.dtype for value in whole.values()} == {torch.float32}
+    resumed = Classifier()
+    again = make_trainer(None, precision="bf16-mixed", max_epochs=2)
+    again.fit(resumed, loader_of(batches()), ckpt_path=tmp_path / "eight.ckpt")
+    assert again.global_step == 12
+    assert resumed.kinds == set()
+
+
+def test_layers_says_which_and_why_not() -> None:
+    chosen, others = Float8Precision(fp32_modules="blocks.1", modules=["blocks.*", "own", "head"]).layers(Net())
+    assert set(chosen) == {"blocks.0.0", "blocks.0.2"}
+    assert others == {
+        "blocks.1.0": "is in fp32_modules",
+        "blocks.1.2": "is in fp32_modules",
+        "own": "is a Projection",
+        "head": "is 32 x 10: not multiples of 16",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"modules": "net.head"}, "no Linear layer of Classifier .*net.head is 32 x 10: not multiples of 16"),
+        ({"modules": "head"}, "modules: 'head' matches no Linear layer of Classifier. It has: net.blocks.0.0"),
+        ({"fp32_modules": "net.bloks"}, "fp32_modules: 'net.bloks' matches no module"),
+    ],
+)
+def test_where_nothing_can_compute_in_float8_it_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PrecisionError, match=said):
+        fitted(Float8Precision(**options))
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(PrecisionError, match="recipe='columnwise', expected 'tensorwise'"):
+        Float8Precision("columnwise")  # type: ignore[arg-type]
+    with pytest.raises(PrecisionError, match="Got modules with 3 in it"):
+        Float8Precision(modules=[3])  # type: ignore[list-item]
+    with pytest.raises(PrecisionError, match="on a device of type 'mps', expected cuda, or cpu"):
+        Float8Precision().check(torch.device("mps"))
+
+
+def test_an_old_gpu_and_a_machine_without_torchao_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(PrecisionError, match=r"compute capability 8\.6, expected 8.9 or newer"):
+        Float8Precision().check(torch.device("cuda", 0))
+    monkeypatch.setattr(
+        "trainer.precision.float8.find_spec", lambda name: None if name == "torchao" else SimpleNamespace()
+    )
+    assert importlib.util.find_spec("torchao") is not None
+    with pytest.raises(PrecisionError, match=r"needs torchao: pip install 'amp-trainer\[fp8\]'"):
+        make_trainer(None, precision="fp8-mixed")

@@ -1,0 +1,197 @@
+"""``fp8-mixed``: ``bf16-mixed`` whose Linear layers multiply in 8 bits, by torchao's float8 training.
+
+torchao exchanges ``nn.Linear`` for a class of its own. Here a layer stays what it is, and has another ``forward`` while
+a run lasts, as :mod:`~trainer.precision.fp32_modules` does it, and for the same reasons: wrappers, compiled modules,
+copies and whoever else holds the layer see the same object before, during and after the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import PrecisionError
+from trainer.precision.fp32_modules import check_patterns, find_modules, plain_class, plain_name
+from trainer.precision.mixed import MixedPrecision
+
+MULTIPLE = 16
+"""What the sizes of a layer have to be multiples of: of ``torch._scaled_mm``, which computes the products on a GPU."""
+_CAPABILITY = (8, 9)  # the oldest GPUs with products in float8: Ada and Hopper
+_RUN = "_in_float8"
+"""The attribute of a chosen layer while a run lasts: torchao's forward."""
+
+
+class Float8Precision(MixedPrecision):
+    """bfloat16 autocast in which Linear layers multiply in float8.
+
+    For each product, input, weight and gradient are scaled by their own largest value (dynamic scaling) and rounded to
+    8 bits: e4m3 in the forward pass, e5m2 for gradients (Micikevicius et al. 2022, FP8 Formats for Deep Learning). All
+    else is as in ``bf16-mixed``: weights, gradients and optimizer states are float32, nothing scales the loss, and
+    checkpoints are the same. Needs torchao (``pip install 'amp-trainer[fp8]'``). On a GPU it is faster than
+    ``bf16-mixed`` for large layers, and only where the model is compiled (``compile=default``). Without a GPU it is
+    emulated, value by value as on one, and slow: a rehearsal.
+
+    Args:
+        recipe: torchao's name for how values share a scale: ``"tensorwise"``, one for each tensor, the fastest;
+            ``"rowwise"``, one for each row; ``"rowwise_with_gw_hp"``, the same, but for the weights' gradients, which
+            are computed in bfloat16.
+        modules: which ``nn.Linear`` layers, by name or pattern as in ``fp32_modules``. Of those, the ones whose sizes
+            are multiples of 16 compute in float8; subclasses of ``nn.Linear`` and the projections of
+            ``nn.MultiheadAttention`` do not. See :meth:`layers`.
+        fp32_modules: see :class:`MixedPrecision`. What runs in float32 does not run in float8.
+        autocast_ops: see :class:`MixedPrecision`.
+
+    Raises:
+        PrecisionError: an unknown recipe, or patterns that are no strings.
+    """
+
+    def __init__(
+        self,
+        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
+        modules: str | Sequence[str] = "*",
+        fp32_modules: str | Sequence[str] = (),
+        autocast_ops: Literal["native", "cuda"] = "native",
+    ) -> None:
+        super().__init__("bfloat16", fp32_modules=fp32_modules, autocast_ops=autocast_ops)
+        if recipe not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+            raise PrecisionError(f"Got recipe={recipe!r}, expected 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'.")
+        self.name = "fp8-mixed"
+        self.recipe = recipe
+        self.modules = check_patterns(modules, "modules")
+
+    def check(self, device: torch.device) -> None:
+        """Refuse devices that have no float8, and a machine without torchao.
+
+        Raises:
+            PrecisionError: either.
+        """
+        if find_spec("torchao") is None:
+            raise PrecisionError(
+                "Got precision='fp8-mixed', which needs torchao: pip install 'amp-trainer[fp8]'. Use"
+                " precision='bf16-mixed' without it."
+            )
+        if device.type not in ("cpu", "cuda"):
+            raise PrecisionError(
+                f"Got precision='fp8-mixed' on a device of type {device.type!r}, expected cuda, or cpu, where it is"
+                " emulated. Use precision='bf16-mixed'."
+            )
+        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+            raise PrecisionError(
+                f"Got precision='fp8-mixed' on a GPU of compute capability {found[0]}.{found[1]}, expected 8.9 or newer"
+                " (Ada, Hopper, Blackwell): older ones have no products in float8. Use precision='bf16-mixed'."
+            )
+        super().check(device)
+
+    def layers(self, module: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+        """The layers that compute in float8, by name; and of the other Linear layers that ``modules`` names, why not.
+
+        Raises:
+            PrecisionError: a pattern of ``modules`` matches no Linear layer, or one of ``fp32_modules`` no module.
+        """
+        in_full = {part for chosen in find_modules(module, self.fp32_modules) for part in chosen.modules()}
+        linear = {plain_name(path): part for path, part in module.named_modules() if isinstance(part, nn.Linear)}
+        for pattern in self.modules:
+            if linear and not any(fnmatchcase(name, pattern) for name in linear):
+                raise PrecisionError(
+                    f"modules: {pattern!r} matches no Linear layer of {type(module).__name__}. It has:"
+                    f" {', '.join(list(linear)[:12])}{' ...' if len(linear) > 12 else ''}."
+                )
+        chosen: dict[str, nn.Linear] = {}
+        others: dict[str, str] = {}
+        for name, layer in linear.items():
+            if not any(fnmatchcase(name, pattern) for pattern in self.modules):
+                continue
+            sizes = f"{layer.in_features} x {layer.out_features}"
+            if layer in in_full:
+                others[name] = "is in fp32_modules"
+            elif plain_class(layer) is not nn.Linear:
+                others[name] = f"is a {plain_class(layer).__name__}"
+            elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+                others[name] = f"is {sizes}: not multiples of {MULTIPLE}"
+            else:
+                chosen[name] = layer
+        return chosen, others
+
+    @contextmanager
+    def session(self, module: nn.Module, device: torch.device) -> Iterator[None]:
+        """As for ``bf16-mixed``; and while it is open the chosen layers compute in float8.
+
+        Raises:
+            PrecisionError: there is no layer to do so.
+        """
+        chosen, others = self.layers(module)
+        if not chosen:
+            why = "; ".join(f"{name} {reason}" for name, reason in list(others.items())[:6]) or "it has none"
+            raise PrecisionError(
+                f"Got precision='fp8-mixed' and no Linear layer of {type(module).__name__} that can compute in float8:"
+                f" {why}. Use precision='bf16-mixed', or make their sizes multiples of {MULTIPLE}."
+            )
+        with super().session(module, device), in_float8(chosen.values(), self._settings(device)):
+            yield
+
+    def _settings(self, device: torch.device) -> Mapping[str, Any]:
+        """What torchao gives a Linear layer in addition, and the forward that uses it."""
+        with _quiet():
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(self.recipe)
+        # a batch may be of any size: where it is an inner dimension of a product, it is filled up with zeros
+        config = replace(config, emulate=device.type != "cuda", pad_inner_dim=True)
+        with torch.device("meta"):
+            plain = nn.Linear(MULTIPLE, MULTIPLE)
+            (converted,) = convert_to_float8_training(nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE)), config=config)
+        added = {name: value for name, value in vars(converted).items() if name not in vars(plain)}
+        return {**added, _RUN: type(converted).forward}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's own notes about what torchao registers while it is imported."""
+    logger = logging.getLogger("torch.utils._pytree")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def in_float8(layers: Iterable[nn.Linear], settings: Mapping[str, Any]) -> Iterator[None]:
+    """Run the forward of each layer in float8 while the context is open."""
+    layers = [layer for layer in layers if _RUN not in vars(layer)]
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it computes from the weights of layers without calling them
+    for layer in layers:
+        vars(layer).update(settings)
+        layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        for layer in layers:
+            for name in settings:
+                vars(layer).pop(name, None)
+            if getattr(vars(layer).get("forward"), "__func__", None) is forward:  # nobody has put another around it
+                del layer.forward
+
+
+def forward(self: nn.Linear, input: Tensor) -> Tensor:
+    """The ``forward`` of a chosen layer. One function for all of them, and of this name for the sake of pickle."""
+    run = getattr(self, _RUN, None)
+    if run is None:  # the run is over
+        return type(self).forward(self, input)
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type):
+        input = input.to(torch.get_autocast_dtype(device_type))  # torchao itself asks for that of CUDA only
+    output: Tensor = run(self, input)
+    return output
