@@ -299,8 +299,10 @@ class DataSource:
         unknown = [span.most == float("inf") for span in spans]  # a limit is not what they come to
         known = self._over_processes(limits if made.is_sequential else [made.num_batches()])
         unknown = unknown if made.is_sequential else [any(unknown)]
-        made.spans = [Span(0, span.most) if is_open else span for span, is_open in zip(known, unknown, strict=True)]
-        if training and not any(unknown) and not made.is_sequential:
+        if not training:
+            made.spans = [Span(0, span.most) if is_open else span for span, is_open in zip(known, unknown, strict=True)]
+        elif not any(unknown) and not made.is_sequential:
+            made.spans = known
             made.idle = int(known[0].most - made.num_batches())
             if known[0].fewest < known[0].most:
                 made.announce = partial(_share_steps, trainer.loop.metrics, known[0].fewest)

@@ -36,7 +36,8 @@ class Loaders(Protocol):
     made_in: float
     """The epoch they were made in."""
     spans: list[Span]
-    """The batches of each dataloader, over the processes; one number where they run side by side, as in training."""
+    """The batches of each dataloader, over the processes; one number where they run side by side, as in training, where
+    there is none if a length is unknown."""
 
     @property
     def is_sequential(self) -> bool:
