@@ -139,8 +139,7 @@ def peak_of_fit(folder: Any, samples: int, module: Fits, precision: Any, **optio
     return watch.peak
 
 
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
+@pytest.mark.parametrize(("clips", "window"), [(False, 1), (True, 2)], ids=["plain", "clips in windows"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_takes_no_more_memory_than_by_hand(cuda, tmp_path, precision, optimizer, clips, window):

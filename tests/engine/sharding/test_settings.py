@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import needs_fsdp2
 from trainer import FSDP2Strategy
@@ -63,6 +63,6 @@ def test_mistakes(given: dict[str, Any], words: str) -> None:
 
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    monkeypatch.setattr("trainer.compat.fsdp.IS_SUPPORTED", False)
     with pytest.raises(UnsupportedError, match=r"expected 2\.13 or newer.*strategy='ddp'"):
         FSDP2Strategy()
