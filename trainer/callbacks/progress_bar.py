@@ -446,7 +446,8 @@ class _Display(JupyterMixin):
             for name, value in self.items:
                 skips = name == "skipped" and value != "0"
                 text.append(f"{name} ", style="dim").append(f"{value}  ", style="bold yellow" if skips else "")
-            yield text
+            is_too_long = text.cell_len - 2 > options.max_width  # two spaces end it
+            yield text[indent:] if is_too_long else text  # the last item counts skipped steps
 
 
 class _Cell:
