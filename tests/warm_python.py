@@ -209,8 +209,16 @@ class Server:
             connection.close()
             return
         streams = array.array("i", ancillary[0][2])
-        request = json.loads(_exactly(connection, struct.unpack("!I", head)[0]))
-        process = os.fork()
+        try:
+            request = json.loads(_exactly(connection, struct.unpack("!I", head)[0]))
+            process = os.fork()
+        except (
+            OSError
+        ):  # who asked has been killed while asking; or there is no room for another process, which it sees
+            for stream in streams:
+                os.close(stream)
+            connection.close()
+            return
         if process == 0:
             self.listener.close()
             _become(request, list(streams))
