@@ -48,6 +48,7 @@ def nothing(module: Any) -> None:
     """To prepare."""
 
 
+@needs_fsdp2
 def test_a_billion_parameters():
     number = parameters()
     assert number == pytest.approx(1.04e9, rel=0.01)
