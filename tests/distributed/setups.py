@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 from tests.support import native_fp16
 from trainer import CheckpointFiles, FSDP2Strategy, Trainer
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
+from trainer.compat.engine import _forward_nothing
 
 """On four processes: two copies of two shards; and tensor parallelism in two groups, over which the rest is sharded."""
 
@@ -503,6 +504,16 @@ def fit_uneven(strategy: str, batches: list[int], *module: Any) -> tuple[list[in
         trainer.fit(made, DataLoader(torch.ones(2 * batches[distributed.get_rank()], 6), batch_size=2))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return made.seen, metrics, trainer.global_step, trainer.num_training_batches
+
+
+def forward_nothing_on_a_gpu() -> list[float]:
+    """What a process without a batch does in the place of DDP's forward; as on a GPU, the wrapper moves inputs."""
+    net = nn.BatchNorm1d(1)
+    wrapper = nn.parallel.DistributedDataParallel(net)
+    wrapper.device_ids, wrapper.device_type = [0], "cpu"
+    net.running_mean.fill_(1.0 + distributed.get_rank())
+    _forward_nothing(wrapper)
+    return net.running_mean.tolist()
 
 
 class Synchronised(LightningModule):

@@ -195,6 +195,10 @@ def test_processes_may_have_different_numbers_of_batches(ranks: Ranks, engine: s
     assert (first[1]["number_step"], second[1]["number_step"]) == (1.0, 4.0)
 
 
+def test_a_process_without_a_batch_takes_part_in_ddps_forward_on_a_gpu_too(ranks: Ranks) -> None:
+    assert ranks.call("tests.distributed.setups:forward_nothing_on_a_gpu") == [[1.0], [1.0]]  # the first one's buffer
+
+
 @pytest.mark.parametrize(
     ("module", "named"), [(("SGD", True), "Manual optimization"), (("LBFGS",), "An optimizer that evaluates the loss")]
 )

@@ -538,7 +538,7 @@ def _forward_nothing(model: Any) -> None:
     There is no wrapper outside of a fit.
     """
     if isinstance(model, DistributedDataParallel):
-        model._pre_forward()  # type: ignore[no-untyped-call]
+        model._pre_forward(None)  # type: ignore[no-untyped-call]  # where it moves inputs, it expects one
         model._post_forward(None)  # type: ignore[no-untyped-call]
 
 
