@@ -190,6 +190,16 @@ def test_checkpoints_are_those_of_bfloat16(tmp_path: Any) -> None:
     assert resumed.kinds == set()
 
 
+def test_a_forward_of_ones_own_stays() -> None:
+    module = Classifier()
+    layer = module.net.blocks[0][0]
+    layer.forward = own = lambda x: nn.functional.linear(x, layer.weight)
+    fitted("fp8-mixed", module)
+    assert module.kinds == FLOAT8 - {"blocks.0.0"}
+    assert layer.forward is own
+    assert Float8Precision().layers(module.net)[1]["blocks.0.0"] == "has a forward of its own"
+
+
 def test_layers_says_which_and_why_not() -> None:
     chosen, others = Float8Precision(fp32_modules="blocks.1", modules=["blocks.*", "own", "head"]).layers(Net())
     assert set(chosen) == {"blocks.0.0", "blocks.0.2"}

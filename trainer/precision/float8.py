@@ -34,15 +34,14 @@ class Float8Precision(MixedPrecision):
     """bfloat16 autocast in which Linear layers multiply in float8.
 
     For each product, input, weight and gradient are scaled by their own largest value (dynamic scaling) and rounded to
-    8 bits: e4m3 in the forward pass, e5m2 for gradients (Micikevicius et al. 2022, FP8 Formats for Deep Learning). All
-    else is as in ``bf16-mixed``: weights, gradients and optimizer states are float32, nothing scales the loss, and
-    checkpoints are the same. Needs torchao (``pip install 'amp-trainer[fp8]'``). On a GPU it is faster than
-    ``bf16-mixed`` for large layers, and only where the model is compiled (``compile=default``). Without a GPU it is
-    emulated, value by value as on one, and slow: a rehearsal.
+    8 bits (Micikevicius et al. 2022, FP8 Formats for Deep Learning). All else is as in ``bf16-mixed``: weights,
+    gradients and optimizer states are float32, nothing scales the loss, and checkpoints are the same. Needs torchao
+    (``pip install 'amp-trainer[fp8]'``), according to which it is faster than ``bf16-mixed`` for large layers in a
+    compiled model (``compile=default``). Without a GPU it is emulated, and slow: a rehearsal.
 
     Args:
-        recipe: torchao's name for how values share a scale: ``"tensorwise"``, one for each tensor, the fastest;
-            ``"rowwise"``, one for each row; ``"rowwise_with_gw_hp"``, the same, but for the weights' gradients, which
+        recipe: torchao's name for how values share a scale: ``"tensorwise"``, one for each tensor, and e5m2 for
+            gradients where all else is e4m3; ``"rowwise"``, one for each row, all in e4m3; ``"rowwise_with_gw_hp"``, the same, but for the weights' gradients, which
             are computed in bfloat16.
         modules: which ``nn.Linear`` layers, by name or pattern as in ``fp32_modules``. Of those, the ones whose sizes
             are multiples of 16 compute in float8; subclasses of ``nn.Linear`` and the projections of
@@ -115,6 +114,8 @@ class Float8Precision(MixedPrecision):
                 others[name] = "is in fp32_modules"
             elif plain_class(layer) is not nn.Linear:
                 others[name] = f"is a {plain_class(layer).__name__}"
+            elif "forward" in vars(layer):
+                others[name] = "has a forward of its own"
             elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
                 others[name] = f"is {sizes}: not multiples of {MULTIPLE}"
             else:
@@ -168,7 +169,7 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def in_float8(layers: Iterable[nn.Linear], settings: Mapping[str, Any]) -> Iterator[None]:
     """Run the forward of each layer in float8 while the context is open."""
-    layers = [layer for layer in layers if _RUN not in vars(layer)]
+    layers = list(layers)
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it computes from the weights of layers without calling them
     for layer in layers:

@@ -55,7 +55,7 @@ def ability(precision: str, device: torch.device) -> Ability:
     if precision.startswith("fp8"):
         if device.type == "cpu":
             return Ability(precision, "emulated", "a rehearsal for a GPU, value by value, and slow")
-        return Ability(precision, "native", "Tensor Cores; faster than bf16-mixed where layers are large and compiled")
+        return Ability(precision, "native", "Tensor Cores, for Linear layers; for large ones, in a compiled model")
     how, why = _float16(device)
     return Ability(precision, how, why if precision == "16-mixed" else f"{why}; small gradients vanish")
 
