@@ -200,7 +200,11 @@ class Preparation:
         return loaders
 
     def _check_counts(self, loaders: Loaders | None) -> None:
-        """Processes may have different numbers of batches, where the loop knows how to take part in others' steps."""
+        """Refuse different numbers of batches where a process that has no more cannot take part in others' steps.
+
+        Raises:
+            ConfigurationError: with the numbers.
+        """
         span = loaders.spans[0] if loaders is not None and loaders.spans else Span(0, 0)
         if span.fewest == span.most or span.most == float("inf"):
             return

@@ -218,7 +218,7 @@ class FitLoop:
         if window.is_last and window.close(self.optimizers, self.engine):
             self.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
-            self.progress.optimizer_steps += len(self.optimizers)  # counted, though there was nothing to learn from
+            self.progress.optimizer_steps += len(self.optimizers)  # counted, though no process has learned from it
         self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
