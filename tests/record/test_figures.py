@@ -109,6 +109,12 @@ def test_pictures_in_colour_of_uint8_stay_as_they_are(tmp_path):
     assert np.array_equal(pixels[:80, :100, :3], images[0].permute(1, 2, 0).numpy())
 
 
+def test_large_pictures_are_made_smaller(tmp_path):
+    write_pictures(stand_in(tmp_path), "large", torch.zeros(1, 3, 1024, 512))
+    with Image.open(tmp_path / "figures" / "large.png") as picture:
+        assert picture.size == (128 + 6, 256 + 6)
+
+
 @pytest.mark.parametrize("shape", [(3, 4, 4), (1, 2, 4, 4)])
 def test_pictures_that_are_none(tmp_path, shape):
     with pytest.raises(ValueError, match="expected \\(count, channels, height, width\\) of 1 or 3 channels"):

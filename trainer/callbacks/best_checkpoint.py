@@ -24,10 +24,10 @@ class BestCheckpoint(ModelCheckpoint):
     there is none, or a checkpoint had to be written before the first validation was over, the newest is kept, as with
     ``monitor=None``; with a ``save_top_k`` above 1 all are.
 
-    With ``save_last=True`` the last checkpoint is written each time it is due. Lightning writes it only where the metric
-    was among the best. With ``every_n_train_steps`` it also puts it off to the next validation, as long as there is no
-    metric and at the end of an epoch; after the last epoch none comes. A resumed run keeps to the choice. All else,
-    arguments included, is Lightning's.
+    With ``save_last=True`` the last checkpoint is written each time it is due. Lightning writes it only where the
+    metric was among the best. With ``every_n_train_steps`` it also puts it off to the next validation, as long as there
+    is no metric and at the end of an epoch; after the last epoch none comes. A resumed run keeps to the choice. All
+    else, arguments included, is Lightning's.
     """
 
     @functools.wraps(ModelCheckpoint.__init__)  # type: ignore[misc]  # the signature, for configs are held against it

@@ -41,8 +41,8 @@ class Float8Precision(MixedPrecision):
 
     Args:
         recipe: torchao's name for how values share a scale: ``"tensorwise"``, one for each tensor, and e5m2 for
-            gradients where all else is e4m3; ``"rowwise"``, one for each row, all in e4m3; ``"rowwise_with_gw_hp"``, the same, but for the weights' gradients, which
-            are computed in bfloat16.
+            gradients where all else is e4m3; ``"rowwise"``, one for each row, all in e4m3; ``"rowwise_with_gw_hp"``,
+            the same, but for the weights' gradients, which are computed in bfloat16.
         modules: which ``nn.Linear`` layers, by name or pattern as in ``fp32_modules``. Of those, the ones whose sizes
             are multiples of 16 compute in float8; subclasses of ``nn.Linear`` and the projections of
             ``nn.MultiheadAttention`` do not. See :meth:`layers`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,14 @@ from trainer.files import write_text
 from trainer.record.measures import folder_of_files
 from trainer.record.recorder import RunRecorder
 
+if TYPE_CHECKING:
+    import PIL.Image
+
 FOLDER = "figures"
 """The name of the folder."""
 
 _COLUMNS = 8
-_SIDE = 72  # pixels: smaller images are enlarged by a whole factor
+_SIDES = (72, 256)  # pixels: smaller images are enlarged by a whole factor, larger ones made smaller
 _MARGIN, _CAPTION = 6, 16  # pixels, around an image and below it
 
 
@@ -88,29 +91,35 @@ def write_pictures(trainer: Any, name: str, images: Tensor, captions: Sequence[s
             f"Got images of shape {tuple(images.shape)}, expected (count, channels, height, width) of 1 or 3 channels."
         )
     folder = figures_of(trainer)
-    if folder is None or not len(images):
-        return
+    if folder is not None and len(images):
+        sheet(images, captions).save(folder / f"{name}.png")
+
+
+def sheet(images: Tensor, captions: Sequence[str] = ()) -> PIL.Image.Image:
+    """Images side by side in one, eight in a row; the arguments are those of :func:`write_pictures`."""
     from PIL import Image, ImageDraw
 
     pixels = _visible(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu().numpy()
-    height, width = pixels.shape[1:3]
-    factor = max(1, -(-_SIDE // max(height, width)))
-    step_x, step_y = width * factor + _MARGIN, height * factor + _MARGIN + (_CAPTION if captions else 0)
+    side = max(pixels.shape[1:3])
+    factor = max(1, -(-_SIDES[0] // side)) if side <= _SIDES[1] else _SIDES[1] / side
+    height, width = (max(1, round(length * factor)) for length in pixels.shape[1:3])
+    step_x, step_y = width + _MARGIN, height + _MARGIN + (_CAPTION if captions else 0)
     rows = -(-len(pixels) // _COLUMNS)
-    sheet = Image.new("RGBA", (min(len(pixels), _COLUMNS) * step_x, rows * step_y))  # transparent: for dark pages, too
-    draw = ImageDraw.Draw(sheet)
+    whole = Image.new("RGBA", (min(len(pixels), _COLUMNS) * step_x, rows * step_y))  # transparent: for dark pages, too
+    draw = ImageDraw.Draw(whole)
     for index, image in enumerate(pixels):
         x, y = index % _COLUMNS * step_x, index // _COLUMNS * step_y
-        sheet.paste(Image.fromarray(image).resize((width * factor, height * factor), Image.Resampling.NEAREST), (x, y))
+        whole.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST), (x, y))
         if index < len(captions):
-            draw.text((x, y + height * factor + 2), captions[index], fill=(128, 136, 144, 255))
-    sheet.save(folder / f"{name}.png")
+            draw.text((x, y + height + 2), captions[index], fill=(128, 136, 144, 255))
+    return whole
 
 
 def _visible(images: Tensor) -> Tensor:
     """As uint8."""
     if images.dtype == torch.uint8:
         return images
-    flat = images.detach().float().flatten(1)
+    images = images.detach().float().nan_to_num(0, 0, 0)
+    flat = images.flatten(1)
     low, high = flat.amin(1)[:, None, None, None], flat.amax(1)[:, None, None, None]
-    return ((images.float() - low) / (high - low).clamp(min=1e-6) * 255).round().byte()
+    return ((images - low) / (high - low).clamp(min=1e-6) * 255).round().byte()

@@ -450,14 +450,13 @@ def test_what_looks_like_images(tensor, shape):
 
 def test_a_picture_of_the_images(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
-    pytest.importorskip("torchvision")
     file = tmp_path / "new" / "batch.png"
     batch = torch.zeros(9, 1, 8, 8)
     batch[1, 0, 0, 0], batch[2, 0, 0, 0] = 300.0, float("nan")
     assert save_images(batch, file)
     picture = image.open(file)
-    assert picture.size == (8 * 66 + 2, 2 * 66 + 2)  # eight in a row, each of 64 pixels, with a frame of two
-    assert [picture.getpixel((x, 4))[0] for x in (4, 66 + 4, 66 + 12, 132 + 4)] == [0, 255, 0, 0]
+    assert picture.size == (8 * 78, 2 * 78)  # eight in a row, each of 72 pixels and a margin of six
+    assert [picture.getpixel((x, 4))[0] for x in (4, 78 + 4, 78 + 12, 156 + 4)] == [0, 255, 0, 0]
     assert not save_images(torch.zeros(9, 3), file)
     monkeypatch.setattr("trainer.cli.checks.batch.find_spec", lambda name: None)
     assert not save_images(batch, file)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from trainer.record.figures import sheet
 
 _MOST_COUNTED = 12  # labels that are told one by one
 _MOST_IMAGES = 32
-_IMAGE_SIDES = (64, 256)  # pixels in the picture: at least, at most
 _SMALLEST_IMAGE = 8
 _IGNORED = (-100, -1)
 """Labels of targets that do not count: of torch's losses, and of many data sets."""
@@ -113,22 +113,16 @@ def save_images(batch: Any, file: Path) -> bool:
     """Write the images of a batch as one picture, each with its own darkest and brightest value as black and white.
 
     Returns:
-        Whether there is a picture: a batch may have no images, and torchvision may be missing.
+        Whether there is a picture: a batch may have no images, and Pillow may be missing.
 
     Raises:
         OSError: it cannot be written.
     """
     images = images_in(batch)
-    if images is None or find_spec("torchvision") is None:
+    if images is None or find_spec("PIL") is None:
         return False
-    from torchvision.utils import save_image  # type: ignore[import-untyped]
-
-    least, most = _IMAGE_SIDES
-    side = max(images.shape[2:])
-    factor = max(1, -(-least // side)) if side <= most else most / side
-    images = F.interpolate(images.nan_to_num(0, 0, 0), scale_factor=factor, mode="nearest")
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_image(images, file, nrow=8, normalize=True, scale_each=True)
+    sheet(images).save(file)
     return True
 
 
