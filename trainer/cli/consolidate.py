@@ -5,15 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.checkpoint.sharded_files import MANIFEST
-from trainer.cli.arguments import UsageError
+from trainer.cli.arguments import Arguments, UsageError
 from trainer.errors import CheckpointError, CheckpointWriteError, did_you_mean
 from trainer.record.checkpoints import is_checkpoint_folder
-
-if TYPE_CHECKING:
-    from trainer.cli.arguments import Arguments
 
 
 def command(arguments: Arguments) -> int:

@@ -11,18 +11,15 @@ import copy
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from trainer.cli.arguments import UsageError
+from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.consolidate import absent, carry_out, existing, two
 from trainer.errors import CheckpointError, TrainerError
 from trainer.record.checkpoints import find, is_checkpoint_folder
-
-if TYPE_CHECKING:
-    from trainer.cli.arguments import Arguments
 
 WEIGHTS = ".safetensors"
 GRAPHS = {".onnx": ("onnx", "onnxscript"), ".pt2": ()}

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from trainer import redaction
-from trainer.cli.folders import PACKAGE
+from trainer.cli.folders import PACKAGE, from_here
 from trainer.cli.leaves import leaves
 from trainer.cli.processes import is_debug, is_first, rank
 from trainer.errors import (
@@ -254,7 +254,7 @@ def paragraph(error: BaseException) -> str:
     file = error.__dict__.get("log_file")
     if file is not None:
         rest = "The rest of it, and the full traceback, are" if "[...]" in lines[0] else "The full traceback is"
-        lines.append(f"{rest} in {shown(str(file))}{'' if is_debug() else '; --debug shows it here'}.")
+        lines.append(f"{rest} in {from_here(file)}{'' if is_debug() else '; --debug shows it here'}.")
     elif not isinstance(error, FolderInUseError) and not is_debug():
         lines.append("--debug shows the full traceback.")
     return "\n  ".join(lines)
@@ -278,7 +278,7 @@ def where(error: BaseException) -> str:
 def _place(file: str, line: int, function: str) -> str:
     source = linecache.getline(file, line).strip()
     inside = f", in {function}" if function and function != "<module>" else ""
-    return f"{shown(file)}:{line}{inside}" + (f": {source}" if source else "")
+    return f"{from_here(Path(file))}:{line}{inside}" + (f": {source}" if source else "")
 
 
 def _is_own(file: str) -> bool:
@@ -289,12 +289,6 @@ def _is_own(file: str) -> bool:
     for name in ("torch", "lightning", "hydra", "omegaconf"):
         theirs += [Path(file).parent for file in [getattr(sys.modules.get(name), "__file__", None)] if file]
     return not any(path.resolve().is_relative_to(folder.resolve()) for folder in theirs)
-
-
-def shown(file: str) -> str:
-    """``file`` from the working directory on, where it is in there."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def _shortened(message: str) -> str:
@@ -352,7 +346,7 @@ def _about_missing_file(error: OSError) -> str:
 def _about_resuming(error: ResumeError) -> str:
     said = "On the command line exact_resume=false goes on all the same."
     if "set a batch size" in str(error):
-        folder = shown(str(error.__dict__.get("folder", "FOLDER")))
+        folder = from_here(Path(error.__dict__.get("folder", "FOLDER")))
         said += f" With another data.batch_size, say which run is meant: hydra.run.dir={folder} resume=auto."
     return said
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from trainer.cli.arguments import UsageError
+from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.consolidate import absent, carry_out, existing, told, two
-
-if TYPE_CHECKING:
-    from trainer.cli.arguments import Arguments
 
 
 def command(arguments: Arguments) -> int:

@@ -23,6 +23,7 @@ from trainer import redaction
 from trainer.arguments import NUMBER, TEXT, WHOLE, Kind
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
+from trainer.cli.folders import from_here
 from trainer.cli.processes import is_quiet, under_torchrun
 from trainer.cli.settings import read_settings
 from trainer.cli.validate import validate
@@ -218,17 +219,12 @@ def failure(message: Mapping[str, Any], where: str, folder: Path) -> TrainerErro
     said = str(message["error"]).rstrip(".")
     if message.get("is_usage"):
         return UsageError(redaction.text(f"{said}."))
-    return TuneError(redaction.text(f"{where}: {said}. What it printed is in {seen(folder) / LOG}"))
+    return TuneError(redaction.text(f"{where}: {said}. What it printed is in {from_here(folder) / LOG}"))
 
 
 def write(folder: Path, result: dict[str, Any]) -> None:
     """Write ``tune.json``."""
     (folder / RESULT).write_text(redaction.text(json.dumps(result, indent=2)) + "\n", encoding="utf-8")
-
-
-def seen(folder: Path) -> Path:
-    """A folder for messages: relative to the working folder, if it is inside of it."""
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def say(text: str) -> None:

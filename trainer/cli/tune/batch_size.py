@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer import machine
 from trainer.cli import tune
 from trainer.cli.arguments import COMPARED, Arguments, UsageError
+from trainer.cli.folders import from_here
 from trainer.cli.processes import is_quiet
 from trainer.cli.tables import four_digits, print_table
 from trainer.cli.tune import LOG, Settings
@@ -271,7 +272,7 @@ def _report(findings: Sequence[Finding], settings: Settings, folder: Path) -> No
             print(f"precision={finding.precision} {settings.batch_size_key}={finding.largest}")
         else:
             print(f"precision={finding.precision}: {finding.problem or 'not even one sample fits.'}")
-    tune.say(f"Everything is in {tune.seen(folder) / tune.RESULT}")
+    tune.say(f"Everything is in {from_here(folder / tune.RESULT)}")
 
 
 def _rate(tried: Tried | None) -> str:

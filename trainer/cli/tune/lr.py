@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli import tune
 from trainer.cli.arguments import Arguments
+from trainer.cli.folders import from_here
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 from trainer.cli.tune.lr_picture import draw
@@ -89,8 +90,8 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
     for remark in remarks:
         tune.say(remark)
     print(last)
-    seen = tune.seen(folder)
-    tune.say(f"The curve is in {seen / PICTURE}" if points else f"Everything is in {seen / tune.RESULT}")
+    written = from_here(folder / (PICTURE if points else tune.RESULT))
+    tune.say(f"{'The curve' if points else 'Everything'} is in {written}")
     return 0 if found.lr is not None else 1
 
 
