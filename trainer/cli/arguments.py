@@ -123,6 +123,18 @@ class Arguments:
         """Whether Hydra is to print something instead of running."""
         return not _SHOW.isdisjoint(self.flags)
 
+    def check_flags(self) -> None:
+        """Refuse flags that are about a run, for a command that composes a config and runs nothing.
+
+        Raises:
+            UsageError: ``-m``, or one by which Hydra prints something.
+        """
+        if self.shows or self.multirun:
+            flag = "--multirun" if self.multirun else next(iter(self.flags))
+            raise UsageError(
+                f"{flag} does not go with {self.command}. `python -m trainer fit ... --cfg job` shows the config."
+            )
+
     def words_of_config(self) -> list[str]:
         """What the config is composed with: the overrides, then ``command=...``."""
         return [*self.overrides, f"command={self.command}"]

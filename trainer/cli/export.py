@@ -99,9 +99,7 @@ def _of_run(arguments: Arguments) -> int:
     from trainer.cli import failure, restore
     from trainer.cli.validate import validate
 
-    if arguments.shows or arguments.multirun:
-        flag = "--multirun" if arguments.multirun else next(iter(arguments.flags))
-        raise UsageError(f"{flag} does not go with export. `python -m trainer fit ... --cfg job` shows the config.")
+    arguments.check_flags()
     if arguments.words:
         raise UsageError(f"export got the word {arguments.words[0]!r} among settings, expected ckpt=RUN to=FILE.")
     file = _taken(arguments, "to")

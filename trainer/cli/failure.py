@@ -219,6 +219,12 @@ def printable(said: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], plain)
 
 
+def is_about_settings(error: BaseException) -> bool:
+    """Whether ``error`` is ours, or Lightning's, about how something is configured."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return not names.isdisjoint(("ConfigurationError", "MisconfigurationException"))
+
+
 def is_recorded(error: Exception) -> bool:
     """Whether ``error`` was raised in a run, and not on the way there."""
     return "folder" in error.__dict__

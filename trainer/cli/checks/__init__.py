@@ -61,9 +61,7 @@ def command(arguments: Arguments) -> int:
             f"checks takes one word: json. Got {given!r}.{did_you_mean(given, ['json'])} What memory a recipe needs is"
             " told by `python -m trainer checks +recipe=NAME`."
         )
-    if arguments.shows or arguments.multirun:
-        flag = "--multirun" if arguments.multirun else next(iter(arguments.flags))
-        raise UsageError(f"{flag} does not go with checks. `python -m trainer fit ... --cfg job` shows the config.")
+    arguments.check_flags()
     found = Findings(arguments=arguments)
     found.recipe = compose(arguments) if arguments.overrides else None
     try:

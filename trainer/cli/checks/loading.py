@@ -38,7 +38,7 @@ def draw(recipe: Recipe) -> Loaded:
     try:
         loader = recipe.data.train_dataloader()
     except Exception as error:
-        if any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__):  # Lightning's
+        if failure.is_about_settings(error):
             raise UsageError(failure.one_line(error)) from error
         raise
     if not hasattr(loader, "__iter__"):

@@ -139,9 +139,7 @@ def command(arguments: Arguments) -> int:
             f"{given} batch_size, for the largest batch that fits into memory, or lr, for a learning rate.{near}"
             " `python -m trainer tune batch_size +recipe=resnet50`"
         )
-    if arguments.shows or arguments.multirun:
-        flag = "--multirun" if arguments.multirun else next(iter(arguments.flags))
-        raise UsageError(f"{flag} does not go with tune. `python -m trainer fit ... --cfg job` shows the config.")
+    arguments.check_flags()
     if under_torchrun():
         raise UsageError("tune works on one device: run it without torchrun.")
     try:
