@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import machine
-from trainer.cli import objective, permissions, plugins, tracking
+from trainer.arguments import SWITCH
+from trainer.cli import permissions, plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import SETTINGS, flatten, keys, options
 from trainer.cli.leaves import Leaf, leaves
+from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of
 from trainer.cli.schema import as_number, as_typed, describe, either, mistake
+from trainer.cli.settings import read_settings, setting
 from trainer.cli.targets import targets
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
@@ -42,6 +46,15 @@ _ALWAYS = (
 _NEEDED = ("precision", "trainer")
 """Groups that are always there."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
+
+
+@dataclass(frozen=True)
+class _CheckpointFiles:
+    """The settings ``checkpoint_files.*``: the arguments of `trainer.CheckpointFiles`."""
+
+    sharded: bool = setting(False, *SWITCH)
+    asynchronous: bool = setting(False, *SWITCH)
+    when_full: str = setting("stop", "stop", "continue")
 
 
 def validate(arguments: Arguments, composer: Composer | None = None) -> DictConfig:
@@ -359,8 +372,8 @@ def _check_whole(
         raise UsageError(problem)
     said = permissions.keys_said(composer, overrides)
     permissions.check(plain, said, resolved=runs)
-    objective.check(plain["objective"])
-    _check_checkpoint_files(plain["checkpoint_files"])
+    read_settings(Objective, "objective", plain["objective"])
+    read_settings(_CheckpointFiles, "checkpoint_files", plain["checkpoint_files"])
     if runs:
         tracking.check(plain)
         _check_model(plain, config_dir, config.hydra.runtime.choices.get("recipe"))
@@ -521,22 +534,6 @@ def _check_devices(settings: dict[str, Any]) -> None:
             f"{given}, and this machine has no GPU (no /dev/nvidia0 or its like). Without a setting the best device"
             " there is gets used; trainer=cpu asks for the CPU."
         )
-
-
-def _check_checkpoint_files(node: Any) -> None:
-    expected: dict[str, tuple[Any, ...]] = {
-        "sharded": (True, False),
-        "asynchronous": (True, False),
-        "when_full": ("stop", "continue"),
-    }
-    if not isinstance(node, dict) or set(node) != set(expected):
-        raise UsageError(f"checkpoint_files is {describe(node)}, expected its settings: {', '.join(expected)}.")
-    for name, values in expected.items():
-        if not str(node[name]).startswith("${") and not any(
-            type(node[name]) is type(value) and node[name] == value for value in values
-        ):
-            names = " or ".join(str(value).lower() for value in values)
-            raise UsageError(f"checkpoint_files.{name} is {describe(node[name])}, expected {names}.")
 
 
 def _check_checkpoint(path: Any, given: Collection[str]) -> None:

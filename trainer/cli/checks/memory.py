@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.arguments import WHOLE
+from trainer.arguments import SWITCH, WHOLE
 from trainer.cli.arguments import UsageError
-from trainer.cli.settings import read_settings
+from trainer.cli.settings import read_settings, setting
 from trainer.cli.tune import SIZE, bytes_in
 from trainer.machine import readable
 
@@ -26,20 +26,15 @@ OVERHEAD = 2**30
 _ASSUMED_DEVICES = 8
 _COMPARED = ("32-true", "16-mixed", "bf16-mixed")
 """Precisions whose memory is told beside that of the run's own."""
-_ACCEPTS: dict[str, tuple[Any, ...]] = {
-    "gpu_memory": (SIZE, None),
-    "devices": (WHOLE.at_least(1), None),
-    "steps": (True, False),
-}
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings ``checks.*``; conf/checks/default.yaml says what they mean."""
 
-    gpu_memory: int | str | None = None
-    devices: int | None = None
-    steps: bool = True
+    gpu_memory: int | str | None = setting(None, SIZE, None)
+    devices: int | None = setting(None, WHOLE.at_least(1), None)
+    steps: bool = setting(True, *SWITCH)
 
 
 class UnpredictableError(UsageError):
@@ -118,7 +113,7 @@ def read(recipe: Recipe) -> Settings:
     Raises:
         UsageError: one that does not exist, or makes no sense.
     """
-    return read_settings(Settings, "checks", recipe.settings["checks"], _ACCEPTS)
+    return read_settings(Settings, "checks", recipe.settings["checks"])
 
 
 def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:

@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.compare.verdict import ACCEPTS, Run, Thresholds, Verdict, choose_metric, judge
+from trainer.cli.compare.verdict import Run, Thresholds, Verdict, choose_metric, judge
 from trainer.cli.help import versions
 from trainer.cli.processes import is_quiet
 from trainer.cli.settings import read_settings
@@ -88,7 +88,7 @@ def thresholds(config: DictConfig) -> Thresholds:
     """
     node: Any = OmegaConf.select(config, "compare")
     settings: Any = {} if node is None else OmegaConf.to_container(node, resolve=True)
-    return read_settings(Thresholds, "compare", settings, ACCEPTS)
+    return read_settings(Thresholds, "compare", settings)
 
 
 def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), since: float = 0.0) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from trainer.arguments import NUMBER, SWITCH, TEXT
 from trainer.cli.objective import is_lower_better
+from trainer.cli.settings import setting
 from trainer.errors import did_you_mean
 from trainer.record.reader import RunRecord
 
@@ -25,23 +26,12 @@ _SAME_SPEED = 1.05  # ratios nearer to 1 than this are called equal
 class Thresholds:
     """The settings ``compare.*``; conf/compare/default.yaml says what they mean."""
 
-    metric: str | None = None
-    mode: str | None = None
-    accuracy_tolerance: float | None = 1.0
-    min_speedup: float | str | None = "auto"
-    min_memory_saving: float | str | None = "auto"
-    strict: bool = False
-
-
-ACCEPTS = {
-    "metric": (TEXT._replace(words="the name of a metric"), None),
-    "mode": ("max", "min", None),
-    "accuracy_tolerance": (NUMBER, None),
-    "min_speedup": (NUMBER, "auto", None),
-    "min_memory_saving": (NUMBER, "auto", None),
-    "strict": SWITCH,
-}
-"""What the settings ``compare.*`` may be."""
+    metric: str | None = setting(None, TEXT._replace(words="the name of a metric"), None)
+    mode: str | None = setting(None, "max", "min", None)
+    accuracy_tolerance: float | None = setting(1.0, NUMBER, None)
+    min_speedup: float | str | None = setting("auto", NUMBER, "auto", None)
+    min_memory_saving: float | str | None = setting("auto", NUMBER, "auto", None)
+    strict: bool = setting(False, *SWITCH)
 
 
 @dataclass(frozen=True)
