@@ -159,7 +159,7 @@ class Comparison:
             for run in runs
         ]
         self.conditions = [*([remark] if remark else []), *unequal(runs), *_circumstances(runs)]
-        self.title = f"{first.record.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
+        self.title = f"{first.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
 
     @property
     def failed(self) -> int:
@@ -216,17 +216,17 @@ class Comparison:
             "runs": [
                 {
                     "label": run.label,
-                    "precision": run.record.precision,
-                    "status": run.record.status,
-                    "error": run.record.error or None,
+                    "precision": run.precision,
+                    "status": run.status,
+                    "error": run.error or None,
                     "final_loss": run.final_loss,
-                    "metric": run.record.metrics.get(self.metric.name) if self.metric else None,
-                    "train_seconds": run.record.throughput.get("train_seconds"),
-                    "samples_per_second": run.rate,
-                    "peak_memory": run.record.facts.get("peak_memory") or None,
-                    "skipped_steps": run.record.skipped_steps,
+                    "metric": run.metrics.get(self.metric.name) if self.metric else None,
+                    "train_seconds": run.throughput.get("train_seconds"),
+                    "samples_per_second": run.samples_per_second,
+                    "peak_memory": run.facts.get("peak_memory") or None,
+                    "skipped_steps": run.skipped_steps,
                     "verdict": asdict(verdict) if verdict else None,
-                    "run_dir": run.record.facts.get("run_dir"),
+                    "run_dir": run.facts.get("run_dir"),
                 }
                 for run, verdict in zip(self.runs, self.verdicts, strict=True)
             ],
@@ -268,7 +268,7 @@ def unequal(runs: Sequence[Run]) -> list[str]:
     found = []
     for run in others:
         for what in ("seed", "devices"):
-            own, of_first = run.record.facts.get(what), first.record.facts.get(what)
+            own, of_first = run.facts.get(what), first.facts.get(what)
             if own != of_first:
                 found.append(f"{run.label} has {what} {own}, {first.label} {of_first}.")
         if _length(run) != _length(first):
@@ -282,18 +282,18 @@ def unequal(runs: Sequence[Run]) -> list[str]:
             )
     if found:
         return [f"Not the same in all runs: {found[0]}", *found[1:]]
-    batches = "the first batch of every epoch" if all(run.record.throughput.get("batches") for run in done) else ""
-    same = (f"seed {first.record.facts.get('seed')}", first.record.devices, _length(first), batches)
+    batches = "the first batch of every epoch" if all(run.throughput.get("batches") for run in done) else ""
+    same = (f"seed {first.facts.get('seed')}", first.devices, _length(first), batches)
     return [f"The same in all runs: {', '.join(filter(None, same))}."]
 
 
 def _length(run: Run) -> str:
-    return f"{_count(run.record.epochs, 'epoch')} ({_count(run.record.steps, 'optimizer step')})"
+    return f"{_count(run.epochs, 'epoch')} ({_count(run.steps, 'optimizer step')})"
 
 
 def _first_difference(run: Run, first: Run) -> int | None:
     """The first epoch, counted from 1, whose first batches are known to differ."""
-    pairs = zip(run.record.throughput.get("batches", []), first.record.throughput.get("batches", []), strict=False)
+    pairs = zip(run.throughput.get("batches", []), first.throughput.get("batches", []), strict=False)
     for epoch, (ours, theirs) in enumerate(pairs, start=1):
         if any(a != b for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None):
             return epoch
@@ -303,11 +303,11 @@ def _first_difference(run: Run, first: Run) -> int | None:
 def _circumstances(runs: Sequence[Run]) -> list[str]:
     """What to bear in mind with the numbers."""
     found = []
-    batches = [measured for run in runs if (measured := run.record.throughput.get("measured_batches")) is not None]
+    batches = [measured for run in runs if (measured := run.throughput.get("measured_batches")) is not None]
     if batches and min(batches) < _FEW_BATCHES:
         few = _count(min(batches), "batch", "batches")
         found.append(f"The rates rest on {few}: train for longer before you rely on them.")
-    if not any(run.on_gpu for run in runs):
+    if not any(run.memory_is_the_gpus for run in runs):
         found.append(
             "On a CPU 16 bits are not expected to be faster: it has no Tensor Cores, and only some have instructions"
             " for float16 or bfloat16. The peak memory is that of the whole process and says little about the"
@@ -319,7 +319,7 @@ def _circumstances(runs: Sequence[Run]) -> list[str]:
 
 def _outcome(run: Run) -> str:
     """What became of a run that did not complete; empty for one that did."""
-    return "" if run.completed else f"{run.record.status}: {run.record.error or 'it did not say why'}"
+    return "" if run.completed else f"{run.status}: {run.error or 'it did not say why'}"
 
 
 def _count(number: int | None, one: str, many: str | None = None) -> str:
