@@ -202,8 +202,8 @@ def check_memory(found: Findings) -> None:
     if told.missed:
         settings = "; ".join(f"{name} ({gain})" for name, gain in told.missed.items())
         found.remark(f"Left on the table on a GPU: {settings}. tuning=fast turns on what is safe.")
-    found.facts["host_waits"] = [vars(wait) | {"instead": wait.instead} for wait in told.waits]
-    rows = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in told.waits]
+    found.facts["host_waits"] = [vars(wait) | {"instead": wait.instead} for wait in told.waits.values()]
+    rows = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in told.waits.values()]
     found.tables.append(
         Table("Lines that make the host wait for a GPU in each step", ("line", "code", "instead"), rows)
     )
