@@ -100,16 +100,9 @@ def _chosen(arguments: Arguments) -> dict[str, str]:
     composer = Composer(arguments)
     chosen = {}
     for override in composer.parse(arguments.overrides):
-        group = override.key_or_group
-        if (
-            override.is_add()
-            or override.is_delete()
-            or not composer.is_group(group)
-            or isinstance(override.value(), dict)
-        ):
-            continue
-        values = list(override.sweep_string_iterator()) if override.is_sweep_override() else [str(override.value())]
-        chosen[group] = values[0]
+        if composer.chooses(override) and not (override.is_add() or override.is_delete()):
+            values = override.sweep_string_iterator() if override.is_sweep_override() else iter([str(override.value())])
+            chosen[override.key_or_group] = next(values)
     return {group: option for group, option in chosen.items() if not group.startswith("hydra")}
 
 
