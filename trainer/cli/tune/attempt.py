@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from trainer import callbacks as ours
 from trainer import machine
+from trainer.cli.checks.speed import now
 from trainer.cli.failure import is_about_settings
 from trainer.cli.run import assemble
 from trainer.cli.tune.child import Message, Tell
@@ -147,13 +148,13 @@ class Meter(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts the clock."""
-        self._started = self._now()
+        self._started = now(self._device)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stops the clock, and after the last update the fit."""
-        self._seconds += self._now() - self._started
+        self._seconds += now(self._device) - self._started
         samples = batch_size(batch)
         self._samples += samples
         self._batch = max(self._batch, samples)
@@ -186,11 +187,6 @@ class Meter(Callback):
             "samples": self._in_set,
             "skipped": self._skips,
         }
-
-    def _now(self) -> float:
-        if self._device.type in ("cuda", "mps", "xpu"):
-            torch.get_device_module(self._device).synchronize()  # host-device synchronisation: this is a measurement
-        return time.perf_counter()
 
 
 def samples_in(loader: Any) -> int | None:
