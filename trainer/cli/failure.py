@@ -25,7 +25,6 @@ from trainer.cli.processes import is_debug, is_first, rank
 from trainer.errors import (
     ConfigurationError,
     FolderInUseError,
-    LossScaleCollapse,
     NonFiniteError,
     ResumeError,
     TrainerError,
@@ -308,10 +307,11 @@ def _shortened(message: str) -> str:
 
 def _advice(error: BaseException, text: str) -> str:
     """What to do; "" where the message itself has to do."""
-    for kinds, advice in _BY_KIND:
+    is_ours = isinstance(error, TrainerError)
+    for kinds, advice in _OF_OURS if is_ours else _OF_OTHERS:
         if isinstance(error, kinds):
             return str(advice(error) if callable(advice) else advice)
-    if isinstance(error, TrainerError):
+    if is_ours:
         return ""
     if is_out_of_memory(error):
         return _about_memory(error)
@@ -344,8 +344,6 @@ def _about_memory(error: BaseException) -> str:
 
 
 def _about_missing_file(error: OSError) -> str:
-    if isinstance(error, TrainerError):
-        return ""
     return f"Relative paths start from the folder that the command is run in, {Path.cwd()}."
 
 
@@ -371,8 +369,6 @@ def _about_missing_module(error: ModuleNotFoundError) -> str:
 
 
 def _about_system(error: OSError) -> str:
-    if isinstance(error, TrainerError):
-        return ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "The disk is full: make room, or send the run elsewhere with hydra.run.dir=FOLDER."
     if any(kind.__name__ in ("URLError", "HTTPError", "gaierror") for kind in type(error).__mro__):
@@ -382,19 +378,20 @@ def _about_system(error: OSError) -> str:
     return ""
 
 
-_BY_KIND: tuple[tuple[Any, Any], ...] = (
+_OF_OURS: tuple[tuple[Any, Any], ...] = (
     (ResumeError, _about_resuming),
     (
         NonFiniteError,
         "On the command line callbacks=nonfinite_guard names the step and the layer, and"
         " callbacks.nonfinite_guard.policy=skip leaves such steps out and goes on.",
     ),
-    (LossScaleCollapse, ""),
     (
         UnsafeCheckpointError,
         "The command line has neither: load the file with a program of your own, by torch.load(..., weights_only="
         "False), leave out what it asks for, torch.save the rest to another file, and give that.",
     ),
+)
+_OF_OTHERS: tuple[tuple[Any, Any], ...] = (
     ((FileNotFoundError, NotADirectoryError), _about_missing_file),
     (PermissionError, "Expected a file or a folder that this user may read, and a run's folder that it may write."),
     (ModuleNotFoundError, _about_missing_module),
