@@ -8,7 +8,6 @@ torch.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -73,8 +72,8 @@ def _environment_of(arguments: Arguments) -> dict[str, str | None]:
 
     That is ``--debug``, ``--quiet``, and whom configs may name: whatever becomes of the user's list meanwhile.
     """
-    values: dict[str, str | None] = {}
-    values.update({name: "1" for flag, name in (("--debug", DEBUG), ("--quiet", QUIET)) if flag in arguments.flags})
+    flags = (("--debug", DEBUG), ("--quiet", QUIET))
+    values: dict[str, str | None] = {name: "1" for flag, name in flags if flag in arguments.flags}
     if arguments.command != "trust":
         values[trusted.VARIABLE] = ",".join(trusted.packages())
     return values
@@ -128,23 +127,20 @@ def _hydra(arguments: Arguments) -> int:
     if not arguments.shows:
         given = list(arguments.overrides)
         folder = claim(arguments, config)
-        if arguments.command == "compare":
-            from trainer.cli import compare
-
-            report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
-            compare.as_sweep(arguments)
-        elif sweeps(arguments, config):
-            from trainer.cli import sweep
-
-            wanted = sweep.planned(composer, arguments.words_of_config(), config)
-            again = go_on_command(arguments.command, given, folder, "hydra.sweep.dir", arguments.flags)
-            report = partial(sweep.report, folder, since=started, wanted=wanted, again=again)
-        if sweeps(arguments, config):
-            from trainer.cli.sweep import jobs
-
-            waiting = jobs.waiting(config.hydra, folder)
-        else:
+        if not sweeps(arguments, config):
             config = composer.placed(config, arguments, folder)
+        else:
+            from trainer.cli import compare, sweep
+            from trainer.cli.sweep.jobs import waiting_for
+
+            waiting = waiting_for(config.hydra, folder)
+            if arguments.command == "compare":
+                report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
+                compare.as_sweep(arguments)
+            else:
+                wanted = sweep.planned(composer, arguments.words_of_config(), config)
+                again = go_on_command(arguments.command, given, folder, "hydra.sweep.dir", arguments.flags)
+                report = partial(sweep.report, folder, since=started, wanted=wanted, again=again)
     try:
         status = _call_hydra(arguments, composer, config, waiting)
     finally:
@@ -189,12 +185,10 @@ def _call_hydra(
 @contextmanager
 def _as_command_line(arguments: Arguments) -> Iterator[None]:
     """``sys.argv`` in Hydra's form, from which launchers start the other ranks; errors come out whole."""
-    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    argv = sys.argv
     sys.argv = [argv[0], *arguments.for_hydra()]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints the error its own way and exits
     try:
-        yield
+        with environment({"HYDRA_FULL_ERROR": "1"}):  # or Hydra prints the error its own way and exits
+            yield
     finally:
         sys.argv = argv
-        if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from trainer import callbacks as ours
 from trainer import machine
-from trainer.cli.checks.speed import now
 from trainer.cli.failure import is_about_settings
 from trainer.cli.run import assemble
 from trainer.cli.tune.child import Message, Tell
@@ -148,13 +147,13 @@ class Meter(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts the clock."""
-        self._started = now(self._device)
+        self._started = self._now()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stops the clock, and after the last update the fit."""
-        self._seconds += now(self._device) - self._started
+        self._seconds += self._now() - self._started
         samples = batch_size(batch)
         self._samples += samples
         self._batch = max(self._batch, samples)
@@ -187,6 +186,11 @@ class Meter(Callback):
             "samples": self._in_set,
             "skipped": self._skips,
         }
+
+    def _now(self) -> float:
+        if self._device.type in ("cuda", "mps", "xpu"):
+            torch.get_device_module(self._device).synchronize()  # host-device synchronisation: this is a measurement
+        return time.perf_counter()
 
 
 def samples_in(loader: Any) -> int | None:
