@@ -92,7 +92,8 @@ def _dispatch(arguments: Arguments) -> int:
         print(help_text(arguments.command, flags.get("--config-dir")))
         return OK
     if arguments.command in TOOLS:
-        tool = import_module(f"trainer.cli.{arguments.command}")
+        module = "consolidate" if arguments.command == "shard" else arguments.command
+        tool = import_module(f"trainer.cli.{module}")
         status: int = tool.command(arguments)
         return status
     if arguments.command is None:

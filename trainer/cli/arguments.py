@@ -31,7 +31,7 @@ TOOLS = {
     "trust": 99,
 }
 """Subcommands that run nothing, and how many words may follow them. Each is a module of `trainer.cli` with a function
-``command``, which gets the `Arguments` and returns the exit status."""
+``command``, which gets the `Arguments` and returns the exit status; ``shard`` is ``consolidate``'s."""
 
 _OF_FILES = ("report", "consolidate", "shard", "export")
 """Those whose words are files and folders, which may be called ``epoch=3.ckpt``."""
