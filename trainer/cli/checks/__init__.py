@@ -25,11 +25,12 @@ import trainer
 from trainer import machine
 from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.checks.findings import Findings, Table
+from trainer.cli.checks.findings import Findings, Recipe, Table
 from trainer.cli.checks.first_look import check_batch, check_steps
-from trainer.cli.checks.recipe import compose
 from trainer.cli.processes import is_quiet
 from trainer.cli.tables import console, print_table
+from trainer.cli.tune import plain
+from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.machine import readable
 
@@ -63,7 +64,9 @@ def command(arguments: Arguments) -> int:
         )
     arguments.check_flags()
     found = Findings(arguments=arguments)
-    found.recipe = compose(arguments) if arguments.overrides else None
+    if arguments.overrides:
+        config = validate(arguments)
+        found.recipe = Recipe(config.hydra.runtime.choices.get("recipe") or "unnamed", plain(config, Path("outputs")))
     try:
         for check in CHECKS if found.recipe is None else CHECKS_OF_RECIPE:
             check(found)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from trainer.cli import failure
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
-from trainer.cli.checks.recipe import Loaded, Recipe
+from trainer.cli.checks.findings import Loaded, Recipe
 from trainer.cli.folders import merge_recipes
 from trainer.cli.schema import describe
 from trainer.cli.targets import Allowlist

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.arguments import SWITCH, WHOLE
 from trainer.cli.arguments import COMPARED, UsageError
+from trainer.cli.checks.findings import Recipe
 from trainer.cli.settings import read_settings, setting
 from trainer.cli.tune import SIZE, bytes_in
 from trainer.machine import readable
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.callbacks.sync_detector import Wait
-    from trainer.cli.checks.recipe import Recipe
 
 OVERHEAD = 2**30
 """Left for what no tensor of the training is in: CUDA's context, workspaces of its libraries, fragments."""

@@ -22,8 +22,8 @@ import torch
 from lightning.pytorch import Callback
 
 from trainer import machine
+from trainer.cli.checks.findings import Recipe
 from trainer.cli.checks.layers import Done, Layers
-from trainer.cli.checks.recipe import Recipe
 from trainer.cli.checks.speed import now
 from trainer.cli.processes import environment
 from trainer.cli.run import assemble
