@@ -25,10 +25,9 @@ import trainer
 from trainer import machine
 from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.checks.findings import Findings, Recipe, Table
+from trainer.cli.checks.findings import Findings, Recipe
 from trainer.cli.checks.first_look import check_batch, check_steps
-from trainer.cli.processes import is_quiet
-from trainer.cli.tables import console, print_table
+from trainer.cli.tables import Table, tell
 from trainer.cli.tune import plain
 from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError, did_you_mean
@@ -390,14 +389,14 @@ def _disks(found: Findings) -> list[list[str]]:
 
 def show(found: Findings) -> None:
     """Print what was found for a person; with ``--quiet`` the verdict, and what is wrong."""
-    for title, header, rows, numbers, spare in found.tables:
-        if rows and not is_quiet():
-            print_table(title, header, rows, [name for name in header if name not in numbers], spare)
+    for table in found.tables:
+        if table.rows:
+            table.show()
     remarks = [(f"Note: {remark}", "") for remark in found.facts["remarks"]]
     problems = [(f"Broken: {problem}", "red") for problem in found.facts["problems"]]
     verdict = [(found.facts["verdict"], "bold")] if found.facts["verdict"] else []
     for line, style in [*remarks, *problems, *verdict]:
-        console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        tell(line, style)
 
 
 def _rate(value: float | None) -> str:

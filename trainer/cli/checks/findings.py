@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.tables import Table
 
 if TYPE_CHECKING:
     import torch
@@ -51,24 +51,6 @@ class Recipe:
     peak: int | None = None
     operations: int | None = None
     failure: UsageError | None = None
-
-
-class Table(NamedTuple):
-    """What is printed of a check.
-
-    Args:
-        title: above it.
-        header: names of its columns; none for a list of facts.
-        rows: the cells.
-        numbers: names of the columns that are aligned to the right.
-        spare: names of the columns that a narrow terminal does without, the first one first.
-    """
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: Sequence[str] = ()
-    spare: Sequence[str] = ()
 
 
 @dataclass

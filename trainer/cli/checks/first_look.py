@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import machine
 from trainer.cli import failure
-from trainer.cli.checks.findings import Findings, Loaded, Recipe, Table
+from trainer.cli.checks.findings import Findings, Loaded, Recipe
+from trainer.cli.tables import Table
 from trainer.errors import ConfigurationError
 from trainer.machine import readable
 

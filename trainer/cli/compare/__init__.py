@@ -22,7 +22,7 @@ from trainer.cli.help import versions
 from trainer.cli.processes import is_quiet
 from trainer.cli.settings import read_settings
 from trainer.cli.sweep import MEASURING, common_overrides, shown
-from trainer.cli.tables import console, four_digits, markdown_table, print_table
+from trainer.cli.tables import Table, four_digits, markdown_table, tell
 from trainer.record.reader import jobs_of
 
 _FEW_BATCHES = 20
@@ -196,16 +196,14 @@ class Comparison:
 
     def print(self, folder: Path) -> None:
         """Print the report, with ``--quiet`` a line for each run; ``folder`` is where it is."""
-        quiet = is_quiet()
-        shown_in = console() if quiet else print_table(self.title, *self._table(), ("run", "verdict"), _SPARE)
+        header, rows = self._table()
+        Table(self.title, header, rows, [name for name in header if name not in ("run", "verdict")], _SPARE).show()
         for label, text, advice in self._findings():
-            for line in (f"{label}: {text}", *(() if quiet else (f"  - {line}" for line in advice))):
-                shown_in.print(line, markup=False, highlight=False, soft_wrap=True)
-        if not quiet:
-            shown_in.print()
-            for condition in self.conditions:
-                shown_in.print(condition, style="dim", markup=False, highlight=False, soft_wrap=True)
-        shown_in.print(f"The report is {folder / 'compare.md'}", markup=False, highlight=False, soft_wrap=True)
+            for line in (f"{label}: {text}", *(() if is_quiet() else (f"  - {line}" for line in advice))):
+                tell(line)
+        for condition in () if is_quiet() else ("", *self.conditions):
+            tell(condition, "dim")
+        tell(f"The report is {folder / 'compare.md'}")
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers."""

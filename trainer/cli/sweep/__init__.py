@@ -13,8 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from trainer.cli.objective import best
-from trainer.cli.processes import is_quiet
-from trainer.cli.tables import console, markdown_table, print_table
+from trainer.cli.tables import Table, markdown_table, tell
 from trainer.record.reader import RunRecord, jobs_of, without_twins
 
 ENDED_WELL = ("completed", "pruned")
@@ -194,13 +193,11 @@ def _print(
     of_all = f" of {wanted}" if wanted and wanted > len(rows) else ""
     jobs = "1 job" if len(rows) == 1 and not of_all else f"{len(rows)}{of_all} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
-    title, left = f"Sweep of {jobs}", ("overrides", "status", "run dir")
-    shown_in = console() if is_quiet() else print_table(title, header, narrow, left, _SPARE)
+    numbers = [name for name in header if name not in ("overrides", "status", "run dir")]
+    Table(f"Sweep of {jobs}", header, narrow, numbers, _SPARE).show()
     if said:
-        style = "bold green" if "Best: job" in said else "yellow"
-        shown_in.print(said, style=style, soft_wrap=True, markup=False, highlight=False)
+        tell(said, "bold green" if "Best: job" in said else "yellow")
     for run in runs:
         if run.error:
-            told = f"Job {run.job} {run.status}: {run.error}"
-            shown_in.print(told, markup=False, highlight=False, soft_wrap=True)
-    shown_in.print(f"Everything is in {folder}", soft_wrap=True, markup=False, highlight=False)
+            tell(f"Job {run.job} {run.status}: {run.error}")
+    tell(f"Everything is in {folder}")
