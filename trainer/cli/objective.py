@@ -35,7 +35,7 @@ def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) ->
     if metric is None:
         return None
     mode = node.get("mode") or (monitor.get("mode") if metric == monitor.get("metric") else None)
-    return str(metric), str(mode or ("min" if is_lower_better(str(metric)) else "max"))
+    return str(metric), str(mode or (direction_of(str(metric)) or "max"))
 
 
 def monitored(callbacks: Any) -> dict[str, Any] | None:
@@ -58,8 +58,3 @@ def best(runs: Sequence[RunRecord]) -> RunRecord | None:
     if len(goals) != 1 or (goal := goals.pop()) is None:
         return None
     return (min if goal[1] == "min" else max)(rated, key=lambda each: each[1])[0]
-
-
-def is_lower_better(name: str) -> bool:
-    """Whether the name of a metric says that less of it is better."""
-    return direction_of(name) == "min"

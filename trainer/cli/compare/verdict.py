@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.arguments import NUMBER, SWITCH, TEXT
-from trainer.cli.objective import is_lower_better
 from trainer.cli.settings import setting
 from trainer.errors import did_you_mean
-from trainer.record.reader import RunRecord
+from trainer.record.reader import RunRecord, direction_of
 
 MIN_SPEEDUP = 1.5
 """Times the samples per second of 32 bits: below it a GPU has hardly used its Tensor Cores, or had little to do."""
@@ -122,14 +121,14 @@ def choose_metric(runs: Sequence[Run], thresholds: Thresholds) -> tuple[Metric |
             return Metric(str(name), (thresholds.mode or mode) == "max"), remark
     validation = [name for name in names if name.startswith("val")]
     accuracies = [name for name in [*validation, *names] if "acc" in name.lower()]
-    scores = [name for name in validation if not is_lower_better(name)]
+    scores = [name for name in validation if direction_of(name) != "min"]
     found = [*accuracies, *scores, *validation]
     return (_metric(found[0], thresholds) if found else None), remark
 
 
 def _metric(name: str | None, thresholds: Thresholds) -> Metric:
     assert name is not None
-    return Metric(name, thresholds.mode == "max" if thresholds.mode else not is_lower_better(name))
+    return Metric(name, (thresholds.mode or direction_of(name)) != "min")
 
 
 def judge(run: Run, first: Run, metric: Metric | None, thresholds: Thresholds) -> Verdict:

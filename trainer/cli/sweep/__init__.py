@@ -97,36 +97,24 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 def _rows(runs: Sequence[RunRecord], winner: RunRecord | None, folder: Path) -> tuple[list[str], list[list[str]]]:
     common, metrics = common_overrides(runs), _metrics(runs)
-    header = [
-        "job",
-        "overrides",
-        "status",
-        "epochs",
-        "time",
-        *metrics,
-        "skipped",
-        "scale",
-        "memory",
-        "run dir",
-    ]
     rows = []
     for run in runs:
         own = [override for override in shown(run.overrides) if override not in common]
         rows.append(
             [
-                f"{run.job}{' (best)' if run is winner else ''}",
-                " ".join(own),
-                run.status,
-                _number(run.epochs),
-                "-" if run.seconds is None else f"{run.seconds:.1f} s",
-                *(f"{run.metrics[name]:.4g}" if name in run.metrics else "-" for name in metrics),
-                _number(run.skipped_steps),
-                _number(run.scale),
-                "-" if run.peak_memory is None else f"{run.peak_memory / 2**20:,.0f} MiB",
-                os.path.relpath(run.folder, folder),
+                ("job", f"{run.job}{' (best)' if run is winner else ''}"),
+                ("overrides", " ".join(own)),
+                ("status", run.status),
+                ("epochs", _number(run.epochs)),
+                ("time", "-" if run.seconds is None else f"{run.seconds:.1f} s"),
+                *((name, f"{run.metrics[name]:.4g}" if name in run.metrics else "-") for name in metrics),
+                ("skipped", _number(run.skipped_steps)),
+                ("scale", _number(run.scale)),
+                ("memory", "-" if run.peak_memory is None else f"{run.peak_memory / 2**20:,.0f} MiB"),
+                ("run dir", os.path.relpath(run.folder, folder)),
             ]
         )
-    return header, rows
+    return [name for name, _ in rows[0]], [[cell for _, cell in row] for row in rows]
 
 
 def _metrics(runs: Sequence[RunRecord]) -> list[str]:
