@@ -119,7 +119,9 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
     numbers = {"command": command, **comparison.as_dict()}
     (folder / "compare.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     comparison.print(folder)
-    return comparison.failed + (comparison.missed if limits.strict else 0)
+    failed = sum(not run.completed for run in runs)
+    missed = sum(not verdict.met for verdict in comparison.verdicts if verdict is not None)
+    return failed + (missed if limits.strict else 0)
 
 
 def read_runs(folder: Path, since: float = 0.0) -> list[Run]:
@@ -160,16 +162,6 @@ class Comparison:
         ]
         self.conditions = [*([remark] if remark else []), *unequal(runs), *_circumstances(runs)]
         self.title = f"{first.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
-
-    @property
-    def failed(self) -> int:
-        """How many runs did not complete."""
-        return sum(not run.completed for run in self.runs)
-
-    @property
-    def missed(self) -> int:
-        """How many runs miss a threshold."""
-        return sum(not verdict.met for verdict in self.verdicts if verdict is not None)
 
     def markdown(self, command: str, picture: str | None) -> str:
         """The report.
