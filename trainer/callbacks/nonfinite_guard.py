@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from copy import copy
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from trainer.engine.optimizers import needs_closure
 from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError, NonFiniteError
-from trainer.loops.accumulation import AccumulationWindow
 from trainer.postmortem.examine import examine
-from trainer.postmortem.recording import RecordedBatch
+from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of
 from trainer.postmortem.state import ObjectState
 from trainer.precision.guard import StepGuard
@@ -117,7 +116,7 @@ class NonFiniteGuard(Callback):
         """Do what the policy says about a step that was skipped."""
         if self._watch is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
             return
-        window = self._watch.take()
+        window: _Window | None = self._watch.kept()
         if not outcome.skipped:
             self._in_a_row = 0
             return
@@ -182,18 +181,6 @@ class NonFiniteGuard(Callback):
             self._scaler = None
 
 
-class _Batch(NamedTuple):
-    """One batch of a window, and what is cheap to keep: not the state of the module, nor python's random numbers."""
-
-    batch: Any
-    batch_idx: int
-    step: int
-    window: AccumulationWindow
-    generators: dict[str, Tensor]
-    loss: Any
-    has_loss: bool
-
-
 class _Window:
     """The batches of one weight update, and the floating-point buffers from before it.
 
@@ -203,7 +190,7 @@ class _Window:
     """
 
     def __init__(self, buffers: list[Tensor], number: int) -> None:
-        self.batches: list[_Batch] = []
+        self.batches: list[RecordedBatch] = []  # without what is dear to keep: see `recorded`
         self.number = number
         self._buffers = buffers
         self._saved = [torch.empty_like(buffer) for buffer in buffers]
@@ -218,21 +205,16 @@ class _Window:
 
     def has_broken_loss(self) -> bool:
         """Whether a loss is not finite. A host-device synchronisation."""
-        return any(isinstance(one.loss, Tensor) and not one.loss.isfinite().all() for one in self.batches)
+        return any(one.loss is not None and not one.loss.isfinite().all() for one in self.batches)
 
     def recorded(self, trainer: Any) -> list[RecordedBatch]:
-        """The batches for a replay, with the module as it is now."""
+        """The batches for a replay, with the module, and python's random numbers, as they are now."""
         state, others = ObjectState([trainer.lightning_module]), random_states.capture(trainer.engine.device)
-        return [
-            RecordedBatch(one.batch, one.batch_idx, one.step, one.window, others | one.generators, state, one.has_loss)
-            for one in self.batches
-        ]
+        return [one._replace(random_state=others | one.random_state, state=state) for one in self.batches]
 
 
-class _Watch:
-    """Replaces ``FitLoop.training_step`` and keeps windows until their outcome is known.
-
-    As ``trainer.postmortem.recording.Recorder``, but cheap enough to be there at every step.
+class _Watch(Recorder):
+    """A recorder that is cheap enough to be there at every step: it keeps less of each batch.
 
     Args:
         trainer: whose batches.
@@ -240,33 +222,15 @@ class _Watch:
     """
 
     def __init__(self, trainer: Any, *, keeps_batches: bool) -> None:
-        self._loop = trainer.loop
+        super().__init__(trainer)
         self._device = trainer.engine.device
         self._keeps_batches = keeps_batches
         self._automatic = trainer.lightning_module.automatic_optimization
         self._buffers = [b for b in trainer.lightning_module.buffers() if b.is_floating_point() and b.numel()]
-        self._training_step = self._loop.training_step
-        self._steps = self._loop.progress.optimizer_steps
-        self._update = self._resolved = 0
-        self._windows: dict[int, _Window] = {}
-        self._is_watching = True
-        self._loop.training_step = self
-
-    def stop(self) -> None:
-        """Stop recording."""
-        self._windows.clear()
-        self._is_watching = False
-        if self._loop.training_step is self:  # otherwise another recorder was put in front of this one
-            self._loop.training_step = self._training_step
-
-    def take(self) -> _Window | None:
-        """The window whose outcome has come."""
-        self._resolved += 1
-        return self._windows.pop(self._resolved - 1, None)
 
     def __call__(self, batch: Any, batch_idx: int) -> Any:
         """``training_step``."""
-        if not self._is_watching:
+        if self._from_step:  # it has been stopped
             return self._training_step(batch, batch_idx)
         steps, window = self._loop.progress.optimizer_steps, self._loop.window
         if steps != self._steps:
@@ -285,7 +249,7 @@ class _Watch:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         loss = loss.detach() if isinstance(loss, Tensor) else None
         has_loss = loss is not None or not self._automatic
-        kept.batches.append(_Batch(batch, batch_idx, steps, mark, generators, loss, has_loss))
+        kept.batches.append(RecordedBatch(batch, batch_idx, steps, mark, generators, None, has_loss, loss))
         return output
 
 
