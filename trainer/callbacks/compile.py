@@ -12,10 +12,10 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from trainer.callbacks.choice import Choice, as_choices, choose, has_forward
+from trainer.callbacks.choice import Choice, as_choices, choose
 from trainer.engine import compilation
 from trainer.errors import ConfigurationError
-from trainer.precision.fp32_modules import plain_class
+from trainer.precision.fp32_modules import has_forward, plain_class
 
 _USUAL = 4
 """How often a function is compiled anew where all is well: with and without gradients, and when a size first varies."""

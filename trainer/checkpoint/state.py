@@ -39,6 +39,7 @@ from trainer.errors import (
     ResumeError,
     UnsafeCheckpointError,
 )
+from trainer.precision.fp32_modules import plain_name
 from trainer.state.progress import FitProgress
 
 FORMAT = 2
@@ -272,14 +273,9 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
 
 def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
     """The names of each optimizer's parameters, in its order; [] for one with parameters that are not the module's."""
-    names = {id(parameter): _bare(name) for name, parameter in module.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     held = [[id(one) for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
     return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
-
-
-def _bare(name: str) -> str:
-    """The name of a parameter without those of wrappers on the way."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _put_in_order(checkpoint: dict[str, Any], saved: list[list[str]], names: list[list[str]]) -> None:
