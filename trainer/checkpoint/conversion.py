@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import files, sharded_files, shards, state
-from trainer.checkpoint.inert import PLACES, StandIn, inert
+from trainer.checkpoint.inert import PLACES, StandIn, load_inert
 from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.weights import read as read_weights
 from trainer.errors import CheckpointError, CheckpointWriteError
@@ -109,10 +109,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 
     def load(path: Path, weights_only: bool) -> dict[str, Any]:
         is_archive = files.verify(path)
-        if path.is_dir():
-            return shards.read_whole(path)
-        with path.open("rb") as stream, inert(stream):
-            loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=is_archive)
+        loaded: dict[str, Any] = shards.read_whole(path) if path.is_dir() else load_inert(path, mmap=is_archive)
         return loaded
 
     return state.read(load, checkpoint, None)

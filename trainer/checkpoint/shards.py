@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint.files import Summed, make_folder
-from trainer.checkpoint.inert import inert
+from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.manifest import OUR_KEY, Manifest
 from trainer.checkpoint.sharded_files import MANIFEST, STATE
 from trainer.checkpoint.snapshot import is_plain
@@ -331,7 +331,7 @@ def read(
         pickle.UnpicklingError: it holds more than what belongs there.
     """
     manifest = sharded_files.read_manifest(folder)
-    tree = _load(folder / STATE, weights_only)
+    tree = load_inert(folder / STATE, weights_only=weights_only)
     metadata = _metadata_of(folder, manifest)
     targets: dict[str, Tensor] = {}
 
@@ -351,16 +351,8 @@ def read(
         _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
     count = sum(name.startswith("process_") for name in manifest.files)
     wanted = [] if only else range(count) if process is None or process[1] != count else [process[0]]
-    return tree, [_load(folder / _process_file(i), weights_only) if i in wanted else None for i in range(count)]
-
-
-def _load(path: Path, weights_only: bool) -> Any:
-    with path.open("rb") as file:
-        if not weights_only:
-            return torch.load(file, map_location="cpu", weights_only=False)
-        with inert(file):
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
+    own = [folder / _process_file(i) if i in wanted else None for i in range(count)]
+    return tree, [None if file is None else load_inert(file, weights_only=weights_only) for file in own]
 
 
 def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
