@@ -5,14 +5,15 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from trainer.callbacks.choice import Choice, as_choices, choose
+from trainer.callbacks.of_run import OfRun
 from trainer.engine import compilation
 from trainer.errors import ConfigurationError
 from trainer.precision.fp32_modules import has_forward, plain_class
@@ -24,7 +25,7 @@ _REASONS = 5  # in the record
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
-class Compile(Callback):
+class Compile(OfRun):
     """Has ``torch.compile`` compile the module's network while a run lasts: training, validation, test, prediction.
 
     What is compiled are forward passes: the LightningModule's own ``forward``, and each of its parts (``self.net``)
@@ -61,6 +62,8 @@ class Compile(Callback):
             is nothing to compile, or one that ``torch.compile`` has compiled as a whole.
     """
 
+    of_no_run: ClassVar = {"_undo": [], "_is_on": False}  # the module is compiled, and put back, by the original
+
     def __init__(
         self,
         modules: Choice | Sequence[Choice] | None = None,
@@ -87,10 +90,6 @@ class Compile(Callback):
     def compilations(self) -> list[compilation.Compilation]:
         """What has been compiled."""
         return self._watch.done
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has its settings, and what was compiled; the module is compiled, and put back, by the original."""
-        return self.__dict__ | {"_undo": [], "_is_on": False}
 
     # --- the run begins ---------------------------------------------------------------------------------------
 
@@ -178,15 +177,8 @@ class Compile(Callback):
                 stacklevel=2,
             )
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+    def let_go(self, trainer: Any) -> None:
         """Leave the module as it was."""
-        self._put_back()
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Leave the module as it was."""
-        self._put_back()
-
-    def _put_back(self) -> None:
         while self._undo:
             self._undo.pop()()
         self._is_on = False

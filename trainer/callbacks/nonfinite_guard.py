@@ -5,15 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from copy import copy
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from trainer.callbacks.of_run import OfRun
 from trainer.engine.optimizers import needs_closure
 from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError, NonFiniteError
@@ -28,7 +29,7 @@ from trainer.state.outcome import StepOutcome
 _POLICIES = ("stop", "skip", "go_on")
 
 
-class NonFiniteGuard(Callback):
+class NonFiniteGuard(OfRun):
     """Decides what becomes of a step whose loss or gradients are not finite; in float32 and bfloat16, too.
 
     The gradients of every step are looked at, and one that is not finite has the step skipped, exactly as the loss
@@ -66,6 +67,8 @@ class NonFiniteGuard(Callback):
         NonFiniteError: while training.
     """
 
+    of_no_run: ClassVar = {"_scaler": None, "_watch": None}
+
     def __init__(
         self,
         policy: Literal["stop", "skip", "go_on"] = "stop",
@@ -86,10 +89,6 @@ class NonFiniteGuard(Callback):
         self._watch: _Watch | None = None
         self._in_a_row = 0
         self._has_told = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy belongs to no run
-        return {**vars(self), "_scaler": None, "_watch": None}
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Replace a scaler that neither scales nor skips by one that skips steps."""
@@ -147,14 +146,6 @@ class NonFiniteGuard(Callback):
                 step=trainer.global_step,
             )
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore the Trainer's scaler and training step."""
-        self._let_go(trainer)
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Restore the Trainer's scaler and training step."""
-        self._let_go(trainer)
-
     def _tell(self, trainer: Any, step: int) -> None:
         """Warn once; end the run where too many steps in a row were skipped."""
         if self._in_a_row == self.max_in_a_row:
@@ -172,7 +163,8 @@ class NonFiniteGuard(Callback):
                 " says where they come from."
             )
 
-    def _let_go(self, trainer: Any) -> None:
+    def let_go(self, trainer: Any) -> None:
+        """Restore the Trainer's scaler and training step."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None

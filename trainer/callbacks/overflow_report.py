@@ -8,14 +8,14 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from rich import get_console
 from rich.console import Console
-from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.callbacks.of_run import OfRun
 from trainer.errors import ConfigurationError, LossScaleCollapse
 from trainer.files import write_text
 from trainer.postmortem.examine import examine
@@ -28,7 +28,7 @@ _HISTORY = 40
 """Changes of the scale that are remembered: more than it takes from 2**24 down to 1."""
 
 
-class OverflowReport(Callback):
+class OverflowReport(OfRun):
     """Says which layer overflows when steps are skipped, and stops a run that does nothing but skip.
 
     On by default where the loss is scaled. After ``after`` skipped steps in a row the batch is run again, with the
@@ -64,6 +64,8 @@ class OverflowReport(Callback):
             skipped steps; weights, optimizers and schedules have not changed since.
     """
 
+    of_no_run: ClassVar = {"_demand": None, "_recorder": None, "_before": None}
+
     def __init__(
         self,
         after: int | None = 3,
@@ -95,13 +97,9 @@ class OverflowReport(Callback):
         limits = [limit for limit in (after, collapse_after, at_floor) if limit is not None]
         self._record_from = max(1, min(limits) - 2) if limits else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy is of no run
-        return {**vars(self), "_demand": None, "_recorder": None, "_before": None}
-
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget an earlier run."""
-        self._drop_recordings()
+        self.let_go(trainer)
         self.reports = []
         self._history.clear()
         self._history.append((trainer.global_step, trainer.scaler.current_scale))
@@ -130,14 +128,6 @@ class OverflowReport(Callback):
             self._demand.stop()
             self._demand = None
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drop the recorded batches."""
-        self._drop_recordings()
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Drop the recorded batches."""
-        self._drop_recordings()
-
     def _take_skip(self, trainer: Any, step: int, outcome: StepOutcome) -> None:
         """Count one skipped step; report, and end the run, where it is time to."""
         at_floor = outcome.scale <= trainer.scaler.min_scale
@@ -163,7 +153,8 @@ class OverflowReport(Callback):
             self._recorder.stop()
             self._recorder = None
 
-    def _drop_recordings(self) -> None:
+    def let_go(self, trainer: Any) -> None:
+        """Drop the recorded batches."""
         self._end_skips()
         if self._demand is not None:
             self._demand.stop()
@@ -215,7 +206,7 @@ class OverflowReport(Callback):
                 f"Weights, optimizers, schedules, buffers and the loss scale from before step {before.step} are in"
                 f" {path}; a run that resumes from it begins with the batch that is under way."
             )
-        if broken := [name for name, buffer in module.named_buffers() if not _is_finite(buffer)]:
+        if broken := [name for name, buffer in module.named_buffers() if not buffer.isfinite().all()]:
             lines.append(
                 f"These buffers were not finite after step {before.step} already: {names_of(broken)}. Reset them, or"
                 " take them from an older checkpoint."
@@ -269,10 +260,6 @@ def _told(history: Sequence[tuple[int, float]], stride: int) -> str:
         told.append(f"{high:g} from step {first}" if end == 1 else f"{high:g} to {low:g} in steps {first} to {last}")
         del entries[:end]
     return ", ".join(told)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
 def _newest_checkpoint(trainer: Any, before: float) -> Path | None:
