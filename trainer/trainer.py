@@ -458,7 +458,7 @@ class Trainer(TrainerBase):
         loop = self.loop
         if loop.limits.max_epochs in (None, -1):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
-        if not self.data.is_ready(RunningStage.TRAINING):
+        if self.data.ready(RunningStage.TRAINING) is None:
             rank_zero_info("Loading `train_dataloader` to estimate number of stepping batches.")
         loaders = self.data.loaders(RunningStage.TRAINING)
         batches = 0 if loaders is None else loaders.num_batches()
