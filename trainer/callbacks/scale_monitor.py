@@ -188,8 +188,8 @@ class ScaleMonitor(Callback):
         trainer.log_metric("amp/skipped_steps", float(trainer.skipped_steps))
         trainer.log_metric("amp/skip_rate", self.skip_rate)
         self._judge(outcome.next_scale)
-        if self._probe is not None and self._probe.has_started:
-            self._report(trainer, pl_module, self._probe.finish(), outcome)
+        if self._probe is not None and (found := self._probe.finish()):
+            self._report(trainer, found, outcome)
 
     def _is_due(self, trainer: Any) -> bool:
         """Whether this is an update whose gradients are looked at: with the default, one that the loggers get."""
@@ -204,7 +204,7 @@ class ScaleMonitor(Callback):
             named = ((self._names.get(id(p), "?"), p.numel(), gradient) for p, gradient in local)
             self._probe.start(named, total)
 
-    def _report(self, trainer: Any, pl_module: LightningModule, found: list[Underflow], outcome: StepOutcome) -> None:
+    def _report(self, trainer: Any, found: list[Underflow], outcome: StepOutcome) -> None:
         if outcome.skipped:  # infinities and what they became say nothing about small gradients
             return
         self.underflow = found

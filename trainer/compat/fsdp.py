@@ -140,11 +140,6 @@ class FSDP2Strategy(DDPStrategy):
         """Weights are loaded into the sharded module."""
         return True
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of the data this process gets."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     def setup_environment(self) -> None:
         """Join the process group, and arrange the processes."""
         super().setup_environment()
