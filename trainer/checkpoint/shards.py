@@ -25,6 +25,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,7 +133,10 @@ def _key(place: Place, taken: Mapping[str, Any]) -> str:
 
 def by_name(states: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
     """States of optimizers with the names of parameters in the place of numbers; as they are where there are none."""
-    return [_renamed(state, dict(enumerate(known))) if known else state for state, known in _zip(states, names)]
+    return [
+        _renamed(state, dict(enumerate(known))) if known else state
+        for state, known in zip(states, chain(names, repeat([])), strict=False)
+    ]
 
 
 def by_number(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[str]]]:
@@ -155,10 +159,6 @@ def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
         "state": {new.get(one, one): value for one, value in state["state"].items()},
         "param_groups": groups,
     }
-
-
-def _zip(states: list[Any], names: list[list[str]]) -> Iterator[tuple[Any, list[str]]]:
-    return ((state, names[index] if index < len(names) else []) for index, state in enumerate(states))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -267,28 +267,25 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint of this run. Any other file, and the last good one, is kept, with a warning."""
-        self._do(self._remove_locked, path)
-
-    def _remove_locked(self, path: str | Path) -> list[str]:
-        with _removing:
-            return self._remove(path)
+        self._do(self._remove, path)
 
     def _remove(self, path: str | Path) -> list[str]:
-        local, name = local_path(path), _name(path)
-        if not (get_filesystem(path).exists(path) if local is None else os.path.lexists(local)):
-            return []
-        if reason := self._reason_to_keep(local, name):
-            if reason == _LAST and self._saver not in (None, threading.get_ident()):
-                self._due.add(path)  # its successor is being written by another thread (AsyncCheckpointIO)
+        with _removing:
+            local, name = local_path(path), _name(path)
+            if not (get_filesystem(path).exists(path) if local is None else os.path.lexists(local)):
                 return []
-            return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
-        if local is None:
-            super().remove_checkpoint(path)
-        elif local.is_dir() and not local.is_symlink():
-            sharded_files.remove(local)
-        else:
-            local.unlink()
-        return []
+            if reason := self._reason_to_keep(local, name):
+                if reason == _LAST and self._saver not in (None, threading.get_ident()):
+                    self._due.add(path)  # its successor is being written by another thread (AsyncCheckpointIO)
+                    return []
+                return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
+            if local is None:
+                super().remove_checkpoint(path)
+            elif local.is_dir() and not local.is_symlink():
+                sharded_files.remove(local)
+            else:
+                local.unlink()
+            return []
 
     def _reason_to_keep(self, local: Path | None, name: str) -> str:
         """Why a file must not be removed, as a sentence; "" where it may be."""

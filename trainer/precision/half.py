@@ -61,7 +61,7 @@ class HalfPrecision(Precision):
     def check(self, device: torch.device) -> None:
         """Warn of what float16 weights do to small gradients, and of GPUs that only emulate bfloat16."""
         if self.dtype is torch.bfloat16:
-            warn_of_emulation(self.name, "16-mixed", device)
+            warn_of_emulation(self.name, device)
         else:
             warnings.warn(
                 "precision='16-true' keeps weights and gradients in float16 and does not scale the loss: gradients"

@@ -112,7 +112,7 @@ class MixedPrecision(Precision):
                 " Use precision='32-true'."
             )
         if self.dtype is torch.bfloat16:
-            warn_of_emulation(self.name, "16-mixed", device)
+            warn_of_emulation(self.name, device)
 
     def build_scaler(self, device: torch.device) -> LossScaler:
         """A scaler for ``device``; disabled where the loss is not scaled."""
