@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 from trainer.callbacks.choice import Choice, as_choices, choose
 from trainer.callbacks.of_run import OfRun
 from trainer.engine import compilation
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, expect
 from trainer.precision.fp32_modules import has_forward, plain_class
 
 _USUAL = 4
@@ -77,10 +77,8 @@ class Compile(OfRun):
         self.modules = None if modules is None else as_choices(modules)
         self.settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
         self.settings |= {"mode": mode, "options": None if options is None else dict(options)}
-        if mode is not None and options is not None:
-            raise ConfigurationError(
-                f"Got mode={mode!r} and options={options!r}, expected one of them: torch.compile takes no more."
-            )
+        are_too_many = mode is not None and options is not None
+        expect(not are_too_many, "one of them: torch.compile takes no more", mode=mode, options=options)
         self.compiled: list[str] = []
         self._watch = compilation.Compilations()
         self._undo: list[Any] = []

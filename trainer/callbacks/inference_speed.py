@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from trainer.data.samples import batch_size
-from trainer.errors import ConfigurationError
+from trainer.errors import expect
 from trainer.precision.dtypes import cast
 from trainer.record.measures import folder_of_files
 
@@ -62,10 +62,8 @@ class InferenceSpeed(Callback):
     def __init__(
         self, batches: int = 4, rounds: int = 7, warmup: int = 2, dirpath: str | os.PathLike[str] | None = None
     ) -> None:
-        if batches < 1 or rounds < 1 or warmup < 0:
-            raise ConfigurationError(
-                f"Got batches={batches!r}, rounds={rounds!r} and warmup={warmup!r}, expected at least 1, 1 and 0."
-            )
+        is_fine = batches >= 1 and rounds >= 1 and warmup >= 0
+        expect(is_fine, "at least 1, 1 and 0", batches=batches, rounds=rounds, warmup=warmup)
         self.batches = batches
         self.rounds = rounds
         self.warmup = warmup

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from trainer.callbacks.of_run import OfRun
 from trainer.engine.optimizers import needs_closure
 from trainer.engine.protocol import Engine
-from trainer.errors import ConfigurationError, NonFiniteError
+from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of
@@ -25,8 +25,6 @@ from trainer.postmortem.state import ObjectState
 from trainer.precision.guard import StepGuard
 from trainer.state import random_states
 from trainer.state.outcome import StepOutcome
-
-_POLICIES = ("stop", "skip", "go_on")
 
 
 class NonFiniteGuard(OfRun):
@@ -76,10 +74,8 @@ class NonFiniteGuard(OfRun):
         every_step: bool = True,
         max_in_a_row: int | None = 50,
     ) -> None:
-        if policy not in _POLICIES:
-            raise ConfigurationError(f"Got policy={policy!r}, expected 'stop', 'skip' or 'go_on'.")
-        if max_in_a_row is not None and (not isinstance(max_in_a_row, int) or max_in_a_row < 1):
-            raise ConfigurationError(f"Got max_in_a_row={max_in_a_row!r}, expected at least 1 step, or None.")
+        expect(policy in ("stop", "skip", "go_on"), "'stop', 'skip' or 'go_on'", policy=policy)
+        expect(max_in_a_row is None or is_count(max_in_a_row), "at least 1 step, or None", max_in_a_row=max_in_a_row)
         self.policy = policy
         self.every_step = every_step and policy != "go_on"
         self.max_in_a_row = max_in_a_row

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch.optim import Optimizer
 
 from trainer.callbacks.of_run import OfRun
-from trainer.errors import ConfigurationError, LossScaleCollapse
+from trainer.errors import LossScaleCollapse, expect
 from trainer.files import write_text
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
@@ -75,10 +75,10 @@ class OverflowReport(OfRun):
         dirpath: str | os.PathLike[str] | None = None,
         console: Console | None = None,
     ) -> None:
-        _expect(after is None or after >= 3, "after", after, "at least 3 skipped steps in a row, or None")
-        _expect(at_step is None or at_step >= 0, "at_step", at_step, "the number of a step, from 0, or None")
-        _expect(collapse_after is None or collapse_after >= 3, "collapse_after", collapse_after, "at least 3, or None")
-        _expect(at_floor is None or at_floor >= 1, "at_floor", at_floor, "at least 1, or None")
+        expect(after is None or after >= 3, "at least 3 skipped steps in a row, or None", after=after)
+        expect(at_step is None or at_step >= 0, "the number of a step, from 0, or None", at_step=at_step)
+        expect(collapse_after is None or collapse_after >= 3, "at least 3, or None", collapse_after=collapse_after)
+        expect(at_floor is None or at_floor >= 1, "at least 1, or None", at_floor=at_floor)
         self.after = after
         self.at_step = at_step
         self.collapse_after = collapse_after
@@ -274,8 +274,3 @@ def _write(path: Path, text: str) -> None:
         write_text(path, text)
     except OSError as problem:  # no reason to end a run
         warnings.warn(f"The overflow report could not be written to {path}: {problem}", stacklevel=2)
-
-
-def _expect(holds: bool, name: str, given: object, expected: str) -> None:
-    if not holds:
-        raise ConfigurationError(f"Got {name}={given!r}, expected {expected}.")

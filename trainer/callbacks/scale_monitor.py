@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients, total_norm
-from trainer.errors import ConfigurationError
+from trainer.errors import expect
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.state.outcome import StepOutcome
 
@@ -72,24 +72,13 @@ class ScaleMonitor(Callback):
         worst_layers: int = 3,
     ) -> None:
         low, high = healthy
-        if not 0 < alarm <= low < high:
-            raise ConfigurationError(
-                f"Got alarm={alarm!r} and healthy={tuple(healthy)!r}, expected 0 < alarm <= healthy[0] < healthy[1]."
-            )
-        if patience < 1 or window < 1:
-            raise ConfigurationError(
-                f"Got patience={patience!r} and window={window!r}, expected numbers of steps, at least 1."
-            )
-        if every_n_steps < 0 or worst_layers < 0:
-            raise ConfigurationError(
-                f"Got every_n_steps={every_n_steps!r} and worst_layers={worst_layers!r}, expected whole numbers, at"
-                " least 0."
-            )
-        if not (0 < max_skip_rate <= 1 and 0 < max_underflow <= 1):
-            raise ConfigurationError(
-                f"Got max_skip_rate={max_skip_rate!r} and max_underflow={max_underflow!r}, expected shares above 0 and"
-                " up to 1."
-            )
+        order = "0 < alarm <= healthy[0] < healthy[1]"
+        expect(0 < alarm <= low < high, order, alarm=alarm, healthy=tuple(healthy))
+        expect(patience >= 1 and window >= 1, "numbers of steps, at least 1", patience=patience, window=window)
+        are_counts = every_n_steps >= 0 and worst_layers >= 0
+        expect(are_counts, "whole numbers, at least 0", every_n_steps=every_n_steps, worst_layers=worst_layers)
+        shares = {"max_skip_rate": max_skip_rate, "max_underflow": max_underflow}
+        expect(all(0 < share <= 1 for share in shares.values()), "shares above 0 and up to 1", **shares)
         self.healthy = (float(low), float(high))
         self.patience = patience
         self.alarm = alarm

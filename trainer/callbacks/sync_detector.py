@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.callbacks.of_run import OfRun
-from trainer.errors import ConfigurationError
+from trainer.errors import expect
 
 log = logging.getLogger("lightning.pytorch.advice")
 """Lightning shows what loggers of its name say; on the command line ``hydra/job_logging: trainer`` shows this one."""
@@ -123,8 +123,7 @@ class SyncDetector(OfRun):
     """
 
     def __init__(self, batches: int = 10, after: int = 2) -> None:
-        if batches < 1 or after < 0:
-            raise ConfigurationError(f"Got batches={batches!r} and after={after!r}, expected at least 1 and 0.")
+        expect(batches >= 1 and after >= 0, "at least 1 and 0", batches=batches, after=after)
         self.batches = batches
         self.after = after
         self.waits: list[Wait] = []
