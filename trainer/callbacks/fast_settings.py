@@ -13,9 +13,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from trainer.callbacks.of_run import OfRun
+from trainer.engine.memory import ALLOCATOR, expands_segments
 
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that torch's allocator reads, once, when CUDA is initialised."""
 _TF32, _BENCHMARK, _LAYOUT, _SEGMENTS = "TF32", "cudnn.benchmark", "channels_last", "expandable segments"
 _GAINS = {
     _TF32: "float32 matrix products run on Tensor Cores",
@@ -80,7 +79,7 @@ class FastSettings(OfRun):
                 self._undo.append(partial(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark))
                 torch.backends.cudnn.benchmark = True
                 self.on.append(_BENCHMARK)
-            if self._allocates or "expandable_segments:True" in _allocator_settings():
+            if self._allocates or expands_segments():
                 self.on.append(_SEGMENTS)
         self._lay_out(trainer, pl_module)
 
@@ -120,7 +119,7 @@ class FastSettings(OfRun):
         """Put back what there was."""
         super().teardown(trainer, pl_module, stage)
         if self._allocates:  # torch has read it, if it ever will
-            os.environ.pop(_ALLOCATOR[0], None)
+            os.environ.pop(ALLOCATOR[0], None)
 
     def run_facts(self) -> dict[str, Any]:
         """What the record of the run says."""
@@ -159,7 +158,7 @@ def missed(module: nn.Module, settings: FastSettings | None, *, precision: str) 
         precision: its name: in mixed precision no matrix products are left that TF32 would help.
     """
     wanted = settings.wanted if settings is not None else ()
-    helps = {_SEGMENTS: "expandable_segments" not in _allocator_settings()}
+    helps = {_SEGMENTS: not any("expandable_segments" in os.environ.get(name, "") for name in ALLOCATOR)}
     helps[_TF32] = precision == "32-true"
     helps[_BENCHMARK] = helps[_LAYOUT] = bool(_convolutions(module))
     return {name: gain for name, gain in _GAINS.items() if helps[name] and name not in wanted}
@@ -181,14 +180,10 @@ def _usual(value: Any) -> Any:
     return value.contiguous() if is_laid_out else value
 
 
-def _allocator_settings() -> str:
-    return ",".join(os.environ.get(name, "") for name in _ALLOCATOR)
-
-
 def _expand_segments() -> bool:
     """Whether the allocator was told to. It reads the variable once, when CUDA is initialised."""
-    said = any(name in os.environ for name in _ALLOCATOR)
+    said = any(name in os.environ for name in ALLOCATOR)
     if said or sys.platform != "linux" or not torch.cuda.is_available() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
-    os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    os.environ[ALLOCATOR[0]] = "expandable_segments:True"
     return True
