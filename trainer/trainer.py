@@ -61,6 +61,14 @@ Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """What ``plugins`` may hold. A precision is no plugin here: it is the argument ``precision``."""
 
 
+_ATTRIBUTES = (
+    "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval",
+    "num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "enable_autolog_hparams", "resume", "exact_resume",
+    "dataloader_timeout", "pad_evaluation", "prefetch_batches", "barebones",
+)  # fmt: skip
+"""The arguments that are attributes of the same name, as `arguments.parse_limits` returns them."""
+
+
 class Trainer(TrainerBase):
     """Trains, validates, tests and predicts with a ``LightningModule``.
 
@@ -178,21 +186,8 @@ class Trainer(TrainerBase):
 
         self._default_root_dir = os.fspath(default_root_dir or os.getcwd())
         self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run or False
+        vars(self).update({name: limits[name] for name in _ATTRIBUTES})
         self.overfit_batches = limits["overfit_batches"] or 0.0
-        self.limit_train_batches = limits["limit_train_batches"]
-        self.limit_val_batches = limits["limit_val_batches"]
-        self.limit_test_batches = limits["limit_test_batches"]
-        self.limit_predict_batches = limits["limit_predict_batches"]
-        self.val_check_interval = limits["val_check_interval"]
-        self.num_sanity_val_steps = limits["num_sanity_val_steps"]
-        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
-        self.enable_autolog_hparams = enable_autolog_hparams
-        self.resume = resume
-        self.exact_resume = exact_resume
-        self.dataloader_timeout = dataloader_timeout
-        self.pad_evaluation = pad_evaluation
-        self.prefetch_batches = prefetch_batches
-        self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from copy import copy
 from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -153,7 +152,7 @@ class NonFiniteGuard(OfRun):
             )
         if not self._has_told:
             self._has_told = True
-            _warn(
+            rank_zero_warn(
                 f"Optimizer step {step} of epoch {trainer.current_epoch} was skipped, because gradients were not"
                 " finite. Others will be without a message: trainer.skipped_steps counts them. NonFiniteGuard('stop')"
                 " says where they come from."
@@ -296,8 +295,3 @@ def _broken(module: LightningModule, engine: Engine) -> list[str]:
     if not engine.gradients.are_parts:
         return broken
     return list(dict.fromkeys(name for names in engine.broadcast(engine.gather(broken)) for name in names))
-
-
-@rank_zero_only
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)

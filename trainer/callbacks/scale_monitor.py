@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -249,9 +248,4 @@ class ScaleMonitor(Callback):
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            _say(message)
-
-
-@rank_zero_only
-def _say(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+            rank_zero_warn(message)
