@@ -119,7 +119,7 @@ class Preparation:
             draw_in_fit(loop, loaders, ends_epoch=self._module.automatic_optimization)
         if profiling is not None:
             profiling.watch_fit(loop, self.hooks, self._path)
-            self._session.callback(profiling.leave_fit, loop)
+            self._session.callback(vars(loop).pop, "update_weights", None)
 
     def _choose_path(self) -> None:
         """Set the path of a batch that module, optimizers and engine want."""
