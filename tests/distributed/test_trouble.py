@@ -1,23 +1,44 @@
-"""A process that does not come to where the others wait: which one it is, and where it is, while they wait."""
+"""What goes wrong on several processes: one does not come to where the others wait; the loss of one jumps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.ranks import Ranks
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 from trainer.engine.stalls import Place, missing_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
 
-def test_the_process_that_does_not_come_is_named_with_the_layer_that_it_is_in(
-    python: WarmPython, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def ranks(python: WarmPython) -> Iterator[Ranks]:
     with Ranks(python, 2) as ranks:
-        (said, weight), (nothing, same) = ranks.call("tests.distributed.stalls_worker:fit", tmp_path, 1, 3.0, 3.0)
+        yield ranks
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+def test_all_go_back_when_the_loss_of_one_jumps_and_are_as_if_the_batches_had_not_been(
+    ranks: Ranks, tmp_path: Path, engine: str
+) -> None:
+    """Under DDP in 16-mixed, with its scaler; under FSDP from a sharded checkpoint."""
+    found = ranks.call("tests.distributed.trouble_worker:spike", tmp_path, engine, None)
+    oracle = ranks.call("tests.distributed.trouble_worker:spike", tmp_path, engine, (8, 12))
+    for (done, weights, step), (nothing, without, steps) in zip(found, oracle, strict=True):
+        assert [(one["step"], one["to_step"], one["first"], one["last"]) for one in done] == [(11, 8, [0, 8], [0, 11])]
+        assert nothing == []
+        assert step == steps == 12
+        for mine, other in zip(weights, without, strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_the_process_that_does_not_come_is_named_with_the_layer_that_it_is_in(ranks: Ranks, tmp_path: Path) -> None:
+    (said, weight), (nothing, same) = ranks.call("tests.distributed.trouble_worker:stall", tmp_path, 1, 3.0, 3.0)
     assert nothing == []
     (text,) = said
     first, late, *stack, other, file = text.splitlines()
