@@ -136,7 +136,10 @@ class ModuleLog:
             if value.dtype not in _KEPT:
                 value = value.to(accumulation_dtype())
             elif self._copies:
-                value = value.clone()
+                copy = value.clone()
+                if not value.is_inference():  # which has no version
+                    store.copies.append((value, value._version, copy))
+                value = copy
             if value.dim():
                 if value.numel() != 1:
                     raise ValueError(

@@ -283,6 +283,8 @@ class MetricStore:
         self.shared_hooks: Collection[str] = ()
         self.in_batch = False
         """Whether a batch runs (values are the step's) or the epoch is over (values are the epoch's)."""
+        self.copies: list[tuple[Tensor, int, Tensor]] = []
+        """Of what was logged in this batch: the tensor without its graph, its version, and its copy."""
 
     def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """A batch starts; ``self.log`` takes its batch size from ``batch``."""
@@ -290,6 +292,13 @@ class MetricStore:
         self.batch_size = None
         self.dataloader_idx = dataloader_idx
         self.in_batch = True
+
+    def copy_of(self, value: Tensor) -> Tensor:
+        """A copy that outlives the batch: the one that ``self.log`` made of this value, where it was logged."""
+        for logged, version, copy in self.copies:
+            if logged.is_set_to(value) and version == value._version:  # the same memory, not written to since
+                return copy
+        return value.detach().clone()
 
     def share_steps(self, shares: bool) -> None:
         """Whether values of single batches are reduced over the processes, where ``sync_dist`` asks for it.
@@ -370,7 +379,8 @@ class MetricStore:
                 own[key].replace(value)
 
     def end_batch(self) -> None:
-        """The batch is over: drop the reference to it."""
+        """The batch is over: drop the references to it and to what was logged of it."""
+        self.copies.clear()
         self.batch = None
         self.batch_size = None
 
