@@ -161,7 +161,7 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
 def claim_folder(arguments: Arguments, config: DictConfig) -> Path:
     """Make the folder of this run. Prints a remark where the config asks for several devices."""
     folder = claim(arguments, config).resolve()
-    if config.trainer.devices not in (1, "1", "auto") or config.trainer.num_nodes != 1:
+    if config.trainer.devices not in (1, "1", "auto") or config.trainer.num_nodes not in (1, "auto"):
         say(
             "The config asks for several devices, and tune works on one: DDP takes memory for one more copy of the"
             " gradients, and more devices make a larger batch in all."
