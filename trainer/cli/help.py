@@ -298,13 +298,10 @@ def _listed(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 def _first_screen(config_dir: str | None) -> str:
     """What fits on one: the commands in groups, how to begin, and where to read on."""
-    grouped = {name for names in _COMMAND_GROUPS.values() for name in names}
-    others = {"Others": tuple(name for name in COMMANDS if name not in grouped)}
     width = max(map(len, COMMANDS))
     lines = [(trainer.__doc__ or "").partition("\n")[0], "", "usage: trainer COMMAND [SETTING=VALUE ...] [FLAGS]"]
-    for title, names in (_COMMAND_GROUPS | others).items():
-        if rows := [(f"{name:<{width}}", SUMMARY[name]) for name in names if name in COMMANDS]:
-            lines += ["", _listed(f"{title}:", rows)]
+    for title, names in _COMMAND_GROUPS.items():
+        lines += ["", _listed(f"{title}:", [(f"{name:<{width}}", SUMMARY[name]) for name in names])]
     recipes = ", ".join(options("recipe", config_dir)) or "none yet: put one into conf/recipe/"
     return "\n".join([*lines, "", _BEGIN, "", _wrapped("Recipes: ", recipes), "", _READ_ON])
 

@@ -103,11 +103,6 @@ class Settings:
     max_lr: float = setting(10.0, _RATE)
     steps: int = setting(100, WHOLE.at_least(10))
 
-    @property
-    def budget(self) -> int | None:
-        """``memory`` in bytes."""
-        return bytes_in(self.memory)
-
 
 def command(arguments: Arguments) -> int:
     """``trainer tune batch_size|lr``.

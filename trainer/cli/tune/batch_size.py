@@ -90,7 +90,7 @@ def run(arguments: Arguments) -> int:
     config, settings = configs[0]
     start = start_of(config, settings)
     folder = tune.claim_folder(each[0], config)
-    budget, is_default = settings.budget, settings.memory is None
+    budget, is_default = tune.bytes_in(settings.memory), settings.memory is None
     if is_default and (usable := machine.memory().usable) is not None:
         budget = int(_MARGIN * usable)
     on_gpu_too = "" if is_default else ", or of torch's on a GPU"
