@@ -1,10 +1,10 @@
 """``trainer checks``: what is installed, what the machine has, and which precision to use; of a recipe the data, the
 layers, and the memory.
 
-Each check is a function that adds to the `Findings`: `CHECKS` lists them in the order in which they are told, and
-`CHECKS_OF_RECIPE` those of a recipe. What there is to know comes from ``machine`` (cores, memory, disks), ``abilities``
-(what a device computes in), ``speed`` (how fast), ``memory`` (of a training), and ``first_look`` (data and layers of
-a recipe). torch is imported only when the command runs, for it may be what is broken.
+Each check is a function that adds to the `Findings`: `CHECKS` lists those of the machine in the order in which they are
+told, `trainer.cli.checks.first_look.CHECKS_OF_RECIPE` those of a recipe. What there is to know comes from ``machine``
+(cores, memory, disks), ``abilities`` (what a device computes in), ``speed`` (how fast), ``memory`` (of a training), and
+``first_look`` (data and layers of a recipe). torch is imported only when the command runs: it may be what is broken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from trainer import machine
 from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.checks.findings import Findings, Recipe
-from trainer.cli.checks.first_look import check_batch, check_steps
 from trainer.cli.tables import Table, tell
 from trainer.cli.tune import plain
 from trainer.cli.validate import validate
@@ -42,7 +41,6 @@ _MISSING, _DRIVER = "not installed", "NVIDIA driver"
 _RUNS = "outputs"  # where runs, and their checkpoints, go by default (conf/amp_trainer.yaml)
 _LITTLE_DISK, _LITTLE_SHARED = 2**30, 2**30
 _DTYPE_OF = {"16": "float16", "bf16": "bfloat16", "32": "float32"}
-_FITS = {True: "yes", False: "no", None: "-"}
 _OPERATIONS = {"matmul": "matrix products", "convolution": "convolutions"}
 
 
@@ -62,13 +60,18 @@ def command(arguments: Arguments) -> int:
             " told by `python -m trainer checks +recipe=NAME`."
         )
     arguments.check_flags()
-    found = Findings(arguments=arguments)
+    found = Findings()
     if arguments.overrides:
         config = validate(arguments)
         found.recipe = Recipe(config.hydra.runtime.choices.get("recipe") or "unnamed", plain(config, Path("outputs")))
     try:
-        for check in CHECKS if found.recipe is None else CHECKS_OF_RECIPE:
+        for check in CHECKS if found.recipe is None else (check_versions, check_devices):
             check(found)
+        if found.recipe is not None and found.devices:  # or torch is broken
+            from trainer.cli.checks.first_look import CHECKS_OF_RECIPE
+
+            for check_of_recipe in CHECKS_OF_RECIPE:
+                check_of_recipe(found, found.recipe)
     except ConfigurationError:
         raise
     except Exception as error:  # of the recipe's own code
@@ -165,71 +168,12 @@ def check_host(found: Findings) -> None:
     found.tables.append(Table("Host", (), [*_workers(found), *_memory(found), *_disks(found)]))
 
 
-def check_memory(found: Findings) -> None:
-    """What the training of a recipe will take on each device, and which strategy fits."""
-    recipe = found.recipe
-    if not found.devices or recipe is None:
-        return
-    from trainer.cli.checks.memory import UnpredictableError, predict
-
-    try:
-        told = predict(recipe, found.devices)
-    except UnpredictableError as error:  # the rest can be told
-        recipe.failure = error
-        return
-    found.facts["memory_of_recipe"] = {
-        "parameters": told.parameters,
-        "gpu_memory": told.memory,
-        "needs": [need._asdict() | {"fits": told.fits(need)} for need in told.needs],
-        "others": [need._asdict() | {"fits": told.fits(need)} for need in told.others],
-    }
-    found.facts["remarks"] += told.assumptions
-    found.facts["verdict"] = told.verdict
-    one, *spread = told.needs
-    rows = [
-        [
-            need.strategy,
-            str(need.devices),
-            need.precision,
-            readable(need.peak),
-            readable(need.after),
-            _FITS[told.fits(need)],
-        ]
-        for need in (one, *told.others, *spread)
-    ]
-    header = ("strategy", "devices", "precision", "peak of a step", "after it", "fits")
-    title = f"Memory on each device, for {told.parameters:,} parameters and this batch"
-    found.tables.append(Table(title, header, rows, ("devices", "peak of a step", "after it")))
-    found.facts["missed"] = told.missed
-    if told.missed:
-        settings = "; ".join(f"{name} ({gain})" for name, gain in told.missed.items())
-        found.remark(f"Left on the table on a GPU: {settings}. tuning=fast turns on what is safe.")
-    found.facts["host_waits"] = [vars(wait) | {"instead": wait.instead} for wait in told.waits.values()]
-    rows = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in told.waits.values()]
-    found.tables.append(
-        Table("Lines that make the host wait for a GPU in each step", ("line", "code", "instead"), rows)
-    )
-    found.facts["autocast_ops"] = told.ops
-    rows = [[name, here, there] for name, (here, there) in told.ops.items()]
-    title = "Operations that autocast computes in another dtype on CUDA"
-    found.tables.append(Table(title, ("operation", "here", "on CUDA"), rows))
-    if told.ops:
-        found.remark("precision.autocast_ops=cuda computes those operations here as on CUDA.")
-
-
 CHECKS: tuple[Callable[[Findings], None], ...] = (
     check_versions,
     check_devices,
     check_precisions,
     check_speed,
     check_host,
-)
-CHECKS_OF_RECIPE: tuple[Callable[[Findings], None], ...] = (
-    check_versions,
-    check_devices,
-    check_batch,
-    check_memory,
-    check_steps,
 )
 
 
