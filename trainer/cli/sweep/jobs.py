@@ -203,7 +203,8 @@ def run_job(config: DictConfig) -> float | None:
     Returns:
         The value of its objective; None if it has none, or failed.
     """
-    return carry_out(Job.composed(config), Stop.of(HydraConfig.get()))
+    hydra = HydraConfig.get()
+    return carry_out(Job.composed(config), Stop(Path(hydra.runtime.cwd) / hydra.sweep.dir))
 
 
 def carry_out(job: Job, stop: Stop) -> float | None:
@@ -254,11 +255,6 @@ class Stop:
     def __init__(self, folder: Path, elsewhere: bool = False) -> None:
         self.file = folder / _STOP
         self._elsewhere = elsewhere
-
-    @classmethod
-    def of(cls, hydra: Any) -> Stop:
-        """That of the sweep that ``hydra``, a job's node of that name, belongs to."""
-        return cls(Path(hydra.runtime.cwd) / hydra.sweep.dir)
 
     def told(self) -> list[int]:
         """The signals, the first one first."""
