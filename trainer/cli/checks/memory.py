@@ -19,7 +19,7 @@ from trainer.cli.checks.fake_step import look, measure
 from trainer.cli.checks.findings import Findings, Recipe
 from trainer.cli.checks.steps import undisturbed
 from trainer.cli.fused import fusing
-from trainer.cli.settings import read_settings, setting
+from trainer.cli.schema import read_settings, setting
 from trainer.cli.tables import Table
 from trainer.cli.targets import Allowlist
 from trainer.cli.tune import SIZE, bytes_in

@@ -21,9 +21,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
 from trainer.cli.objective import value_of
-from trainer.cli.schema import describe
 from trainer.cli.sweep.jobs import Job, Stop, carry_out
 from trainer.record.reader import read_run
 
