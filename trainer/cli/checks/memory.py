@@ -23,7 +23,7 @@ from trainer.cli.schema import read_settings, setting
 from trainer.cli.tables import Table
 from trainer.cli.targets import Allowlist
 from trainer.cli.tune import SIZE, bytes_in
-from trainer.engine.sharding.settings import IS_SUPPORTED
+from trainer.engine.sharding import settings as sharding
 from trainer.machine import readable
 from trainer.precision.registry import resolve_precision
 from trainer.record.flops import FlopCounter
@@ -197,7 +197,7 @@ def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
         "The batch is the first of the training data, and all of it as on a GPU. DDP keeps a copy of the gradients for"
         " its exchange; FSDP shards the members of ModuleLists and Sequentials."
     )
-    if not IS_SUPPORTED:
+    if not sharding.IS_SUPPORTED:
         assumptions.append(f"FSDP needs torch 2.13 or newer; this is {torch.__version__}.")
     told = Prediction(memory, assumptions)
     with undisturbed(devices[0]):
@@ -243,7 +243,7 @@ def _measure(recipe: Recipe, device: torch.device, number: int, told: Prediction
         peak, after = measure(build, batch, precision, prepare, None)
         told.needs.append(Need("single", 1, peak, after, precision.name))
         told.needs.append(Need("ddp", number, peak + told.gradients, after + told.gradients, precision.name))
-        if IS_SUPPORTED:
+        if sharding.IS_SUPPORTED:
             told.needs.append(Need("fsdp", number, *measure(build, batch, precision, prepare, number), precision.name))
         for name in COMPARED:
             if name != precision.name:
