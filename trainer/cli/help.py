@@ -219,6 +219,7 @@ _READ_ON = """\
 `trainer COMMAND --help` says all about a command; `trainer fit --help` lists the settings and flags.
 `python -m trainer` is the same program. Errors are short: --debug shows tracebacks, -q leaves one line of output."""
 
+MISSING = "not installed"
 _WIDTH = 118
 _NAMES = 36  # the width of the column of names, if they are not longer
 
@@ -312,13 +313,17 @@ def _wrapped(start: str, text: str) -> str:
 
 def versions() -> str:
     """The versions of this package and of those it stands on, without importing them."""
-    lines = [f"trainer {trainer.__version__}"]
-    for name in ("torch", "lightning", "torchmetrics", "hydra-core"):
-        try:
-            lines.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            lines.append(f"{name} is not installed")
-    return "\n".join(lines)
+    found = {name: version_of(name) for name in ("torch", "lightning", "torchmetrics", "hydra-core")}
+    lines = [f"{name} is {text}" if text == MISSING else f"{name} {text}" for name, text in found.items()]
+    return "\n".join([f"trainer {trainer.__version__}", *lines])
+
+
+def version_of(name: str) -> str:
+    """The version of a package, which is not imported, or `MISSING`."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return MISSING
 
 
 def _groups(config_dir: str | None) -> str:

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from trainer import machine
 from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.checks.findings import Findings, Recipe
+from trainer.cli.help import MISSING, version_of
 from trainer.cli.tables import Table, tell
 from trainer.cli.tune import plain
 from trainer.cli.validate import validate
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("lightning", "torchmetrics", "hydra-core", "omegaconf", "torchvision", "scikit-learn", "optuna")
 _OPTIONAL = ("torchvision", "scikit-learn", "optuna")
-_MISSING, _DRIVER = "not installed", "NVIDIA driver"
+_DRIVER = "NVIDIA driver"
 _RUNS = "outputs"  # where runs, and their checkpoints, go by default (conf/amp_trainer.yaml)
 _LITTLE_DISK, _LITTLE_SHARED = 2**30, 2**30
 _DTYPE_OF = {"16": "float16", "bf16": "bfloat16", "32": "float32"}
@@ -91,9 +91,9 @@ def command(arguments: Arguments) -> int:
 
 def check_versions(found: Findings) -> None:
     """What is installed, and whether torch can be imported."""
-    versions = {"trainer": trainer.__version__, "python": platform.python_version(), "torch": _version("torch")}
-    versions |= {name: _version(name) for name in _PACKAGES}
-    versions = {name: text for name, text in versions.items() if text != _MISSING or name not in _OPTIONAL}
+    versions = {"trainer": trainer.__version__, "python": platform.python_version(), "torch": version_of("torch")}
+    versions |= {name: version_of(name) for name in _PACKAGES}
+    versions = {name: text for name, text in versions.items() if text != MISSING or name not in _OPTIONAL}
     driver = nvidia_driver()
     versions |= ({_DRIVER: driver} if driver else {}) | {"system": platform.platform()}
     try:
@@ -244,13 +244,6 @@ def _name(device: torch.device) -> str:
 
 
 # --- without torch --------------------------------------------------------------------------------------------
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return _MISSING
 
 
 def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
