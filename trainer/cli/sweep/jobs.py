@@ -270,7 +270,6 @@ class Stop:
         Raises:
             KeyboardInterrupt, SystemExit: it has been ended; the jobs have saved and are over.
         """
-        self.file.unlink(missing_ok=True)
 
         def receive(number: int, frame: Any) -> None:
             if number == signal.SIGINT and self._elsewhere and self.told():
@@ -278,16 +277,15 @@ class Stop:
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(f"{number}\n")
 
-        try:
-            with handled(("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"), receive):
-                yield
-            self.end()
-        finally:
-            self.file.unlink(missing_ok=True)
+        with handled(("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"), receive):
+            yield
+        self.end()  # or the word stays, for jobs that have not begun
 
     def end(self) -> None:
-        """Raise what ends a sweep that has been ended."""
-        for number in self.told():
+        """Take the word back when all jobs are over, and raise what has ended the sweep."""
+        told = self.told()
+        self.file.unlink(missing_ok=True)
+        for number in told:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
@@ -299,9 +297,11 @@ def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
         folder: its folder.
     """
     target = str(hydra.launcher["_target_"])
-    if elsewhere := target.startswith(ELSEWHERE):
+    stop = Stop(folder, target.startswith(ELSEWHERE))
+    stop.file.unlink(missing_ok=True)  # of an earlier sweep here
+    if target.startswith(ELSEWHERE):
         print(f"The jobs run elsewhere, and write to {CONSOLE} in their folders. Ctrl-C ends them.", flush=True)
-    return nullcontext() if target.startswith(_BASIC) else Stop(folder, elsewhere).signals()
+    return nullcontext() if target.startswith(_BASIC) else stop.signals()
 
 
 @contextmanager
