@@ -122,7 +122,7 @@ def check_devices(found: Findings) -> None:
     """The devices, and what they have."""
     found.facts["devices"] = [_describe(device) for device in found.devices]
     rows = [[row["device"], row["name"], readable(row["memory"]), row["detail"]] for row in found.facts["devices"]]
-    found.tables.append(Table("Devices", ("device", "name", "memory", "about"), rows, numbers=["memory"]))
+    found.tables.append(Table("Devices", ("device", "name", "memory", "about"), rows, ("device", "name", "about")))
 
 
 def check_precisions(found: Findings) -> None:
@@ -160,7 +160,8 @@ def check_speed(found: Findings) -> None:
     numbers = [name for words in _OPERATIONS.values() for name in (words, "against float32")]
     cells = [[_rate(getattr(row, name)), _ratio(row.ratios.get(name))] for row in speeds for name in _OPERATIONS]
     rows = [[row.name, *cells[2 * place], *cells[2 * place + 1]] for place, row in enumerate(speeds)]
-    found.tables.append(Table(f"Measured speed of {_name(device)}{on_cpu}", ["arithmetic", *numbers], rows, numbers))
+    title, first = f"Measured speed of {_name(device)}{on_cpu}", ["arithmetic"]
+    found.tables.append(Table(title, [*first, *numbers], rows, first))
 
 
 def check_host(found: Findings) -> None:

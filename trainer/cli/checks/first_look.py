@@ -106,12 +106,12 @@ def _tell_layers(found: Findings, seen: Layers) -> None:
         ]
         for layer in shown(seen.layers, _ROWS)
     ]  # fmt: skip
-    numbers = ("parameters", "activations", "largest", "gradient", "vanish")
+    texts, numbers = ("layer", "class"), ("parameters", "activations", "largest", "gradient", "vanish")
     of = f"{len(rows)} of {len(seen.layers)} layers" if len(rows) < len(seen.layers) else "The layers"
     frozen = f", {seen.trained:,} trained" if seen.trained < seen.parameters else ""
     loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
     title = f"{of}, in float32: {seen.parameters:,} parameters{frozen}{loss}"
-    found.tables.append(Table(title, ("layer", "class", *numbers), rows, numbers, ("class", "activations", "vanish")))
+    found.tables.append(Table(title, (*texts, *numbers), rows, texts, ("class", "activations", "vanish")))
     if seen.loss is not None and not math.isfinite(seen.loss):
         found.problem(f"The loss of this batch is {seen.loss}, in float32 and before any update.")
     broken = [layer for layer in seen.layers if layer.not_finite]

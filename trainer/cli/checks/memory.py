@@ -153,7 +153,7 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     ]
     header = ("strategy", "devices", "precision", "peak of a step", "after it", "fits")
     title = f"Memory on each device, for {told.parameters:,} parameters and this batch"
-    found.tables.append(Table(title, header, rows, ("devices", "peak of a step", "after it")))
+    found.tables.append(Table(title, header, rows, ("strategy", "precision", "fits")))
     found.facts["missed"] = told.missed
     if told.missed:
         settings = "; ".join(f"{name} ({gain})" for name, gain in told.missed.items())

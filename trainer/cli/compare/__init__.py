@@ -187,8 +187,7 @@ class Comparison:
 
     def print(self, folder: Path) -> None:
         """Print the report, with ``--quiet`` a line for each run; ``folder`` is where it is."""
-        header, rows = self._table()
-        Table(self.title, header, rows, [name for name in header if name not in ("run", "verdict")], _SPARE).show()
+        Table(self.title, *self._table(), ("run", "verdict"), _SPARE).show()
         for label, text, advice in self._findings():
             for line in (f"{label}: {text}", *(() if is_quiet() else (f"  - {line}" for line in advice))):
                 tell(line)

@@ -174,8 +174,7 @@ def _print(
     of_all = f" of {wanted}" if wanted and wanted > len(rows) else ""
     jobs = "1 job" if len(rows) == 1 and not of_all else f"{len(rows)}{of_all} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
-    numbers = [name for name in header if name not in ("overrides", "status", "run dir")]
-    Table(f"Sweep of {jobs}", header, narrow, numbers, _SPARE).show()
+    Table(f"Sweep of {jobs}", header, narrow, ("overrides", "status", "run dir"), _SPARE).show()
     if said:
         tell(said, "bold green" if "Best: job" in said else "yellow")
     for run in runs:

@@ -264,8 +264,7 @@ def _report(findings: Sequence[Finding], settings: Settings, folder: Path) -> No
                 _rate(fastest),
             ]
         )
-    numbers = [name for name in header if name not in ("precision", "bound by")]
-    Table("Batch sizes that fit", header, rows, numbers).show()
+    Table("Batch sizes that fit", header, rows, ("precision", "bound by")).show()
     for finding in findings:
         if finding.largest:
             print(f"precision={finding.precision} {settings.batch_size_key}={finding.largest}")
