@@ -25,7 +25,7 @@ from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
 from trainer.cli.folders import from_here
 from trainer.cli.processes import is_quiet, under_torchrun
-from trainer.cli.settings import read_settings, setting
+from trainer.cli.schema import read_settings, setting
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
 from trainer.errors import TrainerError, did_you_mean
@@ -102,11 +102,6 @@ class Settings:
     min_lr: float = setting(1e-6, _RATE)
     max_lr: float = setting(10.0, _RATE)
     steps: int = setting(100, WHOLE.at_least(10))
-
-    @property
-    def budget(self) -> int | None:
-        """``memory`` in bytes."""
-        return bytes_in(self.memory)
 
 
 def command(arguments: Arguments) -> int:
