@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback, LightningModule
 
 
-class OfRun(Callback):
+class RunCallback(Callback):
     """A callback that has something to put back when a run is over, however it ends. A copy of it is of no run.
 
     Attributes:
@@ -18,17 +18,17 @@ class OfRun(Callback):
 
     of_no_run: ClassVar[Mapping[str, Any]] = {}
 
-    def let_go(self, trainer: Any) -> None:
+    def _let_go(self, trainer: Any) -> None:
         """Put it back. Called when a run is over, perhaps twice."""
         raise NotImplementedError
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """The run is over."""
-        self.let_go(trainer)
+        self._let_go(trainer)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """The run is over."""
-        self.let_go(trainer)
+        self._let_go(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **deepcopy(self.of_no_run)}
