@@ -130,20 +130,16 @@ class Compile(RunCallback):
 
     # --- each step --------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A step begins."""
-        if self._marks:
-            compilation.begin_step()
-
-    def on_validation_batch_start(
+    def on_train_batch_start(
         self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """A step begins."""
         if self._marks:
             compilation.begin_step()
 
-    on_test_batch_start = on_validation_batch_start
-    on_predict_batch_start = on_validation_batch_start
+    on_validation_batch_start = on_train_batch_start
+    on_test_batch_start = on_train_batch_start
+    on_predict_batch_start = on_train_batch_start
 
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep gradients that outlive the step: the next backward pass of a CUDA graph would write over them."""

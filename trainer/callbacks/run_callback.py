@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 
 
 class RunCallback(Callback):
-    """A callback that has something to put back when a run is over, however it ends. A copy of it is of no run.
+    """A callback that keeps or changes something for a run, until it is over, however it ends. A copy is of no run.
 
     Attributes:
         of_no_run: by name, the attributes of a copy that are not the original's.
@@ -19,8 +19,7 @@ class RunCallback(Callback):
     of_no_run: ClassVar[Mapping[str, Any]] = {}
 
     def _let_go(self, trainer: Any) -> None:
-        """Put it back. Called when a run is over, perhaps twice."""
-        raise NotImplementedError
+        """Put it back, where there is something. Called when a run is over, perhaps twice."""
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """The run is over."""
