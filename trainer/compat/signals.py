@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +27,6 @@ from trainer.engine.agreement import Agreement
 from trainer.engine.processes import children, deadline_after
 from trainer.errors import NonFiniteError, RequeueError
 from trainer.loops.evaluation import EvalLoop
-from trainer.state.stopping import StoppingConditions
 
 INTERRUPTED = "interrupted.ckpt"
 """The file that an interrupted fit leaves in the folder of its first ModelCheckpoint."""
@@ -38,20 +37,16 @@ class Signals:
 
     Args:
         trainer: the Trainer.
-        limits: of its fits.
-        eval_loops: its other loops.
 
     Attributes:
         received_sigterm: whether a SIGTERM has come to this run; on several processes, to any of them.
         interruption: the exception that has ended this run because of a signal; None where there is none.
     """
 
-    def __init__(self, trainer: Any, limits: StoppingConditions, eval_loops: Sequence[EvalLoop]) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.received_sigterm = False
         self.interruption: BaseException | None = None
         self._trainer = trainer
-        self._limits = limits
-        self._eval_loops = list(eval_loops)
         self._agreement: Agreement | None = None
         self._handlers: dict[int, Any] = {}  # those before ours
         self._on_demand: Callable[[], None] | None = None
@@ -102,9 +97,8 @@ class Signals:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
-        self.interruption = self._agreement = self._limits.attend = self._on_demand = None
-        for loop in self._eval_loops:
-            loop.attend = None
+        self.interruption = self._agreement = self._on_demand = None
+        self._have_loops_attend(False)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -206,10 +200,11 @@ class Signals:
 
     def _set_attend(self) -> None:
         """Have the loops call ``_attend`` between batches if a signal has come, here or perhaps on another process."""
-        something = bool(self._noted or self._to_requeue)
-        self._limits.attend = self._attend if something or self._agreement is not None else None
-        for loop in self._eval_loops:
-            attends = something or self._agreement is not None
+        self._have_loops_attend(bool(self._noted or self._to_requeue or self._agreement is not None))
+
+    def _have_loops_attend(self, attends: bool) -> None:
+        self._trainer.loop.limits.attend = self._attend if attends else None
+        for loop in self._trainer.eval_loops.values():
             loop.attend = partial(self._attend_evaluation, loop) if attends else None
 
     # --- between two batches ----------------------------------------------------------------------------------
