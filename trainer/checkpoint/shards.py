@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from io import BytesIO
+from itertools import chain, repeat
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as distributed
@@ -42,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint.files import Summed, make_folder
-from trainer.checkpoint.inert import inert
+from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.manifest import OUR_KEY, Manifest
 from trainer.checkpoint.sharded_files import MANIFEST, STATE
 from trainer.checkpoint.snapshot import is_plain
@@ -136,7 +137,10 @@ def _key(place: Place, taken: Mapping[str, Any]) -> str:
 
 def by_name(states: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
     """States of optimizers with the names of parameters in the place of numbers; as they are where there are none."""
-    return [_renamed(state, dict(enumerate(known))) if known else state for state, known in _zip(states, names)]
+    return [
+        _renamed(state, dict(enumerate(known))) if known else state
+        for state, known in zip(states, chain(names, repeat([])), strict=False)
+    ]
 
 
 def by_number(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[str]]]:
@@ -159,10 +163,6 @@ def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
         "state": {new.get(one, one): value for one, value in state["state"].items()},
         "param_groups": groups,
     }
-
-
-def _zip(states: list[Any], names: list[list[str]]) -> Iterator[tuple[Any, list[str]]]:
-    return ((state, names[index] if index < len(names) else []) for index, state in enumerate(states))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -332,8 +332,7 @@ def read(
         pickle.UnpicklingError: it holds more than what belongs there.
     """
     manifest = sharded_files.read_manifest(folder)
-    with (folder / STATE).open("rb") as file:
-        tree = _load(file, weights_only)
+    tree = load_inert(folder / STATE, weights_only=weights_only)
     metadata = _metadata_of(folder, manifest)
     targets: dict[str, Tensor] = {}
 
@@ -358,16 +357,9 @@ def read(
         targets[_process_key(rank)] = torch.empty(found.size, dtype=torch.uint8)
     if targets:
         _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
-    processes = [targets.pop(_process_key(i)) if i in wanted else None for i in range(count)]
-    return tree, [None if one is None else _load(BytesIO(one.numpy().tobytes()), weights_only) for one in processes]
-
-
-def _load(file: IO[bytes], weights_only: bool) -> Any:
-    if not weights_only:
-        return torch.load(file, map_location="cpu", weights_only=False)
-    with inert(file):
-        file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
+    own = [targets[_process_key(i)] if i in wanted else None for i in range(count)]
+    files = [None if one is None else BytesIO(one.numpy().tobytes()) for one in own]
+    return tree, [None if file is None else load_inert(file, weights_only=weights_only) for file in files]
 
 
 def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:

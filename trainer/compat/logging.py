@@ -88,11 +88,8 @@ class ModuleLog:
         step = getattr(module, "training_step", None)
         self._draws = step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # SWA and WeightAveraging copy the module: the copy has no trainer
-        return _DetachedLog()
-
     def __reduce__(self) -> Any:
+        # SWA and WeightAveraging copy the module: the copy has no trainer
         return _DetachedLog, ()
 
     def __call__(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from trainer.errors import ConfigurationError
 from trainer.state.progress import FitProgress
@@ -22,18 +23,6 @@ _FLUSH_EVERY = 256
 """Values that wait before they are reduced together: one stack and one sum in the place of 256 additions."""
 
 _STARTS = {"max": float("-inf"), "min": float("inf")}
-
-
-class MetricObject(Protocol):
-    """The part of ``torchmetrics.Metric`` that is used here."""
-
-    _forward_cache: Any
-
-    def compute(self) -> Any:
-        """The value over everything since the last reset."""
-
-    def reset(self) -> None:
-        """Forget everything."""
 
 
 class LogOptions(NamedTuple):
@@ -72,7 +61,7 @@ class LoggedValue:
         self.options = options
         self.asked: object = None  # the options of the first call, which later calls are compared with
         self.dataloader_idx = dataloader_idx
-        self.metric: MetricObject | None = None
+        self.metric: Metric | None = None
         self.step_value: Tensor | None = None
         self.has_value = False
         # whether step and epoch values are reduced over the processes; an evaluation may say otherwise
@@ -97,7 +86,7 @@ class LoggedValue:
             if len(self._pending) >= _FLUSH_EVERY:
                 self._flush()
 
-    def update_metric(self, metric: MetricObject) -> None:
+    def update_metric(self, metric: Metric) -> None:
         """Add a metric object, which accumulates by itself."""
         self.has_value = True
         self.metric = metric
@@ -582,16 +571,6 @@ def _dtype_to_read(value: Tensor) -> torch.dtype:
     if value.device.type != "mps":
         return torch.float64
     return torch.float32 if value.is_floating_point() else torch.int64  # MPS has no double precision
-
-
-class Logger(Protocol):
-    """The part of Lightning's loggers that is used here."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Record numbers at one step."""
-
-    def save(self) -> None:
-        """Write what is recorded."""
 
 
 class Recorder:
