@@ -143,7 +143,9 @@ def step(engine: str, ranks: int, width: int, heads: int, layers: int) -> dict[s
     plain: Any = DDPStrategy
     plain.model_to_device = lambda self: None  # it is there
     plain._setup_model = lambda self, model: Buckets(model)
-    strategy: Any = FSDP2Strategy(replicas=ranks // 8) if engine == "hsdp" else engine
+    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    options: dict[str, Any] = {"hsdp": {"replicas": ranks // 8}, "policy": {"mixed_precision": policy}}
+    strategy: Any = FSDP2Strategy(**options[engine]) if engine in options else engine
     optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)  # as on a GPU
     model = Model(
         optimizer, context=TOKENS, vocabulary=VOCABULARY, tokenizer="none", width=width, heads=heads, layers=layers,
