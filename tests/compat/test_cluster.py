@@ -153,6 +153,9 @@ class Engine:
     def broadcast(self, value: Any) -> Any:
         return value
 
+    def any_rank(self, decision: bool) -> bool:
+        return decision or not all(self.found)
+
     def gather(self, mine: tuple[str, bool]) -> list[tuple[str, bool]]:
         return [mine, *((f"node{rank}", found) for rank, found in enumerate(self.found, 1))]
 

@@ -175,10 +175,12 @@ def check_shared(engine: Any, look: Callable[[], Any], what: str) -> None:
     expected, end = engine.broadcast(look()), time.monotonic() + _PATIENCE
     while (found := look()) != expected and time.monotonic() < end:
         time.sleep(0.1)
+    if not engine.any_rank(found != expected):
+        return
     places = engine.gather((socket.gethostname(), found == expected))
     lacking = [f"rank {rank} on {host}" for rank, (host, same) in enumerate(places) if not same]
     error = None
-    if lacking:
+    if places:
         error = (
             f"{what}, but what rank 0 (on {places[0][0]}) has there is not there for {', '.join(lacking)}. Expected a"
             " folder of a file system that all nodes share: choose another one with Trainer(default_root_dir=...) or"
