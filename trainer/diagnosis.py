@@ -30,8 +30,6 @@ _RAISED = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory t
 _WAITED = re.compile(
     r"Timed out waiting \d+ms|[Tt]imeout.*(collective|operation)|(collective|operation).*timed? ?out|timeout caused"
 )
-    r"Timed out waiting \d+ms|[Tt]imeout.*(collective|operation)|(collective|operation).*timed? ?out|timeout caused"
-)
 _ABOUT_BATCHES = (IndexError, RuntimeError, TypeError, ValueError)
 _SHAPES = re.compile(
     r"shape|sizes? (of|mismatch)|channels|dimension|out of bounds|scalar type|dtype|\d+D", re.IGNORECASE

@@ -118,7 +118,7 @@ class Trainer(TrainerBase):
         accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
         devices: list[int] | str | int = "auto",
-        num_nodes: int = 1,
+        num_nodes: int | str = 1,
         precision: str | int | Precision | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
         callbacks: list[Callback] | Callback | None = None,

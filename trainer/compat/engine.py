@@ -69,6 +69,7 @@ class LightningEngine:
     Attributes:
         precision: the plugin for this device.
         gradients: all that is done to them.
+        may_change_size: whether the run may go on with another number of processes: ``num_nodes="auto"``.
 
     Raises:
         PrecisionError: a precision plugin of Lightning's, alone or inside a strategy.
@@ -88,6 +89,9 @@ class LightningEngine:
             where = f"{type(strategy).__name__}(precision_plugin)"
             _refuse_lightning_precision(strategy._precision_plugin, where, precision)
         self._trainer = trainer
+        self.may_change_size = options.get("num_nodes") == "auto"
+        if self.may_change_size:
+            options["num_nodes"] = cluster.nodes_started(plugins or ())
         self.connector = _AcceleratorConnector(plugins=plugins, precision=None, **options)
         self.strategy: Strategy = self.connector.strategy
         cluster.check_local_rank(self.connector.cluster_environment, self.strategy)

@@ -58,6 +58,7 @@ class Signals:
         self._process = 0
         self._requeue_signal: int | None = None
         self._noted = 0  # of `ENDING_SIGNALS`, counted from 1; 0 for none
+        self._agreed = 0  # that of all processes
         self._to_requeue = False
         self._interrupts = 0  # how often Ctrl-C was pressed
         self._ends = self._holds = self._is_inner = False
@@ -77,7 +78,7 @@ class Signals:
         """Install the handlers for one run; none outside of the main thread, which Python does not allow."""
         trainer = self._trainer
         self.received_sigterm, self.interruption = False, None
-        self._noted, self._interrupts, self._to_requeue = 0, 0, False
+        self._noted, self._agreed, self._interrupts, self._to_requeue = 0, 0, 0, False
         self._ends = self._is_inner = False
         self._process, self._first_batch = os.getpid(), trainer.progress.batches_started
         self._agreement = trainer.engine.agreement(2) if trainer.state.fn is TrainerFn.FITTING else None
@@ -240,8 +241,9 @@ class Signals:
             self._requeue()
             if self._agreement is None:
                 self._set_attend()
-        if not noted:
-            return
+        self._agreed = noted = max(noted, self._agreed)
+        if not noted or (self._trainer.engine.may_change_size and self._trainer.loop.window.is_open):
+            return  # or at the update: others than these processes cannot go on from inside of one
         self._noted, self._ends = noted, True
         self.received_sigterm |= self.received == signal.SIGTERM
         self.interruption = exception_of(self.received)
