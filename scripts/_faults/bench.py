@@ -342,7 +342,7 @@ class Bench:
         return Outcome("inexact", "other " + summary(found)) if found else Outcome("exact", detail)
 
     def close_to(self, folder: Path, reference: Reference, detail: str = "") -> Outcome:
-        """``exact``, to the rounding of sums over other processes: the weights of who is there at the end, and steps."""
+        """``exact``, to the rounding of other sums: the weights, steps and schedules of who is there at the end."""
         import torch
 
         from _faults.training import parts
