@@ -190,7 +190,7 @@ class Trainer(TrainerBase):
         self.resume = resume
         self.exact_resume = exact_resume
         self.dataloader_timeout = dataloader_timeout
-        self.pad_evaluation = pad_evaluation
+        self.pad_evaluation = pad_evaluation or not self.engine.evaluates_unevenly
         self.prefetch_batches = prefetch_batches
         self.barebones = barebones
         self._model_registry = registry.model_name(model_registry)
@@ -215,12 +215,12 @@ class Trainer(TrainerBase):
             default_checkpoint=registry.default_checkpoint(self._model_registry),
             barebones=barebones,
             scales_loss=self.scaler.is_enabled(),
+            shows_gradients=self.engine.shows_gradients,
             detect_anomaly=detect_anomaly,
             writes_logs=logger is not False and not fast_dev_run,
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.name.startswith(("16-", "bf16-")),
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
-        self.engine.refuse(self.callbacks)
         self.progress = FitProgress()
         self.published = PublishedMetrics()
         self.log_metric = no_log
@@ -249,6 +249,7 @@ class Trainer(TrainerBase):
                 announce=rank_zero_info,
             ),
         )
+        self.engine.refuse(self.callbacks)
         validation = EvalLoop("validation", **shared, fit_progress=self.progress)
         self.eval_loops = {
             RunningStage.SANITY_CHECKING: validation,
@@ -257,7 +258,7 @@ class Trainer(TrainerBase):
             RunningStage.PREDICTING: EvalLoop("predict", **shared, fit_progress=self.progress),
         }
         for loop in self.eval_loops.values():
-            loop.counts_once = not pad_evaluation
+            loop.counts_once = not self.pad_evaluation
         self.fit_loop = FitLoopView(self)
         self.validate_loop = EvalLoopView(self, RunningStage.VALIDATING, TrainerFn.VALIDATING)
         self.test_loop = EvalLoopView(self, RunningStage.TESTING, TrainerFn.TESTING)

@@ -108,6 +108,7 @@ def build_callbacks(
     default_checkpoint: Callable[[], Checkpoint],
     barebones: bool,
     scales_loss: bool,
+    shows_gradients: bool,
     detect_anomaly: bool,
     writes_logs: bool,
     uses_tensor_cores: bool,
@@ -121,6 +122,7 @@ def build_callbacks(
         default_checkpoint: makes the default that saves.
         barebones: whether to leave out what is there for the user's convenience.
         scales_loss: whether the precision scales the loss, so that steps may overflow.
+        shows_gradients: whether it can be found out where gradients overflowed.
         detect_anomaly: whether to look for nan; where the loss is not scaled, torch's own mode does.
         writes_logs: whether the run's record and a picture of its curves belong beside the logs.
         uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
@@ -160,7 +162,7 @@ def build_callbacks(
     records = writes_logs or enable_progress_bar is not False or not missing(RecordView)
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
-        (scales_loss, OverflowReport, OverflowReport),
+        (scales_loss and shows_gradients, OverflowReport, OverflowReport),
         (not barebones, NonFiniteGuard, partial(NonFiniteGuard, every_step=False)),
         (scales_loss and detect_anomaly, AnomalyDetection, AnomalyDetection),
         (uses_tensor_cores, AlignmentAdvisor, AlignmentAdvisor),

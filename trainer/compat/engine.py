@@ -71,6 +71,8 @@ class LightningEngine:
         UnsupportedError: a strategy that is not supported yet.
     """
 
+    shows_gradients = trains_unevenly = evaluates_unevenly = True
+
     def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
         if plugins is not None and not isinstance(plugins, (list, tuple)):
             plugins = [plugins]
@@ -291,10 +293,6 @@ class LightningEngine:
         """The bare module's."""
         step: Callable[..., Any] = getattr(self.strategy.lightning_module, name)
         return step
-
-    def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
-        """None: the loop does one thing after the other."""
-        return None
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """DDP's ``no_sync`` inside a window; nothing on one device."""

@@ -1,0 +1,82 @@
+"""What the processes of ``test_deepspeed.py`` run: small fits by DeepSpeed, and the same by DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
+
+from tests.distributed.setups import Fitted, Setup, batches_of, only_these_warnings
+from trainer import DeepSpeedStrategy, Trainer
+
+SCALING = {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}
+
+
+class Watch(Callback):
+    """Takes note of each weight update."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[tuple[bool, float, float, float]] = []
+        self.norms: list[float | None] = []
+
+    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+        rate = optimizer.param_groups[0]["lr"]
+        self.outcomes.append((outcome.skipped, outcome.scale, outcome.next_scale, rate))
+        self.norms.append(None if outcome.grad_norm is None else outcome.grad_norm.item())
+
+
+def make(strategy: Any, callbacks: Any = (), **arguments: Any) -> Trainer:
+    """A Trainer of all processes. A mapping stands for a ``DeepSpeedStrategy`` of these arguments."""
+    precision = arguments.get("precision")
+    if precision == "16-mixed":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        CPU_Accelerator.is_fp16_supported = lambda self: True  # slowly, any can
+    if isinstance(strategy, Mapping):
+        strategy = DeepSpeedStrategy(**strategy, **SCALING if precision == "16-mixed" else {})
+    quiet: dict[str, Any] = {
+        "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+        "num_sanity_val_steps": 0, "use_distributed_sampler": False, "max_epochs": 2,
+    }  # fmt: skip
+    return Trainer(
+        accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=strategy, callbacks=[*callbacks],
+        **quiet | arguments,
+    )  # fmt: skip
+
+
+def loader(count: int, seed: int = 1) -> DataLoader[Any]:
+    """Batches of this process's own."""
+    rank = torch.distributed.get_rank()
+    return DataLoader(batches_of(range(rank, rank + 1), count, seed), batch_size=None)
+
+
+def fit(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: str | None = None) -> dict[str, Any]:
+    """A fit, and what it has left behind; then a test and a prediction."""
+    with only_these_warnings():
+        torch.manual_seed(3)
+        arguments, watch = dict(arguments), Watch()
+        trainer = make(strategy, [watch, *arguments.pop("callbacks", ())], **arguments)
+        module = Fitted(setup)
+        module.test_step = module.predict_step = lambda batch, batch_idx: module.validation_step(batch, batch_idx)
+        identity = {name: (id(p), p.dtype, p.device.type) for name, p in module.named_parameters()}
+        attributes = {name: set(vars(part)) for name, part in module.named_modules()}
+        trainer.fit(module, loader(setup.batches), loader(2, seed=2), ckpt_path=ckpt_path)
+        val_loss = trainer.callback_metrics["val_loss"].item()
+        whole = copy.deepcopy(module.net)
+        (tested,) = trainer.validate(module, loader(2, seed=2), verbose=False)
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "outcomes": watch.outcomes, "norms": watch.norms, "counts": (trainer.global_step, trainer.skipped_steps),
+        "val_loss": val_loss, "tested": tested["val_loss"], "scale": trainer.scaler.get_scale(),
+        "is_itself": identity == {name: (id(p), p.dtype, p.device.type) for name, p in module.named_parameters()},
+        "left": sorted(
+            name for path, part in module.named_modules()
+            for name in (set(vars(part)) - attributes[path] - {"forward", "_hparams"})
+            | {name for name, hooks in vars(part).items() if "_hooks" in name and hooks}
+        ),
+        "is_plain": all(type(vars(part)["_parameters"]) is dict for part in whole.modules()),
+    }  # fmt: skip
