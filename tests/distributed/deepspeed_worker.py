@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.setups import Fitted, Setup, batches_of, only_these_warnings
 from trainer import DeepSpeedStrategy, Trainer
+from trainer.errors import ConfigurationError, UnsupportedError
 
 SCALING = {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}
 
@@ -80,3 +81,28 @@ def fit(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: st
         ),
         "is_plain": all(type(vars(part)["_parameters"]) is dict for part in whole.modules()),
     }  # fmt: skip
+
+
+def refusals() -> list[str]:
+    """What is said of runs that cannot be done, each of which is followed by one that can."""
+    said = []
+    for strategy, setup, arguments in (
+        ({"stage": 2}, Setup(manual=True), {}),
+        ({"stage": 2}, Setup(optimizers=2), {}),
+        ({"stage": 2}, Setup(none=frozenset({(0, 0, 1), (1, 0, 1)})), {}),
+        ({"stage": 3}, Setup(weighted="number"), {"accumulate_grad_batches": 2}),
+        ({"stage": 2, "config": {"train_micro_batch_size_per_gpu": 3}}, Setup(), {}),
+        ({"stage": 1}, Setup(fewer=(0, 2)), {}),
+    ):
+        with only_these_warnings():
+            trainer, module, rank = make(strategy, **arguments), Fitted(setup), torch.distributed.get_rank()
+            size = 2 if "config" in strategy else None
+            batches = batches_of(range(rank, rank + 1), setup.batches_of(rank))
+            train = DataLoader(batches, batch_size=size, collate_fn=(lambda given: given[0]) if size else None)
+            try:
+                trainer.fit(module, train)
+            except (UnsupportedError, ConfigurationError) as error:
+                said.append(str(error))
+            else:
+                said.append("nothing")
+    return said
