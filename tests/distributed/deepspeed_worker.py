@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from tests.distributed.setups import Fitted, Setup, batches_of, only_these_warnings
-from trainer import DeepSpeedStrategy, Trainer
+from tests.distributed.setups import Fitted, Saves, Setup, batches_of, only_these_warnings
+from trainer import CheckpointFiles, DeepSpeedStrategy, Trainer
 from trainer.errors import ConfigurationError, UnsupportedError
 
 SCALING = {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}
@@ -106,3 +106,9 @@ def refusals() -> list[str]:
             else:
                 said.append("nothing")
     return said
+
+
+def save(setup: Setup, strategy: Any, form: str, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The fit, which writes ``folder/batch_2.ckpt`` on the way: a ``"file"`` or a ``"folder"``."""
+    more = {"plugins": [CheckpointFiles(sharded=form == "folder")], "enable_checkpointing": True}
+    return fit(setup, strategy, {**arguments, **more, "callbacks": [Saves(folder, batches=[2])]})

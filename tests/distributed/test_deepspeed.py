@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,10 @@ import torch
 from tests.distributed.ranks import Ranks
 from tests.distributed.setups import Setup
 from tests.warm_python import WarmPython
+from trainer.checkpoint.conversion import consolidate
+from trainer.checkpoint.sharded_files import read_manifest, seal
+from trainer.cli import main
+from trainer.errors import CheckpointError, UnsafeCheckpointError
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")]
 
@@ -104,3 +112,117 @@ def test_what_deepspeed_cannot_do_is_refused(ranks: Ranks) -> None:
             strict=True,
         ):
             assert part in sentence
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A fit that has written a checkpoint on the way."""
+
+    place: Path
+    seen: list[dict[str, Any]]
+
+
+AS_FOLDER = ("stage 1 folder", "stage 2 folder", "stage 3 folder")
+PRECISE, SCALED = Setup(optimizer="adamw", schedule="step", frozen=True), Setup(optimizer="adamw", overflow=(1, 1, 2))
+
+
+def setup_of(name: str) -> tuple[Setup, Any, dict[str, Any]]:
+    """Set-up, strategy and arguments of a name such as ``"stage 2 folder"``: those in folders have float16."""
+    if name.startswith("ddp"):
+        return PRECISE, "ddp", {"gradient_clip_val": 0.3}
+    arguments = {"gradient_clip_val": 0.3} | ({"precision": "16-mixed"} if "folder" in name else {})
+    return SCALED if "folder" in name else PRECISE, {"stage": int(name.split()[1])}, arguments
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    made = {}
+    for name in ("ddp file", "stage 2 file", "stage 3 file", *AS_FOLDER):
+        folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        setup, strategy, arguments = setup_of(name)
+        seen = ranks.call(
+            "tests.distributed.deepspeed_worker:save", setup, strategy, name.split()[-1], str(folder), arguments
+        )
+        made[name] = Saved(folder / "batch_2.ckpt", seen)
+    return made
+
+
+def assert_goes_on(resumed: list[dict[str, Any]], whole: list[dict[str, Any]], tolerance: float = 0.0) -> None:
+    for mine, theirs in zip(resumed, whole, strict=True):
+        assert mine["outcomes"] == theirs["outcomes"][3:]
+        assert mine["counts"] == theirs["counts"]
+        assert mine["scale"] == theirs["scale"]
+        assert mine["val_loss"] == pytest.approx(theirs["val_loss"], abs=tolerance)
+        for name, value in theirs["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["stage 2 file", "stage 3 file", *AS_FOLDER])
+def test_a_resumed_run_ends_as_the_whole_one(ranks: Ranks, saved: dict[str, Saved], name: str) -> None:
+    setup, strategy, arguments = setup_of(name)
+    resumed = fit(ranks, setup, strategy, ckpt_path=str(saved[name].place), **arguments)
+    assert_goes_on(resumed, saved[name].seen)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("ddp file", "stage 2 file"),
+        ("ddp file", "stage 3 file"),
+        ("stage 2 file", "ddp file"),
+        ("stage 3 file", "ddp file"),
+    ],
+)
+def test_other_engines_go_on_from_it(ranks: Ranks, saved: dict[str, Saved], written: str, read: str) -> None:
+    setup, strategy, arguments = setup_of(read)
+    resumed = fit(ranks, setup, strategy, ckpt_path=str(saved[written].place), **arguments)
+    assert_goes_on(resumed, saved[written].seen, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("stage 2 folder", "stage 3 folder"), ("stage 3 folder", "stage 1 folder")]
+)
+def test_another_stage_goes_on_from_a_folder(ranks: Ranks, saved: dict[str, Saved], written: str, read: str) -> None:
+    setup, strategy, arguments = setup_of(read)
+    resumed = fit(ranks, setup, strategy, ckpt_path=str(saved[written].place), **arguments)
+    assert_goes_on(resumed, saved[written].seen, 1e-3)
+
+
+@pytest.mark.parametrize("name", AS_FOLDER)
+def test_a_folder_becomes_one_file_and_back(ranks: Ranks, saved: dict[str, Saved], tmp_path: Path, name: str) -> None:
+    folder, file = saved[name].place, tmp_path / "whole.ckpt"
+    assert {"manifest.json", "state.ckpt", "latest", "zero_to_fp32.py"} <= {path.name for path in folder.iterdir()}
+    assert main(["consolidate", str(folder), str(file)]) == 0
+    whole = torch.load(file, weights_only=True)
+    assert {value.dtype for value in whole["state_dict"].values()} == {torch.float32}
+    assert len(whole["optimizer_states"][0]["state"]) == len(whole["state_dict"])
+    setup, strategy, arguments = setup_of(name)
+    assert_goes_on(fit(ranks, setup, strategy, ckpt_path=str(file), **arguments), saved[name].seen)
+
+
+@pytest.mark.parametrize("name", AS_FOLDER)
+def test_a_strangers_folder_runs_no_code(saved: dict[str, Saved], tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "a.ckpt"
+    shutil.copytree(saved[name].place, folder)
+    damaged = next(folder.glob("*_optim_states.pt"))
+    torch.save(Payload(tmp_path / "ran"), damaged)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        consolidate(folder, tmp_path / "b.ckpt")
+    manifest = read_manifest(folder)  # who can write the file can write its sum
+    content = damaged.read_bytes()
+    sums = {**manifest.files, damaged.name: (len(content), hashlib.sha256(content).hexdigest())}
+    (folder / "manifest.json").unlink()
+    seal(folder, folder.name, sums, manifest.facts)
+    with pytest.raises(UnsafeCheckpointError):
+        consolidate(folder, tmp_path / "b.ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+class Payload:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)

@@ -222,6 +222,13 @@ def inert(file: IO[bytes]) -> Iterator[None]:
             raise pickle.UnpicklingError(f"its hyper-parameters cannot be passed over ({names}): {error}") from error
 
 
+@contextmanager
+def known_classes(classes: list[tuple[Any, str]]) -> Iterator[None]:
+    """Have ``torch.load(weights_only=True)`` make objects of these classes, each by the name that files have of it."""
+    with _lock, safe_globals([*classes]):
+        yield
+
+
 def refusal(hyper_parameters: Any) -> str:
     """Why a checkpoint with these could not be written, or not be read again by :func:`inert`; "" where it can.
 

@@ -20,6 +20,7 @@ and read here, by a reader that knows the few classes that belong there (:class:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # `
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import sharded_files
+from trainer.checkpoint import sharded_files, zero
 from trainer.checkpoint.files import Summed, make_folder
 from trainer.checkpoint.inert import inert
 from trainer.checkpoint.manifest import OUR_KEY, Manifest
@@ -53,6 +54,9 @@ _BUFFER = 1 << 20
 Tree = Any
 Template = Callable[[Place, torch.Size, torch.dtype], Tensor | None]
 """What a tensor is to be read into, by its place in the checkpoint, its shape and its dtype; None for a plain one."""
+
+Save = Callable[[Path, zero.Sums], None]
+"""Writes this process's tensors as files into a folder, by what knows their sums."""
 
 
 # --- what goes where --------------------------------------------------------------------------------------------------
@@ -171,6 +175,7 @@ def write(
     own: Mapping[int, Any],
     facts: Mapping[str, Any],
     group: distributed.ProcessGroup | None,
+    save: Save | None = None,
 ) -> Manifest:
     """Write a checkpoint folder, in the place of an older checkpoint or not at all. All processes do, together.
 
@@ -181,6 +186,7 @@ def write(
         own: what this process has for itself, by its number.
         facts: more for the manifest; plain values.
         group: the processes, by gloo, in a group that nobody else uses; None for this process alone.
+        save: writes the tensors, in the place of DCP.
 
     Raises:
         OSError: the file system did not take it; on all processes. What was there is there still.
@@ -189,9 +195,12 @@ def write(
     part: Path = _together(group, lambda: _begin(place) if rank == 0 else None)[0]
     try:
         files = _Summing()
-        writer = FileSystemWriter(part)
-        writer.fs = files
-        _run_dcp(lambda: _save_state_dict(tensors, writer, group, no_dist=is_alone))
+        if save is not None:
+            _together(group, lambda: save(part, files))
+        else:
+            writer = FileSystemWriter(part)
+            writer.fs = files
+            _run_dcp(lambda: _save_state_dict(tensors, writer, group, no_dist=is_alone))
 
         def write_own() -> dict[str, tuple[int, str]]:
             if rank == 0:
@@ -293,6 +302,11 @@ class _Summing(FileSystem):
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
+    def add(self, path: Path) -> None:
+        """Take note of a file that somebody else has written."""
+        content = path.read_bytes()
+        self.sums[path.name] = len(content), hashlib.sha256(content).hexdigest()
+
     def save(self, value: Any, path: Path) -> None:
         """Write ``value`` as a file of its own, and bring it to the disk."""
         with self.create_stream(path, "wb") as stream:
@@ -310,6 +324,7 @@ def read(
     template: Template | None = None,
     process: tuple[int, int] | None = None,
     only: str = "",
+    joins: bool = True,
 ) -> tuple[Tree, list[Any]]:
     """Read a checkpoint folder, which has been verified. No other process is needed.
 
@@ -321,6 +336,7 @@ def read(
             one had for itself is read. None reads what all had.
         only: a key of the checkpoint, such as ``"state_dict"``: tensors elsewhere are not read, and stay without data;
             nor is what processes had for themselves.
+        joins: whether to put whole tensors together of what DeepSpeed has written; else they are left out.
 
     Returns:
         The checkpoint, its optimizers' states by the names of parameters; and what each process had for itself, None
@@ -332,7 +348,8 @@ def read(
     """
     manifest = sharded_files.read_manifest(folder)
     tree = _load(folder / STATE, weights_only)
-    metadata = _metadata_of(folder, manifest)
+    is_deepspeeds = zero.FACT in manifest.facts
+    metadata = Metadata({}) if is_deepspeeds else _metadata_of(folder, manifest)
     targets: dict[str, Tensor] = {}
 
     def make(place: Place, value: Tensor) -> Tensor:
@@ -347,6 +364,8 @@ def read(
         return targets[key]
 
     tree = mapped(tree, make)
+    if is_deepspeeds and joins:
+        tree = zero.fill(tree, folder, manifest, only)
     if targets:
         _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
     count = sum(name.startswith("process_") for name in manifest.files)

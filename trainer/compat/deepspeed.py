@@ -35,7 +35,10 @@ from trainer.callbacks.layer_norms import LayerNorms
 from trainer.callbacks.nonfinite_guard import NonFiniteGuard
 from trainer.callbacks.overflow_report import OverflowReport
 from trainer.callbacks.scale_monitor import ScaleMonitor
+from trainer.checkpoint import zero as parts
+from trainer.checkpoint.sharded_files import read_manifest
 from trainer.compat.callbacks import first_of, overrides
+from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
 from trainer.engine.optimizers import needs_closure
@@ -454,6 +457,7 @@ class DeepSpeedEngine(LightningEngine):
     def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
         super().__init__(trainer, ZeroPrecision(precision, options["strategy"]), plugins, **options)
         self.evaluates_unevenly = self.strategy.stage != 3
+        self._folder: Path | None = None  # a checkpoint that DeepSpeed is going to read
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """DeepSpeed's."""
@@ -479,6 +483,12 @@ class DeepSpeedEngine(LightningEngine):
             if problem:
                 raise UnsupportedError(f"Got {type(callback).__name__} with strategy='deepspeed'. It {problem}")
         self._refuse_config()
+        files = files_of(self.strategy)
+        if files is not None and files.sharded and files.asynchronous:
+            raise UnsupportedError(
+                "Got CheckpointFiles(sharded=True, asynchronous=True) with strategy='deepspeed', which writes its files"
+                " at once. Leave one of them out."
+            )
         if any(isinstance(callback, ScaleMonitor) for callback in callbacks):
             rank_zero_info("ScaleMonitor: no shares of underflow with strategy='deepspeed', which keeps the gradients.")
 
@@ -570,16 +580,44 @@ class DeepSpeedEngine(LightningEngine):
         return partial(self._through_wrapper, name)
 
     def module_state(self) -> dict[str, Any]:
-        """The module's state dict, whole, on rank 0."""
-        return self._zero().module_state(self.global_rank == 0)
+        """The module's state dict, whole, on rank 0; {} where DeepSpeed writes it."""
+        return {} if self._writes_parts else self._zero().module_state(self.global_rank == 0)
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load ``checkpoint["state_dict"]``."""
-        self._zero().load_module_state(checkpoint["state_dict"], strict)
+        """Load ``checkpoint["state_dict"]``, or have DeepSpeed read its files, those of the optimizer, too."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            self._zero().load_module_state(checkpoint["state_dict"], strict)
+        else:
+            parts.read(self._zero().engine, folder, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict, whole, on rank 0."""
+        """The optimizer's state dict, whole, on rank 0; its settings alone where DeepSpeed writes the rest."""
+        if self._writes_parts:
+            return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
         return self._zero().optimizer_state(self.global_rank == 0)
+
+    @property
+    def _writes_parts(self) -> bool:
+        return self.saves_shards and self.strategy.zero is not None and bool(self.optimizers)
+
+    @property
+    def _topology(self) -> dict[str, Any]:
+        return {"stage": self.strategy.stage, "processes": self.world_size, "precision": self.precision.name}
+
+    def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write a folder: DeepSpeed its files, we ours."""
+        if not self._writes_parts:
+            super().save_shards(checkpoint, path)
+            return
+        write = partial(parts.write, self._zero().engine)
+        self._files.save_shards(checkpoint, path, self._group_of_saves(), write, {parts.FACT: self._topology})
+
+    def reads_parts(self, folder: Path) -> bool:
+        """Whether DeepSpeed can read it: as many processes have written it, at the same stage and precision."""
+        is_same = read_manifest(folder).facts.get(parts.FACT) == self._topology
+        self._folder = folder if is_same and self._trainer.state.fn is TrainerFn.FITTING else None
+        return self._folder is not None
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
         """Load ``checkpoint["optimizer_states"]``."""

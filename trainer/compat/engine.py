@@ -399,7 +399,11 @@ class LightningEngine:
         if self.any_rank(error is not None):  # the ranks wait for each other here
             raise error or CheckpointWriteError(f"The checkpoint {path} was not written: rank 0 says why.")
         if self.saves_shards:
-            self._files.save_shards(checkpoint, path, self._group_of_saves())
+            self.save_shards(checkpoint, path)
+
+    def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write a checkpoint as a folder, each process its part."""
+        self._files.save_shards(checkpoint, path, self._group_of_saves())
 
     @property
     def saves_shards(self) -> bool:
@@ -435,6 +439,10 @@ class LightningEngine:
         """What a tensor of a checkpoint's folder is read into; None for a plain one in host memory."""
         return None
 
+    def reads_parts(self, folder: Path) -> bool:
+        """Whether the tensors in a checkpoint's folder are read by somebody else, into the module as it is wrapped."""
+        return False
+
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint; of a folder, only what this process needs. Then all processes call it together."""
         with pl_legacy_patch():
@@ -455,7 +463,7 @@ class LightningEngine:
         self._files.wait()
         read = partial(
             shards.read_whole, folder, weights_only=weights_only, template=self.template,
-            process=(self.global_rank, self.world_size),
+            process=(self.global_rank, self.world_size), joins=not self.reads_parts(folder),
         )  # fmt: skip
         self._on_all(partial(sharded_files.verify, folder, self.global_rank, self.world_size), f"{folder} is damaged")
         checkpoint: dict[str, Any] = self._on_all(read, f"{folder} cannot be read")

@@ -78,6 +78,7 @@ class ZeroModule:
         if self.optimizer is not None:
             theirs = copy.copy(self.optimizer)
             theirs.param_groups = [dict(group, params=list(group["params"])) for group in theirs.param_groups]
+            theirs.state = copy.copy(self.optimizer.state)
         engine, *_ = deepspeed.initialize(
             args=argparse.Namespace(**{} if self._device.index is None else {"device_rank": self._device.index}),
             model=self.module,
@@ -229,7 +230,7 @@ class ZeroModule:
             part = self._parts.get(parameter)
             kept = {} if part is None else self._base.state.get(part.flat, {})
             found = {
-                key: _kept(self.whole(parameter, key), keep) if _is_spread(value, part) else copy.copy(value)
+                key: _kept(self.whole(parameter, key), keep) if _is_spread(value, part) else copy.deepcopy(value)
                 for key, value in kept.items()
             }
             if found:
@@ -252,7 +253,7 @@ class ZeroModule:
                         kept[key] = torch.zeros_like(part.flat)
                     self.set(parameter, value.to(self._device), key)
                 else:
-                    kept[key] = copy.copy(value)
+                    kept[key] = copy.deepcopy(value)
 
     def _stepped(self) -> list[nn.Parameter]:
         assert self.optimizer is not None
