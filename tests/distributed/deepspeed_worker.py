@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.setups import Fitted, Saves, Setup, batches_of, only_these_warnings
 from trainer import CheckpointFiles, DeepSpeedStrategy, Trainer
-from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.errors import TrainerError
 
 SCALING = {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}
 
@@ -99,13 +99,22 @@ def refusals() -> list[str]:
             size = 2 if "config" in strategy else None
             batches = batches_of(range(rank, rank + 1), setup.batches_of(rank))
             train = DataLoader(batches, batch_size=size, collate_fn=(lambda given: given[0]) if size else None)
-            try:
-                trainer.fit(module, train)
-            except (UnsupportedError, ConfigurationError) as error:
-                said.append(str(error))
-            else:
-                said.append("nothing")
+            said.append(error_of(lambda: trainer.fit(module, train)))  # noqa: B023
     return said
+
+
+def error_of(run: Callable[[], Any]) -> str:
+    """What it says of why it cannot be done."""
+    try:
+        run()
+    except TrainerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def cannot_resume(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: str) -> str:
+    """Why a fit cannot go on from there."""
+    return error_of(lambda: fit(setup, strategy, arguments, ckpt_path))
 
 
 def save(setup: Setup, strategy: Any, form: str, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -201,7 +202,7 @@ def test_a_folder_becomes_one_file_and_back(ranks: Ranks, saved: dict[str, Saved
 
 
 @pytest.mark.parametrize("name", AS_FOLDER)
-def test_a_strangers_folder_runs_no_code(saved: dict[str, Saved], tmp_path: Path, name: str) -> None:
+def test_a_strangers_folder_runs_no_code(ranks: Ranks, saved: dict[str, Saved], tmp_path: Path, name: str) -> None:
     folder = tmp_path / "a.ckpt"
     shutil.copytree(saved[name].place, folder)
     damaged = next(folder.glob("*_optim_states.pt"))
@@ -215,14 +216,21 @@ def test_a_strangers_folder_runs_no_code(saved: dict[str, Saved], tmp_path: Path
     seal(folder, folder.name, sums, manifest.facts)
     with pytest.raises(UnsafeCheckpointError):
         consolidate(folder, tmp_path / "b.ckpt")
+    setup, strategy, arguments = setup_of(name)
+    call = "tests.distributed.deepspeed_worker:cannot_resume"
+    first, second = sorted(ranks.call(call, setup, strategy, arguments, str(folder)))
+    assert first.startswith("CheckpointError")
+    assert "another process says why" in first
+    assert second.startswith("UnsafeCheckpointError")
+    assert "posix.mkdir" in second
     assert not (tmp_path / "ran").exists()
 
 
 class Payload:
-    """Touches a file when it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
+        return os.mkdir, (str(self.path),)

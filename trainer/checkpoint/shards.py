@@ -366,6 +366,8 @@ def read(
     tree = mapped(tree, make)
     if is_deepspeeds and joins:
         tree = zero.fill(tree, folder, manifest, only)
+    elif is_deepspeeds:
+        zero.check(folder, manifest, *process or (0, 1))
     if targets:
         _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
     count = sum(name.startswith("process_") for name in manifest.files)

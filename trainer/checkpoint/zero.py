@@ -20,10 +20,12 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from trainer.checkpoint.inert import known_classes
 from trainer.checkpoint.manifest import Manifest
@@ -128,6 +130,21 @@ def write(engine: Any, folder: Path, sums: Sums) -> None:
         for path in folder.iterdir():
             if path.name == "latest" or path.suffix == ".py":
                 sums.add(path)
+
+
+def check(folder: Path, manifest: Manifest, part: int, parts: int) -> None:
+    """See whether DeepSpeed's files hold more than what belongs there, before its processes read them together.
+
+    Looks at this one of several parts of them.
+
+    Raises:
+        pickle.UnpicklingError: they do.
+    """
+    for name in sorted(manifest.files)[part::parts]:
+        if name.endswith(".pt"):
+            for found in get_unsafe_globals_in_checkpoint(folder / name):
+                if found not in _CLASSES:
+                    raise UnpicklingError(f"GLOBAL {found} was not an allowed global in {name}")
 
 
 def read(engine: Any, folder: Path, strict: bool) -> None:
