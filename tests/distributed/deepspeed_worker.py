@@ -38,7 +38,9 @@ def make(strategy: Any, callbacks: Any = (), **arguments: Any) -> Trainer:
 
         CPU_Accelerator.is_fp16_supported = lambda self: True  # slowly, any can
     if isinstance(strategy, Mapping):
-        strategy = DeepSpeedStrategy(**strategy, **SCALING if precision == "16-mixed" else {})
+        strategy = DeepSpeedStrategy(
+            **strategy, **SCALING if precision == "16-mixed" and "loss_scale" not in strategy else {}
+        )
     quiet: dict[str, Any] = {
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
         "num_sanity_val_steps": 0, "use_distributed_sampler": False, "max_epochs": 2,
@@ -66,13 +68,14 @@ def fit(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: st
         identity = {name: (id(p), p.dtype, p.device.type) for name, p in module.named_parameters()}
         attributes = {name: set(vars(part)) for name, part in module.named_modules()}
         trainer.fit(module, loader(setup.batches), loader(2, seed=2), ckpt_path=ckpt_path)
-        val_loss = trainer.callback_metrics["val_loss"].item()
+        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         whole = copy.deepcopy(module.net)
         (tested,) = trainer.validate(module, loader(2, seed=2), verbose=False)
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "outcomes": watch.outcomes, "norms": watch.norms, "counts": (trainer.global_step, trainer.skipped_steps),
-        "val_loss": val_loss, "tested": tested["val_loss"], "scale": trainer.scaler.get_scale(),
+        "val_loss": metrics["val_loss"], "metrics": metrics, "tested": tested["val_loss"],
+        "scale": trainer.scaler.get_scale(),
         "is_itself": identity == {name: (id(p), p.dtype, p.device.type) for name, p in module.named_parameters()},
         "left": sorted(
             name for path, part in module.named_modules()

@@ -17,6 +17,7 @@ import torch
 from tests.distributed.ranks import Ranks
 from tests.distributed.setups import Setup
 from tests.warm_python import WarmPython
+from trainer.callbacks import ScaleMonitor
 from trainer.checkpoint.conversion import consolidate
 from trainer.checkpoint.sharded_files import read_manifest, seal
 from trainer.cli import main
@@ -89,12 +90,20 @@ def test_an_overflow_on_one_process_skips_on_both(ranks: Ranks, strategy: dict[s
     assert first["tested"] == pytest.approx(first["val_loss"], rel=1e-2)
 
 
-def test_the_stages_measure_the_same_norms(ranks: Ranks) -> None:
-    """Also where the scale doubles, at which stage 3 divides by the next one."""
-    setup = Setup(optimizer="adamw")
-    both = [fit(ranks, setup, {"stage": stage}, precision="16-mixed", gradient_clip_val=100.0)[0] for stage in (2, 3)]
-    assert both[0]["norms"] == pytest.approx(both[1]["norms"], rel=1e-2)
-    assert len({outcome[1] for outcome in both[0]["outcomes"]}) > 2
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_scale_that_changes_changes_nothing_else(ranks: Ranks, stage: int) -> None:
+    """DeepSpeed would halve the gradients, and at stage 3 the norm, of each step on which the scale doubles."""
+    setup = Setup(optimizer="sgd")
+    changing, fixed = (
+        fit(ranks, setup, strategy, precision="16-mixed", callbacks=[ScaleMonitor(every_n_steps=1)])[0]
+        for strategy in ({"stage": stage}, {"stage": stage, "loss_scale": 1024.0})
+    )
+    assert len({outcome[1] for outcome in changing["outcomes"]}) > 2
+    assert {outcome[1:3] for outcome in fixed["outcomes"]} == {(1024.0, 1024.0)}
+    for name, value in fixed["weights"].items():
+        torch.testing.assert_close(changing["weights"][name], value, rtol=0, atol=1e-4)
+    assert changing["metrics"]["grad_norm_epoch"] == pytest.approx(fixed["metrics"]["grad_norm_epoch"], rel=1e-3)
+    assert changing["metrics"]["amp/scale"] == changing["outcomes"][-1][1]
 
 
 def test_what_deepspeed_cannot_do_is_refused(ranks: Ranks) -> None:

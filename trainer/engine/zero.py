@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +105,28 @@ class ZeroModule:
         groups = [group for group in self.optimizer.param_groups if group["params"]]
         for mine, theirs in zip(groups, self._base.param_groups, strict=True):
             theirs.update({key: value for key, value in mine.items() if key != "params"})
-        self.engine.step()
+        with self._scale_kept():
+            self.engine.step()
+
+    @contextmanager
+    def _scale_kept(self) -> Iterator[None]:
+        """A context for a step, after which the loss scale changes.
+
+        DeepSpeed changes it before it divides the gradients by it: they would be half of what they are on each step on
+        which the scale doubles (0.19.8).
+        """
+        scaler = self.loss_scaler
+        if scaler is None:
+            yield
+            return
+        updates: list[bool] = []
+        scaler.update_scale = updates.append
+        try:
+            yield
+        finally:
+            del scaler.update_scale
+        for overflow in updates:
+            scaler.update_scale(overflow)
 
     @property
     def overflowed(self) -> bool:
@@ -489,15 +510,12 @@ class ZeroGradients(Gradients):
         scale = self.scaler.current_scale
         zero.step()
         self._waits = False
-        next_scale = self.scaler.current_scale
-        self._outcome = UpdateOutcome((optimizer,) if zero.overflowed else (), scale, next_scale)
+        skipped = (optimizer,) if zero.overflowed else ()
+        self._outcome = UpdateOutcome(skipped, scale, self.scaler.current_scale)
         asked, self._norm = self._norm, None
         norm = zero.engine.get_global_grad_norm()
-        if asked is None or norm is None:
-            return
-        # at stage 3 it has been divided by the scale of the next step
-        is_off = zero.stage == 3 and not zero.overflowed
-        asked.fill_(float(norm) * (next_scale / scale if is_off else 1.0))
+        if asked is not None and norm is not None:
+            asked.fill_(float(norm))
 
     def update(self) -> bool:
         """Nothing is left to adjust. True: the outcome is known."""
