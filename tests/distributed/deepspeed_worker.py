@@ -86,7 +86,7 @@ def fit(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: st
     }  # fmt: skip
 
 
-def refusals() -> list[str]:
+def refusals(folder: str) -> list[str]:
     """What is said of runs that cannot be done, each of which is followed by one that can."""
     said = []
     for strategy, setup, arguments in (
@@ -103,6 +103,11 @@ def refusals() -> list[str]:
             batches = batches_of(range(rank, rank + 1), setup.batches_of(rank))
             train = DataLoader(batches, batch_size=size, collate_fn=(lambda given: given[0]) if size else None)
             said.append(error_of(lambda: trainer.fit(module, train)))  # noqa: B023
+    with only_these_warnings():
+        trainer, module = make({"stage": 2}, max_epochs=1), Fitted(Setup())
+        trainer.fit(module, loader(2))
+        trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+        said.append(error_of(lambda: trainer.save_checkpoint(f"{folder}/whole.ckpt")))
     return said
 
 

@@ -106,9 +106,8 @@ def test_a_scale_that_changes_changes_nothing_else(ranks: Ranks, stage: int) -> 
     assert changing["metrics"]["amp/scale"] == changing["outcomes"][-1][1]
 
 
-def test_what_deepspeed_cannot_do_is_refused(ranks: Ranks) -> None:
-    for said in ranks.call("tests.distributed.deepspeed_worker:refusals"):
-        assert len(said) == 6
+def test_what_deepspeed_cannot_do_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks.call("tests.distributed.deepspeed_worker:refusals", str(tmp_path)):
         for sentence, part in zip(
             said,
             (
@@ -118,6 +117,7 @@ def test_what_deepspeed_cannot_do_is_refused(ranks: Ranks) -> None:
                 "Got batches that count differently in one accumulation window",
                 "Got 2 as the dataloader's batch size and 'train_micro_batch_size_per_gpu': 3 in the DeepSpeed config",
                 "Got 3 to 5 training batches in a process. DeepSpeed needs as many in each",
+                "The states of the optimizer went with DeepSpeed when the run ended",
             ),
             strict=True,
         ):

@@ -43,7 +43,7 @@ from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
 from trainer.engine.optimizers import needs_closure
 from trainer.engine.zero import ZeroGradients, ZeroModule, ZeroScaler
-from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
+from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
 from trainer.precision.mixed import MixedPrecision
 from trainer.precision.scaler import LossScaler
@@ -206,6 +206,11 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         """Of ZeRO."""
         stage: int = self.config["zero_optimization"]["stage"]
         return stage
+
+    @property
+    def sharding(self) -> str:
+        """What a run says of it."""
+        return f"ZeRO {self.stage} over {self.world_size} processes, by DeepSpeed"
 
     @property
     def offloads(self) -> bool:
@@ -581,6 +586,8 @@ class DeepSpeedEngine(LightningEngine):
 
     def module_state(self) -> dict[str, Any]:
         """The module's state dict, whole, on rank 0; {} where DeepSpeed writes it."""
+        if self.strategy.zero is None:  # between runs
+            return super().module_state()
         return {} if self._writes_parts else self._zero().module_state(self.global_rank == 0)
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -595,6 +602,12 @@ class DeepSpeedEngine(LightningEngine):
         """The optimizer's state dict, whole, on rank 0; its settings alone where DeepSpeed writes the rest."""
         if self._writes_parts:
             return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+        if self.strategy.zero is None:
+            raise CheckpointError(
+                "The states of the optimizer went with DeepSpeed when the run ended. Write such a checkpoint in a run, by a"
+                " ModelCheckpoint(save_last=True); or afterwards the weights alone:"
+                " trainer.save_checkpoint(path, weights_only=True)."
+            )
         return self._zero().optimizer_state(self.global_rank == 0)
 
     @property
