@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,9 @@ INF = float("inf")
 
 def limits(**given):
     check(given)
-    return parse_limits({name: argument.default for name, argument in ARGUMENTS.items()} | given, rank_zero_info)
+    found = parse_limits({name: argument.default for name, argument in ARGUMENTS.items()} | given, rank_zero_info)
+    stages = {stage: found[f"limit_{stage}_batches"] for stage in ("train", "val", "test", "predict")}
+    return SimpleNamespace(**found, **stages)
 
 
 def test_the_table_is_that_of_the_signature():

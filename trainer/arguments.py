@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from numbers import Integral, Real
 from os import PathLike
 from types import NoneType
@@ -393,75 +392,42 @@ def _is(value: Any, word: Any) -> bool:
     return value is None if word is None else isinstance(value, str) and value == word
 
 
-@dataclass
-class RunLimits:
-    """How much of everything to run. ``fast_dev_run`` overrides most of it.
-
-    Attributes:
-        max_epochs: None where nobody said.
-        max_steps: optimizer steps; -1 for no limit.
-        train, val, test, predict: batches, or a share of them (float).
-        val_check_interval: batches between validations, or a share of the epoch (float).
-        val_check_seconds: seconds between validations; None to count batches.
-        check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
-        num_sanity_val_steps: batches of the sanity check; inf for all.
-    """
-
-    max_epochs: int | None
-    max_steps: int
-    train: int | float
-    val: int | float
-    test: int | float
-    predict: int | float
-    val_check_interval: int | float
-    val_check_seconds: float | None
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int | float
+_AMOUNTS = (
+    "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval",
+)  # fmt: skip
 
 
-def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = str) -> RunLimits:
+def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = str) -> dict[str, Any]:
     """How much of everything to run.
 
     Args:
         given: all arguments of the Trainer; `check` has let them pass.
         announce: told how 1 and 1.0 are understood, which are easily mistaken for each other.
 
+    Returns:
+        The arguments, with numbers in the place of what they stand for: batches (int), or a share of them (float).
+        ``fast_dev_run`` and ``overfit_batches`` override others. Beside them ``val_check_seconds``: between
+        validations; None to count batches.
+
     Raises:
         ConfigurationError: a share of an epoch, where batches are counted across epochs.
     """
-    interval, every = given["val_check_interval"], given["check_val_every_n_epoch"]
-    if every is None and isinstance(interval, float):
+    interval, sanity_steps = given["val_check_interval"], given["num_sanity_val_steps"]
+    if given["check_val_every_n_epoch"] is None and isinstance(interval, float):
         raise ConfigurationError(
             f"val_check_interval is {interval}, a share of an epoch, and check_val_every_n_epoch=None counts batches"
             " across epochs: expected a number of batches, or a time such as 00:12:00:00."
         )
-    amount = partial(_amount, given=given, announce=announce)
-    train, val = amount("limit_train_batches"), amount("limit_val_batches")
-    if given["overfit_batches"]:
-        train = val = amount("overfit_batches")
-    sanity_steps = given["num_sanity_val_steps"]
-    limits = RunLimits(
-        max_epochs=given["max_epochs"],
-        max_steps=given["max_steps"],
-        train=train,
-        val=val,
-        test=amount("limit_test_batches"),
-        predict=amount("limit_predict_batches"),
-        val_check_interval=amount("val_check_interval"),
-        val_check_seconds=seconds(interval),
-        check_val_every_n_epoch=every,
-        num_sanity_val_steps=2 if sanity_steps is None else math.inf if sanity_steps == -1 else sanity_steps,
-    )
-    if given["barebones"]:
-        limits.num_sanity_val_steps = 0
+    limits = {**given, **{name: _amount(name, given, announce) for name in _AMOUNTS}}
+    limits["val_check_seconds"] = seconds(interval)
+    limits["num_sanity_val_steps"] = 2 if sanity_steps is None else math.inf if sanity_steps == -1 else sanity_steps
     if given["fast_dev_run"]:
         batches = int(given["fast_dev_run"])
-        if not given["overfit_batches"]:
-            limits.train = limits.val = batches
-        limits.test = limits.predict = batches
-        limits.max_steps, limits.max_epochs = batches, 1
-        limits.num_sanity_val_steps, limits.val_check_interval, limits.check_val_every_n_epoch = 0, 1.0, 1
-        limits.val_check_seconds = None
+        limits |= dict.fromkeys(_AMOUNTS, batches) | {"val_check_interval": 1.0, "val_check_seconds": None}
+        limits |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 1}
+    if given["overfit_batches"]:
+        amount = _amount("overfit_batches", given, announce)
+        limits |= dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_batches"), amount)
     return limits
 
 

@@ -129,6 +129,25 @@ class GradientCheckError(TrainerError):
     """A backward pass whose gradients are not the derivatives of the loss."""
 
 
+def expect(holds: bool, expected: str, kind: type[Exception] = ConfigurationError, /, **given: Any) -> None:
+    """Refuse arguments of which something does not hold: ``Got a=1 and b=2, expected ...``
+
+    Args:
+        holds: whether it does.
+        expected: the end of the sentence.
+        kind: of the error.
+        **given: the arguments.
+    """
+    if not holds:
+        *others, last = [f"{name}={value!r}" for name, value in given.items()]
+        raise kind(f"Got {', '.join(others)}{' and ' if others else ''}{last}, expected {expected}.")
+
+
+def is_count(value: Any) -> bool:
+    """Whether ``value`` is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 ONE_PACKAGE = (
     "write `import trainer.pytorch_lightning` as the first import of the program; or, for `python -m trainer`, of the"
     " module that the config names."

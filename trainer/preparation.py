@@ -59,6 +59,7 @@ class Preparation:
         self._session = session
         self._profiling = Profiling.of(trainer)
         self._path: ManualOptimization | ClosureOptimization | None = None
+        self._halving: HalveOnOutOfMemory | None = ordering.first_of(trainer.callbacks, HalveOnOutOfMemory)
         self.hooks = Hooks(
             trainer,
             module,
@@ -110,7 +111,7 @@ class Preparation:
         self._choose_path()
         self._check_counts(loaders)
         loop.choose_path = self._follow_optimizers
-        if (halving := ordering.first_of(trainer.callbacks, HalveOnOutOfMemory)) is not None:
+        if (halving := self._halving) is not None:
             halving.check(self._path, isinstance(loaders, DrawnLoaderSet))
             parts = SplitBatches(loop, halving.limit, halving.measure, halving.split, halving.announce)
             loop.train = parts.train_batch
@@ -118,7 +119,7 @@ class Preparation:
             draw_in_fit(loop, loaders, ends_epoch=self._module.automatic_optimization)
         if profiling is not None:
             profiling.watch_fit(loop, self.hooks, self._path)
-            self._session.callback(profiling.leave_fit, loop)
+            self._session.callback(vars(loop).pop, "update_weights", None)
 
     def _choose_path(self) -> None:
         """Set the path of a batch that module, optimizers and engine want."""
@@ -146,8 +147,7 @@ class Preparation:
         ):
             return
         draws = isinstance(trainer.loop.batches.loaders, DrawnLoaderSet)
-        halves = ordering.first_of(trainer.callbacks, HalveOnOutOfMemory) is not None
-        if trainer.progress.in_batch or draws or self._profiling or halves:
+        if trainer.progress.in_batch or draws or self._profiling or self._halving is not None:
             names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
             raise ConfigurationError(
                 f"The optimizers have been exchanged for {names}, one of which evaluates the loss itself, or did so"
@@ -166,8 +166,7 @@ class Preparation:
         if self.hooks.override_of("optimizer_step"):
             return True
         trainer, optimizers = self._trainer, self._trainer.engine.optimizers
-        halves = ordering.first_of(trainer.callbacks, HalveOnOutOfMemory) is not None
-        may = len(optimizers) == 1 and not trainer.scaler.skips_steps and not halves
+        may = len(optimizers) == 1 and not trainer.scaler.skips_steps and self._halving is None
         return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
 
     def _schedules(self) -> Schedules:
@@ -214,7 +213,7 @@ class Preparation:
         how = what.get(type(self._path))
         if isinstance(loaders, DrawnLoaderSet):
             how = "A training_step that draws its own batches"
-        elif ordering.first_of(self._trainer.callbacks, HalveOnOutOfMemory) is not None:
+        elif self._halving is not None:
             how = "HalveOnOutOfMemory"
         elif not self._trainer.engine.trains_unevenly:
             how = "DeepSpeed"

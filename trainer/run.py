@@ -195,7 +195,7 @@ class Run:
         if fitting and trainer.resume and not trainer.fast_dev_run:
             self._connector.find_newest(self.session)  # before a logger chooses its folder
         modules.set_up_profiler(trainer, module)
-        trainer.data.prepare_data()
+        trainer.data.connector.prepare_data()
         defer_copies(trainer)
         self._call_setup_hooks()
         modules.configure_model(trainer)

@@ -61,6 +61,14 @@ Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 """What ``plugins`` may hold. A precision is no plugin here: it is the argument ``precision``."""
 
 
+_ATTRIBUTES = (
+    "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval",
+    "num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "enable_autolog_hparams", "resume", "exact_resume",
+    "dataloader_timeout", "pad_evaluation", "prefetch_batches", "barebones",
+)  # fmt: skip
+"""The arguments that are attributes of the same name, as `arguments.parse_limits` returns them."""
+
+
 class Trainer(TrainerBase):
     """Trains, validates, tests and predicts with a ``LightningModule``.
 
@@ -158,8 +166,8 @@ class Trainer(TrainerBase):
         arguments.check(given, **registered_names())
         if barebones:
             arguments.check_barebones(given)
-            enable_checkpointing = enable_progress_bar = enable_model_summary = logger = False
-            log_every_n_steps = num_sanity_val_steps = 0
+            off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
+            given |= dict.fromkeys(off, False) | {"log_every_n_steps": 0, "num_sanity_val_steps": 0}
         limits = arguments.parse_limits(given, rank_zero_info)
         plugin = resolve_precision(precision)
         self.engine = self._build_engine(
@@ -178,21 +186,9 @@ class Trainer(TrainerBase):
 
         self._default_root_dir = os.fspath(default_root_dir or os.getcwd())
         self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run or False
-        self.overfit_batches = limits.train if overfit_batches else 0.0
-        self.limit_train_batches = limits.train
-        self.limit_val_batches = limits.val
-        self.limit_test_batches = limits.test
-        self.limit_predict_batches = limits.predict
-        self.val_check_interval = limits.val_check_interval
-        self.num_sanity_val_steps = limits.num_sanity_val_steps
-        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
-        self.enable_autolog_hparams = enable_autolog_hparams
-        self.resume = resume
-        self.exact_resume = exact_resume
-        self.dataloader_timeout = dataloader_timeout
-        self.pad_evaluation = pad_evaluation or not self.engine.evaluates_unevenly
-        self.prefetch_batches = prefetch_batches
-        self.barebones = barebones
+        vars(self).update({name: limits[name] for name in _ATTRIBUTES})
+        self.overfit_batches = limits["overfit_batches"] or 0.0
+        self.pad_evaluation = self.pad_evaluation or not self.engine.evaluates_unevenly
         self._model_registry = registry.model_name(model_registry)
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
@@ -204,20 +200,11 @@ class Trainer(TrainerBase):
         self._gradient_clip_algorithm = gradient_clip_algorithm
 
         callbacks = defaults.build_callbacks(
-            callbacks,
-            accumulate_grad_batches=accumulate_grad_batches,
-            gradient_clip_val=gradient_clip_val,
-            gradient_clip_algorithm=gradient_clip_algorithm,
-            max_time=max_time,
-            enable_checkpointing=enable_checkpointing,
-            enable_model_summary=enable_model_summary,
-            enable_progress_bar=enable_progress_bar,
+            given,
             default_checkpoint=registry.default_checkpoint(self._model_registry),
-            barebones=barebones,
             scales_loss=self.scaler.is_enabled(),
             shows_gradients=self.engine.shows_gradients,
-            detect_anomaly=detect_anomaly,
-            writes_logs=logger is not False and not fast_dev_run,
+            writes_logs=given["logger"] is not False and not fast_dev_run,
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.name.startswith(("16-", "bf16-")),
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
@@ -225,7 +212,9 @@ class Trainer(TrainerBase):
         self.published = PublishedMetrics()
         self.log_metric = no_log
         self.recorder = Recorder(self.published, self.progress)
-        self.recorder.loggers = defaults.build_loggers(logger, self._default_root_dir, fast_dev_run=bool(fast_dev_run))
+        self.recorder.loggers = defaults.build_loggers(
+            given["logger"], self._default_root_dir, fast_dev_run=bool(fast_dev_run)
+        )
         shared: dict[str, Any] = {
             "engine": self.engine,
             "precision": plugin,
@@ -238,13 +227,13 @@ class Trainer(TrainerBase):
             progress=self.progress,
             limits=StoppingConditions(
                 self.progress,
-                max_epochs=limits.max_epochs,
+                max_epochs=limits["max_epochs"],
                 min_epochs=min_epochs,
-                max_steps=limits.max_steps,
+                max_steps=limits["max_steps"],
                 min_steps=min_steps,
-                check_val_every_n_epoch=limits.check_val_every_n_epoch,
-                log_every_n_steps=50 if log_every_n_steps is None else log_every_n_steps,
-                val_check_seconds=limits.val_check_seconds,
+                check_val_every_n_epoch=limits["check_val_every_n_epoch"],
+                log_every_n_steps=50 if given["log_every_n_steps"] is None else given["log_every_n_steps"],
+                val_check_seconds=limits["val_check_seconds"],
                 agree=self.engine.any_rank,
                 announce=rank_zero_info,
             ),
@@ -466,7 +455,7 @@ class Trainer(TrainerBase):
         loop = self.loop
         if loop.limits.max_epochs in (None, -1):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
-        if not self.data.is_ready(RunningStage.TRAINING):
+        if self.data.ready(RunningStage.TRAINING) is None:
             rank_zero_info("Loading `train_dataloader` to estimate number of stepping batches.")
         loaders = self.data.loaders(RunningStage.TRAINING)
         batches = 0 if loaders is None else loaders.num_batches()

@@ -14,13 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.weights import read
 from trainer.errors import ConfigurationError
+from trainer.precision.fp32_modules import plain_name
 from trainer.record.checkpoints import find_weights
 
 if TYPE_CHECKING:
     from trainer.checkpoint.shards import Template
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile, and activation checkpointing, put into names. It never counts."""
 _SHOWN = 4  # names of each kind
 
 
@@ -197,7 +196,7 @@ def paired(theirs: Iterable[str], mine: Iterable[str]) -> tuple[dict[str, str], 
     >>> paired(["model.0.weight", "loss.weight"], ["0.weight", "0.bias"])
     ({'0.weight': 'model.0.weight'}, ('model.', ''))
     """
-    in_file, in_module = {_bare(name): name for name in theirs}, {_bare(name): name for name in mine}
+    in_file, in_module = {plain_name(name): name for name in theirs}, {plain_name(name): name for name in mine}
     ways = Counter({("", ""): sum(name in in_file for name in in_module)})  # the first of those that are equally good
     ways.update((start, "") for name in in_file for start, rest in _divisions(name) if rest in in_module)
     ways.update(("", start) for name in in_module for start, rest in _divisions(name) if rest in in_file)
@@ -213,12 +212,6 @@ def paired(theirs: Iterable[str], mine: Iterable[str]) -> tuple[dict[str, str], 
         if name.startswith(behind) and before + name.removeprefix(behind) in in_file
     }
     return pairs, (before, behind)
-
-
-def _bare(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _divisions(name: str) -> Iterable[tuple[str, str]]:

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
+from trainer.arguments import ARGUMENTS
 from trainer.callbacks import AlignmentAdvisor, alignment_advisor
 from trainer.callbacks.alignment_advisor import Misaligned, misaligned
 from trainer.compat import defaults
@@ -126,10 +127,10 @@ def test_impossible_arguments(max_lines):
 
 
 def advisors(uses_tensor_cores: bool, given=None) -> list[AlignmentAdvisor]:
+    off = dict.fromkeys(("enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
+    arguments = {name: argument.default for name, argument in ARGUMENTS.items()} | off | {"callbacks": given}
     callbacks = defaults.build_callbacks(
-        given, accumulate_grad_batches=None, gradient_clip_val=None, gradient_clip_algorithm=None, max_time=None,
-        enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False, writes_logs=False,
-        default_checkpoint=ModelCheckpoint, barebones=False, scales_loss=False, detect_anomaly=False,
+        arguments, default_checkpoint=ModelCheckpoint, scales_loss=False, writes_logs=False,
         uses_tensor_cores=uses_tensor_cores,
     )  # fmt: skip
     return [callback for callback in callbacks if isinstance(callback, AlignmentAdvisor)]

@@ -87,7 +87,7 @@ def test_a_metric_that_is_not_logged_is_told_of(project, capsys):
     ("word", "complaint"),
     [
         ("objective.mode=mix", "objective.mode is mix, expected min, max or null. Did you mean 'min'?"),
-        ("objective.metric=3", "objective.metric is 3, expected the name of a logged metric, or null."),
+        ("objective.metric=3", "objective.metric is 3, expected the name of a logged metric or null."),
         ("objective=val_loss", "objective is val_loss, expected a node with settings of its own."),
         ("objective.metrics=a", "There is no setting 'objective.metrics'. Did you mean 'objective.metric'?"),
     ],

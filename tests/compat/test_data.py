@@ -324,7 +324,7 @@ def test_missing_data_is_named() -> None:
     trainer = ours()
     with pytest.raises(MisconfigurationException, match="`test_dataloader` must be implemented"):
         trainer.test(Classifier())
-    assert not trainer.data.is_ready(RunningStage.TESTING)
+    assert trainer.data.ready(RunningStage.TESTING) is None
 
 
 def test_the_order_of_a_shuffled_loader_follows_the_seed() -> None:

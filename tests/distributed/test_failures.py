@@ -16,20 +16,20 @@ TIMEOUT = 100
 """Seconds; with the time that two processes need to import torch and Lightning."""
 
 
-def run(python: WarmPython, *arguments: str) -> tuple[int, str]:
+def run(python: WarmPython, *arguments: str, children: bool = False) -> tuple[int, str]:
     """The exit status of a run of ``failing_worker.py``, and what all its processes said."""
     left_out = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     with python.start(
         str(Path(__file__).with_name("failing_worker.py")), *arguments, env=environment | {"OMP_NUM_THREADS": "1"},
-        children=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,  # which ends with the last process
+        children=children, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,  # which ends with the last process
     ) as process:  # fmt: skip
         said, _ = process.communicate(timeout=TIMEOUT)
     return process.returncode, said
 
 
 def test_a_rank_that_raises_ends_the_other_which_would_not_notice(python: WarmPython) -> None:
-    status, output = run(python, "ddp", "0", "training", "raises", "asleep")
+    status, output = run(python, "ddp", "0", "training", "raises", "asleep", children=True)
     assert status == 1
     assert "ValueError: rank 0 has had enough" in output
     assert "has not ended by itself, and is killed" in output
@@ -52,6 +52,6 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_other_which_would_not_notic
 
 
 def test_without_the_first_rank_the_other_ends(python: WarmPython) -> None:
-    status, output = run(python, "ddp", "0", "training", "dies", "asleep")
+    status, output = run(python, "ddp", "0", "training", "dies", "asleep", children=True)
     assert status == -9
     assert "has died in the middle of the run. Rank 1 cannot go on without it, and ends." in output

@@ -80,7 +80,9 @@ def test_finds_links_and_headings():
 def test_limits_what_trains():
     short = ["trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.max_epochs=1"]
     assert limits(["fit", "+recipe=mine"]) == short
-    assert limits(["fit", "+recipe=resnet50"]) == [*short, "data.batch_size=4"]
+    smaller = ["data.batch_size=4", "model.net._target_=torchvision.models.resnet18"]
+    assert limits(["fit", "+recipe=resnet50"]) == [*short, *smaller]
+    assert limits(["fit", "+recipe=resnet50", "model.net._target_=mine.Net"]) == [*short, smaller[0]]
     assert limits(["fit", "-m", "+recipe=mine", "trainer.max_epochs=1,2"]) == short[:2]
     assert limits(["test", "ckpt=outputs/x"]) == ["trainer.limit_test_batches=1"]
     assert limits(["fit", "+recipe=mine"], "none") == []

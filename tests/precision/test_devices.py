@@ -114,12 +114,12 @@ def test_of_mps_nobody_knows():
 
 
 def test_emulation_is_warned_of_on_gpus_only(gpu):
-    with pytest.warns(UserWarning, match=r"Tesla T4 has no bfloat16 units: precision='a' .* Use precision='b'"):
-        warn_of_emulation("a", "b", gpu("Tesla T4", (7, 5)))
+    with pytest.warns(UserWarning, match=r"Tesla T4 has no bfloat16 units: precision='a' .* Use precision='16-mixed'"):
+        warn_of_emulation("a", gpu("Tesla T4", (7, 5)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_emulation("a", "b", gpu("NVIDIA A100", (8, 0)))
-        warn_of_emulation("a", "b", CPU)
+        warn_of_emulation("a", gpu("NVIDIA A100", (8, 0)))
+        warn_of_emulation("a", CPU)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ _CONTEXT_SLOT = 4
 
 _NO_KERNEL = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"),
-    *("detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "is_same_size", "record_stream"),
+    *("detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "is_same_size", "is_set_to", "record_stream"),
 }
 """Operators that compute nothing, beside those that make views."""
 

@@ -590,3 +590,18 @@ def test_batch_size_is_found_in_nested_batches_and_may_be_given() -> None:
     trainer.fit(Sizes(), data(5, batch_size=4))  # batches of 4 and 1
     assert trainer.callback_metrics["found"].item() == pytest.approx(0.2)
     assert trainer.callback_metrics["given"].item() == pytest.approx(0.5)
+
+
+def test_what_was_logged_in_this_batch_is_not_copied_again():
+    store = MetricStore(training=True)
+    losses = torch.tensor([1.0, 2.0])
+    logged, copy = losses[1], torch.tensor(2.0)
+    store.copies.append((logged, logged._version, copy))
+    assert store.copy_of(losses[1]) is copy  # another view of the same memory
+    for other in (losses[0], losses, torch.tensor(2.0)):
+        assert torch.equal(store.copy_of(other), other)
+        assert not store.copy_of(other).is_set_to(other)
+    losses.mul_(3)
+    assert store.copy_of(logged).item() == 6.0  # not what it was when it was logged
+    store.end_batch()
+    assert store.copies == []

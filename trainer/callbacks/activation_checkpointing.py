@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.callbacks.choice import Choice, as_choices, choose
+from trainer.engine.forwards import OwnForward
 
 
 class ActivationCheckpointing(Callback):
@@ -62,33 +63,21 @@ class ActivationCheckpointing(Callback):
 
     def _put_back(self) -> None:
         for checkpointed in self._checkpointed:
-            checkpointed.remove()
+            checkpointed.undo()
         self._checkpointed = []
         self._chosen = []
 
 
-class _CheckpointedForward:
-    """Replaces a module's ``forward``: an attribute of the instance, which precedes the class's.
+class _CheckpointedForward(OwnForward):
+    """A module's ``forward``, checkpointed.
 
     Args:
         module: whose forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._forward: Callable[..., Any] = module.forward
-        self._outer = vars(module).get("forward")  # somebody else's replacement, which is restored
+        super().__init__(module)
         self._buffers = [(owner, name) for owner in module.modules() for name, _ in owner.named_buffers(recurse=False)]
-        vars(module)["forward"] = self
-
-    def remove(self) -> None:
-        """Restore the module's forward, unless ours has been replaced meanwhile."""
-        if vars(self._module).get("forward") is not self:
-            return
-        if self._outer is None:
-            del vars(self._module)["forward"]
-        else:
-            vars(self._module)["forward"] = self._outer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -97,16 +86,8 @@ class _CheckpointedForward:
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of the module get its plain forward, bound to them."""
-        return _itself, (self._forward,)
-
     def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         return nullcontext(), _BuffersAsNow(self._buffers)
-
-
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
 
 
 class _BuffersAsNow:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
-from trainer.errors import ConfigurationError
+from trainer.errors import expect
 from trainer.precision.devices import tensor_cores
 from trainer.precision.fp32_modules import plain_class, plain_name, running_in_float32
 
@@ -65,8 +65,7 @@ class AlignmentAdvisor(Callback):
     """
 
     def __init__(self, everywhere: bool = False, max_lines: int = 10) -> None:
-        if max_lines < 1:
-            raise ConfigurationError(f"Got max_lines={max_lines!r}, expected a number of lines, at least 1.")
+        expect(max_lines >= 1, "a number of lines, at least 1", max_lines=max_lines)
         self.everywhere = everywhere
         self.max_lines = max_lines
         self._said = ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.callbacks.of_run import OfRun
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, run, undisturbed
 from trainer.state.outcome import StepOutcome
@@ -19,7 +20,7 @@ _SCALE = 2.0**-100
 """Well inside of float32, and small enough for any gradient of a float32 loss to fit float16, be it as zero."""
 
 
-class AnomalyDetection(Callback):
+class AnomalyDetection(OfRun):
     """Raises where a backward pass makes nan, with the traceback of the operation's forward; not on overflows.
 
     Torch's anomaly mode cannot be on while the loss is scaled: the first overflow, by which a loss scale finds its
@@ -33,12 +34,10 @@ class AnomalyDetection(Callback):
         RuntimeError: torch's own, while training.
     """
 
+    of_no_run: ClassVar = {"_recorder": None}
+
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy belongs to no run
-        return {**vars(self), "_recorder": None}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep each batch until its outcome is known."""
@@ -54,15 +53,8 @@ class AnomalyDetection(Callback):
         if outcome.skipped:
             _replay(trainer, batches)
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+    def let_go(self, trainer: Any) -> None:
         """Drop the recorded batches."""
-        self._let_go()
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Drop the recorded batches."""
-        self._let_go()
-
-    def _let_go(self) -> None:
         if self._recorder is not None:
             self._recorder.stop()
             self._recorder = None

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from trainer.errors import ConfigurationError, did_you_mean
-from trainer.precision.fp32_modules import plain_class
+from trainer.precision.fp32_modules import has_forward, plain_class, plain_name
 
 Choice = str | type[nn.Module]
 
@@ -27,11 +27,6 @@ def as_choices(modules: Choice | Sequence[Choice]) -> tuple[Choice, ...]:
     return choices
 
 
-def has_forward(module: nn.Module) -> bool:
-    """Whether a module is one that is called, and no mere container (``nn.ModuleList``)."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
-
-
 def choose(root: nn.Module, choices: Sequence[Choice], whose: str) -> dict[str, nn.Module]:
     """The outermost modules that match, by name. A container that is never called itself stands for what it holds.
 
@@ -48,7 +43,7 @@ def choose(root: nn.Module, choices: Sequence[Choice], whose: str) -> dict[str, 
     matched: set[Choice] = set()
     known: list[str] = []
     for name, module in root.named_modules():
-        name = name.replace("._orig_mod", "")  # what torch.compile adds
+        name = plain_name(name)
         if not name:
             continue
         known += [name, plain_class(module).__name__]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from trainer.callbacks.choice import Choice, as_choices, choose, has_forward
+from trainer.callbacks.choice import Choice, as_choices, choose
+from trainer.callbacks.of_run import OfRun
 from trainer.engine import compilation
-from trainer.errors import ConfigurationError
-from trainer.precision.fp32_modules import plain_class
+from trainer.errors import ConfigurationError, expect
+from trainer.precision.fp32_modules import has_forward, plain_class
 
 _USUAL = 4
 """How often a function is compiled anew where all is well: with and without gradients, and when a size first varies."""
@@ -24,7 +25,7 @@ _REASONS = 5  # in the record
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
-class Compile(Callback):
+class Compile(OfRun):
     """Has ``torch.compile`` compile the module's network while a run lasts: training, validation, test, prediction.
 
     What is compiled are forward passes: the LightningModule's own ``forward``, and each of its parts (``self.net``)
@@ -61,6 +62,8 @@ class Compile(Callback):
             is nothing to compile, or one that ``torch.compile`` has compiled as a whole.
     """
 
+    of_no_run: ClassVar = {"_undo": [], "_is_on": False}  # the module is compiled, and put back, by the original
+
     def __init__(
         self,
         modules: Choice | Sequence[Choice] | None = None,
@@ -74,10 +77,8 @@ class Compile(Callback):
         self.modules = None if modules is None else as_choices(modules)
         self.settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
         self.settings |= {"mode": mode, "options": None if options is None else dict(options)}
-        if mode is not None and options is not None:
-            raise ConfigurationError(
-                f"Got mode={mode!r} and options={options!r}, expected one of them: torch.compile takes no more."
-            )
+        are_too_many = mode is not None and options is not None
+        expect(not are_too_many, "one of them: torch.compile takes no more", mode=mode, options=options)
         self.compiled: list[str] = []
         self._watch = compilation.Compilations()
         self._undo: list[Any] = []
@@ -87,10 +88,6 @@ class Compile(Callback):
     def compilations(self) -> list[compilation.Compilation]:
         """What has been compiled."""
         return self._watch.done
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has its settings, and what was compiled; the module is compiled, and put back, by the original."""
-        return self.__dict__ | {"_undo": [], "_is_on": False}
 
     # --- the run begins ---------------------------------------------------------------------------------------
 
@@ -178,15 +175,8 @@ class Compile(Callback):
                 stacklevel=2,
             )
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+    def let_go(self, trainer: Any) -> None:
         """Leave the module as it was."""
-        self._put_back()
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Leave the module as it was."""
-        self._put_back()
-
-    def _put_back(self) -> None:
         while self._undo:
             self._undo.pop()()
         self._is_on = False

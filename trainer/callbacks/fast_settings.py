@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that torch's allocator reads, once, when CUDA is initialised."""
+from trainer.callbacks.of_run import OfRun
+from trainer.engine.memory import ALLOCATOR, expands_segments
+
 _TF32, _BENCHMARK, _LAYOUT, _SEGMENTS = "TF32", "cudnn.benchmark", "channels_last", "expandable segments"
 _GAINS = {
     _TF32: "float32 matrix products run on Tensor Cores",
@@ -22,7 +24,7 @@ _GAINS = {
 }
 
 
-class FastSettings(Callback):
+class FastSettings(OfRun):
     """Turns on, while a run lasts, settings that make it faster on a GPU; says which.
 
     What a user has set stays as it is, and afterwards all is as before. A setting that would have no effect is not
@@ -48,6 +50,8 @@ class FastSettings(Callback):
             segments".
     """
 
+    of_no_run: ClassVar = {"_undo": [], "_weights": [], "_allocates": False}
+
     def __init__(
         self,
         tf32: bool = True,
@@ -62,13 +66,9 @@ class FastSettings(Callback):
         self._weights: list[nn.Parameter] = []
         self._allocates = expandable_segments and _expand_segments()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has the settings; what there was before is put back by the original."""
-        return self.__dict__ | {"_undo": [], "_weights": [], "_allocates": False}
-
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Turn them on."""
-        self._put_back()
+        self.let_go(trainer)
         device, precision = trainer.strategy.root_device, getattr(getattr(trainer, "engine", None), "precision", None)
         has_convolutions = bool(_convolutions(pl_module))
         self.on = []
@@ -76,10 +76,10 @@ class FastSettings(Callback):
             if _TF32 in self.wanted and not getattr(precision, "fp32_modules", ()) and self._use_tf32():
                 self.on.append(_TF32)
             if _BENCHMARK in self.wanted and has_convolutions and not torch.are_deterministic_algorithms_enabled():
-                self._undo.append(_setter(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark))
+                self._undo.append(partial(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark))
                 torch.backends.cudnn.benchmark = True
                 self.on.append(_BENCHMARK)
-            if self._allocates or "expandable_segments:True" in _allocator_settings():
+            if self._allocates or expands_segments():
                 self.on.append(_SEGMENTS)
         self._lay_out(trainer, pl_module)
 
@@ -107,15 +107,19 @@ class FastSettings(Callback):
             of_parameters = state.get("state", {})
             state["state"] = {key: {n: _usual(v) for n, v in one.items()} for key, one in of_parameters.items()}
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+    def let_go(self, trainer: Any) -> None:
         """Put back what there was."""
-        self._put_back()
+        while self._undo:
+            self._undo.pop()()
+        for weight in self._weights:
+            weight.data = weight.data.contiguous()
+        self._weights = []
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Put back what there was."""
-        self._put_back()
+        super().teardown(trainer, pl_module, stage)
         if self._allocates:  # torch has read it, if it ever will
-            os.environ.pop(_ALLOCATOR[0], None)
+            os.environ.pop(ALLOCATOR[0], None)
 
     def run_facts(self) -> dict[str, Any]:
         """What the record of the run says."""
@@ -144,13 +148,6 @@ class FastSettings(Callback):
         if self._weights and _LAYOUT not in self.on:
             self.on.append(_LAYOUT)
 
-    def _put_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        for weight in self._weights:
-            weight.data = weight.data.contiguous()
-        self._weights = []
-
 
 def missed(module: nn.Module, settings: FastSettings | None, *, precision: str) -> dict[str, str]:
     """What a run would leave on the table on a GPU: the setting, and what it is good for.
@@ -161,7 +158,7 @@ def missed(module: nn.Module, settings: FastSettings | None, *, precision: str) 
         precision: its name: in mixed precision no matrix products are left that TF32 would help.
     """
     wanted = settings.wanted if settings is not None else ()
-    helps = {_SEGMENTS: "expandable_segments" not in _allocator_settings()}
+    helps = {_SEGMENTS: not any("expandable_segments" in os.environ.get(name, "") for name in ALLOCATOR)}
     helps[_TF32] = precision == "32-true"
     helps[_BENCHMARK] = helps[_LAYOUT] = bool(_convolutions(module))
     return {name: gain for name, gain in _GAINS.items() if helps[name] and name not in wanted}
@@ -183,18 +180,10 @@ def _usual(value: Any) -> Any:
     return value.contiguous() if is_laid_out else value
 
 
-def _allocator_settings() -> str:
-    return ",".join(os.environ.get(name, "") for name in _ALLOCATOR)
-
-
 def _expand_segments() -> bool:
     """Whether the allocator was told to. It reads the variable once, when CUDA is initialised."""
-    said = any(name in os.environ for name in _ALLOCATOR)
+    said = any(name in os.environ for name in ALLOCATOR)
     if said or sys.platform != "linux" or not torch.cuda.is_available() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
-    os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    os.environ[ALLOCATOR[0]] = "expandable_segments:True"
     return True
-
-
-def _setter(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    return lambda: setattr(owner, name, value)

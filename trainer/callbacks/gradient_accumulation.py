@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, expect
 
 
 class GradientAccumulation(Callback):
@@ -34,10 +34,7 @@ class GradientAccumulation(Callback):
         schedule: Mapping[int, int] | None = None,
         straddles_epochs: bool = False,
     ) -> None:
-        if (batches is None) == (schedule is None):
-            raise ConfigurationError(
-                f"Got batches={batches!r} and schedule={schedule!r}, expected exactly one of them."
-            )
+        expect((batches is None) != (schedule is None), "exactly one of them", batches=batches, schedule=schedule)
         steps = {0: batches} if schedule is None else {int(epoch): number for epoch, number in schedule.items()}
         for epoch, number in steps.items():
             if not isinstance(number, int) or isinstance(number, bool) or number < 1 or epoch < 0:

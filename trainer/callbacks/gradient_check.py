@@ -21,7 +21,7 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 from torch.func import functional_call
 
 from trainer.data.samples import part_of
-from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean
+from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean, expect
 from trainer.postmortem.replay import silence, undisturbed
 
 _ROWS = 20
@@ -71,8 +71,7 @@ class GradientCheck(Callback):
         jitter: float = 0.01,
     ) -> None:
         for name, number in {"samples": samples, "eps": eps, "rtol": rtol, "atol": atol, "attempts": attempts}.items():
-            if not number > 0:
-                raise ConfigurationError(f"Got {name}={number!r}, expected a number above 0.")
+            expect(number > 0, "a number above 0", **{name: number})
         self.samples = samples
         self.parameters = (parameters,) if isinstance(parameters, str) else tuple(parameters)
         self.eps = eps

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, expect
 from trainer.state.outcome import StepOutcome
 
 
@@ -40,10 +40,8 @@ class GradientClipping(Callback):
         norm_type: float = 2.0,
         log_norm: bool = True,
     ) -> None:
-        if (max_norm is None) == (clip_value is None):
-            raise ConfigurationError(
-                f"Got max_norm={max_norm!r} and clip_value={clip_value!r}, expected exactly one of them."
-            )
+        is_one = (max_norm is None) != (clip_value is None)
+        expect(is_one, "exactly one of them", max_norm=max_norm, clip_value=clip_value)
         limit = max_norm if max_norm is not None else clip_value
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
             raise ConfigurationError(f"Got {limit!r} as the limit of gradient clipping, expected a number above 0.")

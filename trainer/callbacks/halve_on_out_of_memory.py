@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.data.samples import part_of, tensors_in
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, expect, is_count
 
 
 class HalveOnOutOfMemory(Callback):
@@ -53,8 +53,7 @@ class HalveOnOutOfMemory(Callback):
     """
 
     def __init__(self, split: Callable[[Any, int, int], Any] | None = None, limit: int | None = None) -> None:
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise ConfigurationError(f"Got limit={limit!r}, expected a number of samples, at least 1, or None.")
+        expect(limit is None or is_count(limit), "a number of samples, at least 1, or None", limit=limit)
         self.limit = limit
         self.split = part_of if split is None else split
         self._is_default = split is None

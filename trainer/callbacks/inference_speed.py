@@ -12,11 +12,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.data.samples import batch_size
-from trainer.errors import ConfigurationError
+from trainer.errors import expect
+from trainer.precision.dtypes import cast
 from trainer.record.measures import folder_of_files
 
 
@@ -62,10 +62,8 @@ class InferenceSpeed(Callback):
     def __init__(
         self, batches: int = 4, rounds: int = 7, warmup: int = 2, dirpath: str | os.PathLike[str] | None = None
     ) -> None:
-        if batches < 1 or rounds < 1 or warmup < 0:
-            raise ConfigurationError(
-                f"Got batches={batches!r}, rounds={rounds!r} and warmup={warmup!r}, expected at least 1, 1 and 0."
-            )
+        is_fine = batches >= 1 and rounds >= 1 and warmup >= 0
+        expect(is_fine, "at least 1, 1 and 0", batches=batches, rounds=rounds, warmup=warmup)
         self.batches = batches
         self.rounds = rounds
         self.warmup = warmup
@@ -121,7 +119,7 @@ class InferenceSpeed(Callback):
             with trainer.precision_plugin.forward_context():
                 own_times.append(self._round(trainer, step, kept))
             with _in_float32(pl_module):
-                other_times.append(self._round(trainer, step, _widened(kept)))
+                other_times.append(self._round(trainer, step, cast(kept, torch.float32)))
         own, other = (statistics.median(times[self.warmup :]) for times in (own_times, other_times))
         samples = sum(batch_size(arguments[0]) for arguments in kept)
         self.result = {
@@ -179,11 +177,6 @@ def _in_float32(module: nn.Module) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             for one, data in others:
                 one.data = data
-
-
-def _widened(batches: Any) -> Any:
-    """The batches with their floating-point tensors in float32."""
-    return apply_to_collection(batches, Tensor, lambda one: one.float() if one.is_floating_point() else one)
 
 
 def _wait_for(device: torch.device) -> None:

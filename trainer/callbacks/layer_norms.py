@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
-from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.errors import UnsupportedError, expect, is_count
 from trainer.precision.readback import Readback
 from trainer.state.outcome import StepOutcome
 
@@ -43,8 +43,7 @@ class LayerNorms(Callback):
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ConfigurationError(f"Got every_n_steps={every_n_steps!r}, expected a number of steps, at least 1.")
+        expect(is_count(every_n_steps), "a number of steps, at least 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.norms: dict[str, float] = {}
         self._layers: dict[int, str] = {}  # by the parameters' ids

@@ -6,11 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
+from trainer.callbacks.of_run import OfRun
 
-class MemoryHistory(Callback):
+
+class MemoryHistory(OfRun):
     """Records each allocation on a CUDA device, with the lines of Python that asked for it.
 
     Where memory runs out, the run leaves a snapshot of it in its folder, ``memory_snapshot.pickle``, for
@@ -43,15 +44,8 @@ class MemoryHistory(Callback):
         record(max_entries=self.max_entries, stacks="python")
         self._record = record
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Ends."""
-        self._stop()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Ends, once the snapshot is written."""
-        self._stop()
-
-    def _stop(self) -> None:
+    def let_go(self, trainer: Any) -> None:
+        """Ends; where memory has run out, once the snapshot is written."""
         if self._record is not None:
             self._record(enabled=None)
             self._record = None

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from copy import copy
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from trainer.callbacks.of_run import OfRun
 from trainer.engine.optimizers import needs_closure
 from trainer.engine.protocol import Engine
-from trainer.errors import ConfigurationError, NonFiniteError
-from trainer.loops.accumulation import AccumulationWindow
+from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count
 from trainer.postmortem.examine import examine
-from trainer.postmortem.recording import RecordedBatch
+from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of
 from trainer.postmortem.state import ObjectState
 from trainer.precision.guard import StepGuard
 from trainer.state import random_states
 from trainer.state.outcome import StepOutcome
 
-_POLICIES = ("stop", "skip", "go_on")
 
-
-class NonFiniteGuard(Callback):
+class NonFiniteGuard(OfRun):
     """Decides what becomes of a step whose loss or gradients are not finite; in float32 and bfloat16, too.
 
     The gradients of every step are looked at, and one that is not finite has the step skipped, exactly as the loss
@@ -67,6 +64,8 @@ class NonFiniteGuard(Callback):
         NonFiniteError: while training.
     """
 
+    of_no_run: ClassVar = {"_scaler": None, "_watch": None}
+
     def __init__(
         self,
         policy: Literal["stop", "skip", "go_on"] = "stop",
@@ -74,10 +73,8 @@ class NonFiniteGuard(Callback):
         every_step: bool = True,
         max_in_a_row: int | None = 50,
     ) -> None:
-        if policy not in _POLICIES:
-            raise ConfigurationError(f"Got policy={policy!r}, expected 'stop', 'skip' or 'go_on'.")
-        if max_in_a_row is not None and (not isinstance(max_in_a_row, int) or max_in_a_row < 1):
-            raise ConfigurationError(f"Got max_in_a_row={max_in_a_row!r}, expected at least 1 step, or None.")
+        expect(policy in ("stop", "skip", "go_on"), "'stop', 'skip' or 'go_on'", policy=policy)
+        expect(max_in_a_row is None or is_count(max_in_a_row), "at least 1 step, or None", max_in_a_row=max_in_a_row)
         self.policy = policy
         self.every_step = every_step and policy != "go_on"
         self.max_in_a_row = max_in_a_row
@@ -87,10 +84,6 @@ class NonFiniteGuard(Callback):
         self._watch: _Watch | None = None
         self._in_a_row = 0
         self._has_told = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy belongs to no run
-        return {**vars(self), "_scaler": None, "_watch": None}
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Replace a scaler that neither scales nor skips by one that skips steps."""
@@ -117,7 +110,7 @@ class NonFiniteGuard(Callback):
         """Do what the policy says about a step that was skipped."""
         if self._watch is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
             return
-        window = self._watch.take()
+        window: _Window | None = self._watch.kept()
         if not outcome.skipped:
             self._in_a_row = 0
             return
@@ -148,14 +141,6 @@ class NonFiniteGuard(Callback):
                 step=trainer.global_step,
             )
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore the Trainer's scaler and training step."""
-        self._let_go(trainer)
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Restore the Trainer's scaler and training step."""
-        self._let_go(trainer)
-
     def _tell(self, trainer: Any, step: int) -> None:
         """Warn once; end the run where too many steps in a row were skipped."""
         if self._in_a_row == self.max_in_a_row:
@@ -167,31 +152,20 @@ class NonFiniteGuard(Callback):
             )
         if not self._has_told:
             self._has_told = True
-            _warn(
+            rank_zero_warn(
                 f"Optimizer step {step} of epoch {trainer.current_epoch} was skipped, because gradients were not"
                 " finite. Others will be without a message: trainer.skipped_steps counts them. NonFiniteGuard('stop')"
                 " says where they come from."
             )
 
-    def _let_go(self, trainer: Any) -> None:
+    def let_go(self, trainer: Any) -> None:
+        """Restore the Trainer's scaler and training step."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
         if self._scaler is not None:
             trainer.engine.gradients.use_scaler(self._scaler)
             self._scaler = None
-
-
-class _Batch(NamedTuple):
-    """One batch of a window, and what is cheap to keep: not the state of the module, nor python's random numbers."""
-
-    batch: Any
-    batch_idx: int
-    step: int
-    window: AccumulationWindow
-    generators: dict[str, Tensor]
-    loss: Any
-    has_loss: bool
 
 
 class _Window:
@@ -203,7 +177,7 @@ class _Window:
     """
 
     def __init__(self, buffers: list[Tensor], number: int) -> None:
-        self.batches: list[_Batch] = []
+        self.batches: list[RecordedBatch] = []  # without what is dear to keep: see `recorded`
         self.number = number
         self._buffers = buffers
         self._saved = [torch.empty_like(buffer) for buffer in buffers]
@@ -218,21 +192,16 @@ class _Window:
 
     def has_broken_loss(self) -> bool:
         """Whether a loss is not finite. A host-device synchronisation."""
-        return any(isinstance(one.loss, Tensor) and not one.loss.isfinite().all() for one in self.batches)
+        return any(one.loss is not None and not one.loss.isfinite().all() for one in self.batches)
 
     def recorded(self, trainer: Any) -> list[RecordedBatch]:
-        """The batches for a replay, with the module as it is now."""
+        """The batches for a replay, with the module, and python's random numbers, as they are now."""
         state, others = ObjectState([trainer.lightning_module]), random_states.capture(trainer.engine.device)
-        return [
-            RecordedBatch(one.batch, one.batch_idx, one.step, one.window, others | one.generators, state, one.has_loss)
-            for one in self.batches
-        ]
+        return [one._replace(random_state=others | one.random_state, state=state) for one in self.batches]
 
 
-class _Watch:
-    """Replaces ``FitLoop.training_step`` and keeps windows until their outcome is known.
-
-    As ``trainer.postmortem.recording.Recorder``, but cheap enough to be there at every step.
+class _Watch(Recorder):
+    """A recorder that is cheap enough to be there at every step: it keeps less of each batch.
 
     Args:
         trainer: whose batches.
@@ -240,33 +209,15 @@ class _Watch:
     """
 
     def __init__(self, trainer: Any, *, keeps_batches: bool) -> None:
-        self._loop = trainer.loop
+        super().__init__(trainer)
         self._device = trainer.engine.device
         self._keeps_batches = keeps_batches
         self._automatic = trainer.lightning_module.automatic_optimization
         self._buffers = [b for b in trainer.lightning_module.buffers() if b.is_floating_point() and b.numel()]
-        self._training_step = self._loop.training_step
-        self._steps = self._loop.progress.optimizer_steps
-        self._update = self._resolved = 0
-        self._windows: dict[int, _Window] = {}
-        self._is_watching = True
-        self._loop.training_step = self
-
-    def stop(self) -> None:
-        """Stop recording."""
-        self._windows.clear()
-        self._is_watching = False
-        if self._loop.training_step is self:  # otherwise another recorder was put in front of this one
-            self._loop.training_step = self._training_step
-
-    def take(self) -> _Window | None:
-        """The window whose outcome has come."""
-        self._resolved += 1
-        return self._windows.pop(self._resolved - 1, None)
 
     def __call__(self, batch: Any, batch_idx: int) -> Any:
         """``training_step``."""
-        if not self._is_watching:
+        if self._from_step:  # it has been stopped
             return self._training_step(batch, batch_idx)
         steps, window = self._loop.progress.optimizer_steps, self._loop.window
         if steps != self._steps:
@@ -285,7 +236,7 @@ class _Watch:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         loss = loss.detach() if isinstance(loss, Tensor) else None
         has_loss = loss is not None or not self._automatic
-        kept.batches.append(_Batch(batch, batch_idx, steps, mark, generators, loss, has_loss))
+        kept.batches.append(RecordedBatch(batch, batch_idx, steps, mark, generators, None, has_loss, loss))
         return output
 
 
@@ -344,8 +295,3 @@ def _broken(module: LightningModule, engine: Engine) -> list[str]:
     if not engine.gradients.are_parts:
         return broken
     return list(dict.fromkeys(name for names in engine.broadcast(engine.gather(broken)) for name in names))
-
-
-@rank_zero_only
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)

@@ -8,15 +8,15 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from rich import get_console
 from rich.console import Console
-from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.errors import ConfigurationError, LossScaleCollapse
+from trainer.callbacks.of_run import OfRun
+from trainer.errors import LossScaleCollapse, expect
 from trainer.files import write_text
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
@@ -28,7 +28,7 @@ _HISTORY = 40
 """Changes of the scale that are remembered: more than it takes from 2**24 down to 1."""
 
 
-class OverflowReport(Callback):
+class OverflowReport(OfRun):
     """Says which layer overflows when steps are skipped, and stops a run that does nothing but skip.
 
     On by default where the loss is scaled. After ``after`` skipped steps in a row the batch is run again, with the
@@ -64,6 +64,8 @@ class OverflowReport(Callback):
             skipped steps; weights, optimizers and schedules have not changed since.
     """
 
+    of_no_run: ClassVar = {"_demand": None, "_recorder": None, "_before": None}
+
     def __init__(
         self,
         after: int | None = 3,
@@ -73,10 +75,10 @@ class OverflowReport(Callback):
         dirpath: str | os.PathLike[str] | None = None,
         console: Console | None = None,
     ) -> None:
-        _expect(after is None or after >= 3, "after", after, "at least 3 skipped steps in a row, or None")
-        _expect(at_step is None or at_step >= 0, "at_step", at_step, "the number of a step, from 0, or None")
-        _expect(collapse_after is None or collapse_after >= 3, "collapse_after", collapse_after, "at least 3, or None")
-        _expect(at_floor is None or at_floor >= 1, "at_floor", at_floor, "at least 1, or None")
+        expect(after is None or after >= 3, "at least 3 skipped steps in a row, or None", after=after)
+        expect(at_step is None or at_step >= 0, "the number of a step, from 0, or None", at_step=at_step)
+        expect(collapse_after is None or collapse_after >= 3, "at least 3, or None", collapse_after=collapse_after)
+        expect(at_floor is None or at_floor >= 1, "at least 1, or None", at_floor=at_floor)
         self.after = after
         self.at_step = at_step
         self.collapse_after = collapse_after
@@ -95,13 +97,9 @@ class OverflowReport(Callback):
         limits = [limit for limit in (after, collapse_after, at_floor) if limit is not None]
         self._record_from = max(1, min(limits) - 2) if limits else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy is of no run
-        return {**vars(self), "_demand": None, "_recorder": None, "_before": None}
-
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget an earlier run."""
-        self._drop_recordings()
+        self.let_go(trainer)
         self.reports = []
         self._history.clear()
         self._history.append((trainer.global_step, trainer.scaler.current_scale))
@@ -130,14 +128,6 @@ class OverflowReport(Callback):
             self._demand.stop()
             self._demand = None
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drop the recorded batches."""
-        self._drop_recordings()
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Drop the recorded batches."""
-        self._drop_recordings()
-
     def _take_skip(self, trainer: Any, step: int, outcome: StepOutcome) -> None:
         """Count one skipped step; report, and end the run, where it is time to."""
         at_floor = outcome.scale <= trainer.scaler.min_scale
@@ -163,7 +153,8 @@ class OverflowReport(Callback):
             self._recorder.stop()
             self._recorder = None
 
-    def _drop_recordings(self) -> None:
+    def let_go(self, trainer: Any) -> None:
+        """Drop the recorded batches."""
         self._end_skips()
         if self._demand is not None:
             self._demand.stop()
@@ -215,7 +206,7 @@ class OverflowReport(Callback):
                 f"Weights, optimizers, schedules, buffers and the loss scale from before step {before.step} are in"
                 f" {path}; a run that resumes from it begins with the batch that is under way."
             )
-        if broken := [name for name, buffer in module.named_buffers() if not _is_finite(buffer)]:
+        if broken := [name for name, buffer in module.named_buffers() if not buffer.isfinite().all()]:
             lines.append(
                 f"These buffers were not finite after step {before.step} already: {names_of(broken)}. Reset them, or"
                 " take them from an older checkpoint."
@@ -271,10 +262,6 @@ def _told(history: Sequence[tuple[int, float]], stride: int) -> str:
     return ", ".join(told)
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
 def _newest_checkpoint(trainer: Any, before: float) -> Path | None:
     """The newest file in the folders of the checkpoint callbacks that was written before this moment."""
     folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
@@ -287,8 +274,3 @@ def _write(path: Path, text: str) -> None:
         write_text(path, text)
     except OSError as problem:  # no reason to end a run
         warnings.warn(f"The overflow report could not be written to {path}: {problem}", stacklevel=2)
-
-
-def _expect(holds: bool, name: str, given: object, expected: str) -> None:
-    if not holds:
-        raise ConfigurationError(f"Got {name}={given!r}, expected {expected}.")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients, total_norm
-from trainer.errors import ConfigurationError
+from trainer.errors import expect
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.state.outcome import StepOutcome
 
@@ -72,24 +71,13 @@ class ScaleMonitor(Callback):
         worst_layers: int = 3,
     ) -> None:
         low, high = healthy
-        if not 0 < alarm <= low < high:
-            raise ConfigurationError(
-                f"Got alarm={alarm!r} and healthy={tuple(healthy)!r}, expected 0 < alarm <= healthy[0] < healthy[1]."
-            )
-        if patience < 1 or window < 1:
-            raise ConfigurationError(
-                f"Got patience={patience!r} and window={window!r}, expected numbers of steps, at least 1."
-            )
-        if every_n_steps < 0 or worst_layers < 0:
-            raise ConfigurationError(
-                f"Got every_n_steps={every_n_steps!r} and worst_layers={worst_layers!r}, expected whole numbers, at"
-                " least 0."
-            )
-        if not (0 < max_skip_rate <= 1 and 0 < max_underflow <= 1):
-            raise ConfigurationError(
-                f"Got max_skip_rate={max_skip_rate!r} and max_underflow={max_underflow!r}, expected shares above 0 and"
-                " up to 1."
-            )
+        order = "0 < alarm <= healthy[0] < healthy[1]"
+        expect(0 < alarm <= low < high, order, alarm=alarm, healthy=tuple(healthy))
+        expect(patience >= 1 and window >= 1, "numbers of steps, at least 1", patience=patience, window=window)
+        are_counts = every_n_steps >= 0 and worst_layers >= 0
+        expect(are_counts, "whole numbers, at least 0", every_n_steps=every_n_steps, worst_layers=worst_layers)
+        shares = {"max_skip_rate": max_skip_rate, "max_underflow": max_underflow}
+        expect(all(0 < share <= 1 for share in shares.values()), "shares above 0 and up to 1", **shares)
         self.healthy = (float(low), float(high))
         self.patience = patience
         self.alarm = alarm
@@ -188,8 +176,8 @@ class ScaleMonitor(Callback):
         trainer.log_metric("amp/skipped_steps", float(trainer.skipped_steps))
         trainer.log_metric("amp/skip_rate", self.skip_rate)
         self._judge(outcome.next_scale)
-        if self._probe is not None and self._probe.has_started:
-            self._report(trainer, pl_module, self._probe.finish(), outcome)
+        if self._probe is not None and (found := self._probe.finish()):
+            self._report(trainer, found, outcome)
 
     def _is_due(self, trainer: Any) -> bool:
         """Whether this is an update whose gradients are looked at: with the default, one that the loggers get."""
@@ -204,7 +192,7 @@ class ScaleMonitor(Callback):
             named = ((self._names.get(id(p), "?"), p.numel(), gradient) for p, gradient in local)
             self._probe.start(named, total)
 
-    def _report(self, trainer: Any, pl_module: LightningModule, found: list[Underflow], outcome: StepOutcome) -> None:
+    def _report(self, trainer: Any, found: list[Underflow], outcome: StepOutcome) -> None:
         if outcome.skipped:  # infinities and what they became say nothing about small gradients
             return
         self.underflow = found
@@ -260,9 +248,4 @@ class ScaleMonitor(Callback):
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            _say(message)
-
-
-@rank_zero_only
-def _say(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+            rank_zero_warn(message)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_warn
 
 KEY = "MixedPrecision"
 """Where Lightning keeps it (the class name of its precision plugin), so that either side restores the other's."""
@@ -47,19 +46,14 @@ class ScalerCheckpoint(Callback):
         if state and enabled:
             trainer.scaler.load_state_dict(state)
         elif enabled:
-            _say(
+            rank_zero_warn(
                 f"The checkpoint has no loss-scaler state (it was saved by a run without loss scaling), but"
                 f" precision={trainer.precision!r} scales the loss. The scale starts anew at"
                 f" {trainer.scaler.current_scale:g}; a few steps may be skipped until it has settled."
             )
         elif state:
-            _say(
+            rank_zero_warn(
                 f"The checkpoint has a loss-scaler state (scale {state['scale']:g}), but"
                 f" precision={trainer.precision!r} does not scale the loss. The state is not used, and kept in the"
                 " checkpoints for a run that scales it again."
             )
-
-
-@rank_zero_only
-def _say(message: str) -> None:
-    warnings.warn(message, stacklevel=3)

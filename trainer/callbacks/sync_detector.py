@@ -15,13 +15,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.errors import ConfigurationError
+from trainer.callbacks.of_run import OfRun
+from trainer.errors import expect
 
 log = logging.getLogger("lightning.pytorch.advice")
 """Lightning shows what loggers of its name say; on the command line ``hydra/job_logging: trainer`` shows this one."""
@@ -95,7 +96,7 @@ class Wait:
         return _INSTEAD.get(self.what, _ANY)
 
 
-class SyncDetector(Callback):
+class SyncDetector(OfRun):
     """Says which lines of the module, or of callbacks, make the host wait for the GPU in each step, and what to write.
 
     A GPU works on its own while the host prepares what comes next. ``loss.item()``, ``if mask.any()``,
@@ -122,8 +123,7 @@ class SyncDetector(Callback):
     """
 
     def __init__(self, batches: int = 10, after: int = 2) -> None:
-        if batches < 1 or after < 0:
-            raise ConfigurationError(f"Got batches={batches!r} and after={after!r}, expected at least 1 and 0.")
+        expect(batches >= 1 and after >= 0, "at least 1 and 0", batches=batches, after=after)
         self.batches = batches
         self.after = after
         self.waits: list[Wait] = []
@@ -152,32 +152,25 @@ class SyncDetector(Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """It is no part of a step."""
-        self._pause()
+        self.let_go(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Tell what was found, where the fit was short."""
         if 0 < self.watched <= self.batches:
             self._tell(trainer)
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Watch no more."""
-        self._pause()
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Watch no more."""
-        self._pause()
-
     def run_facts(self) -> dict[str, Any]:
         """What the record of the run says."""
         return {"host_waits": [vars(wait) for wait in self.waits]} if self.waits else {}
 
-    def _pause(self) -> None:
+    def let_go(self, trainer: Any) -> None:
+        """Watch no more."""
         if self._watch is not None:
             self._watch.__exit__()
             self._watch = None
 
     def _tell(self, trainer: Any) -> None:
-        self._pause()
+        self.let_go(trainer)
         self.waits = sorted(self._found.values(), key=lambda wait: -wait.count)
         if self.waits and trainer.is_global_zero:
             steps = "1 step" if self.watched == 1 else f"{self.watched} steps"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import files, sharded_files, shards, state
-from trainer.checkpoint.inert import PLACES, StandIn, inert
-from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.inert import PLACES, StandIn, load_inert
+from trainer.checkpoint.manifest import facts_of
 from trainer.checkpoint.weights import read as read_weights
 from trainer.errors import CheckpointError, CheckpointWriteError
 
@@ -28,7 +28,7 @@ def consolidate(folder: Path, file: Path) -> list[str]:
     """
     left_out: list[str] = []
     checkpoint = _without_objects(_read(folder), left_out)
-    files.write(partial(torch.save, checkpoint), file, _facts(files.read_manifest(folder), checkpoint))
+    files.write(partial(torch.save, checkpoint), file, facts_of(checkpoint))
     return left_out
 
 
@@ -45,7 +45,7 @@ def split(file: Path, folder: Path) -> list[str]:
     checkpoint = _without_objects(_read(file), left_out)
     tree, tensors, own = shards.taken_apart(checkpoint)
     try:
-        shards.write(folder, tree, tensors, own, _facts(files.read_manifest(file), checkpoint), None)
+        shards.write(folder, tree, tensors, own, facts_of(checkpoint), None)
     except OSError as error:
         raise CheckpointWriteError(f"{folder} was not written: {error.strerror or error}.", error.errno) from error
     return left_out
@@ -109,19 +109,10 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 
     def load(path: Path, weights_only: bool) -> dict[str, Any]:
         is_archive = files.verify(path)
-        if path.is_dir():
-            return shards.read_whole(path)
-        with path.open("rb") as stream, inert(stream):
-            loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=is_archive)
+        loaded: dict[str, Any] = shards.read_whole(path) if path.is_dir() else load_inert(path, mmap=is_archive)
         return loaded
 
     return state.read(load, checkpoint, None)
-
-
-def _facts(manifest: Manifest | None, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    if manifest is None:
-        return {"weights_only": "optimizer_states" not in checkpoint}
-    return {name: value for name, value in manifest.facts.items() if name in ("epoch", "step", "weights_only")}
 
 
 def _without_objects(checkpoint: dict[str, Any], left_out: list[str]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Summed:
         view = memoryview(data).cast("B")
         self.hash.update(view)
         self.size += len(view)
-        self._take(view)
+        self._put(view)
         return len(view)
 
     def flush(self) -> None:
@@ -76,9 +76,6 @@ class Summed:
     def tell(self) -> int:
         """The number of bytes taken."""
         return self.size
-
-    def _take(self, view: memoryview) -> None:
-        self._put(view)
 
     def _put(self, data: Any) -> None:
         if self.error is None:
@@ -101,37 +98,27 @@ class Sealing(Summed):
     def __init__(self, file: Any, facts: Mapping[str, Any] | None = None) -> None:
         super().__init__(file)
         self._facts = dict(facts or {})
-        self._start = b""
-        self._held = b""  # the last record, which ends with the length of a comment that is not there yet
+        self._start = self._end = b""  # of what was written
 
-    def _take(self, view: memoryview) -> None:
+    def write(self, data: Any) -> int:
+        """Take bytes."""
+        taken, view = super().write(data), memoryview(data).cast("B")
         if len(self._start) < len(_START):
-            self._start += bytes(view[: len(_START) - len(self._start)])
-        if len(view) < _END_SIZE:
-            view = memoryview(self._held + view)
-        else:
-            self._put(self._held)
-        self._put(view[:-_END_SIZE])
-        self._held = bytes(view[-_END_SIZE:])
+            self._start = (self._start + bytes(view[: len(_START)]))[: len(_START)]
+        self._end = (self._end + bytes(view[-_END_SIZE:]))[-_END_SIZE:]
+        return taken
 
     def seal(self) -> Manifest | None:
-        """Write what was held back, and the manifest. None for what is no zip archive without a comment.
+        """Write the manifest. None for what is no zip archive without a comment.
 
         Raises:
             OSError: the file below could not take everything.
         """
-        manifest = None
-        if self._is_archive():
-            manifest = self._seal()
-        else:
-            self._put(self._held)
+        is_ended = len(self._end) == _END_SIZE and self._end.startswith(_END) and self._end.endswith(b"\0\0")
+        manifest = self._seal() if is_ended and self._start == _START else None
         if self.error is not None:
             raise self.error
         return manifest
-
-    def _is_archive(self) -> bool:
-        is_end = len(self._held) == _END_SIZE and self._held.startswith(_END) and self._held.endswith(b"\0\0")
-        return is_end and self._start == _START
 
     def _seal(self) -> Manifest:
         said = {"format": FORMAT, "bytes": self.size, "saved_at": time.time(), **self._facts}
@@ -139,7 +126,9 @@ class Sealing(Summed):
         self.hash.update(text)
         sha256 = self.hash.hexdigest()
         comment = text + f'{sha256}"}}'.encode()
-        self._put(self._held[:-2] + struct.pack("<H", len(comment)) + comment)
+        if self.error is None:
+            self.file.seek(-2, os.SEEK_CUR)  # the last record ends with the length of a comment that was not there yet
+        self._put(struct.pack("<H", len(comment)) + comment)
         self.size += len(comment)
         return Manifest(said["saved_at"], said["bytes"], sha256, self._facts)
 

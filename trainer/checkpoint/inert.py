@@ -19,9 +19,10 @@ import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from io import BytesIO
+from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
 from typing import IO, Any, ClassVar
@@ -220,6 +221,12 @@ def inert(file: IO[bytes]) -> Iterator[None]:
         except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             names = ", ".join(name for _, name in made[:5])
             raise pickle.UnpicklingError(f"its hyper-parameters cannot be passed over ({names}): {error}") from error
+
+
+def load_inert(path: Path, *, weights_only: bool = True, mmap: bool = False) -> Any:
+    """What ``torch.save`` has written to a file, in host memory; with ``weights_only`` under :func:`inert`."""
+    with path.open("rb") as file, inert(file) if weights_only else nullcontext():
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
 
 
 @contextmanager

@@ -16,6 +16,15 @@ PART = ".ckpt-part"
 """The end of the names of what is being written. They begin with a dot."""
 
 
+def facts_of(checkpoint: Any) -> dict[str, Any]:
+    """What the manifest says of a checkpoint, beside its size and hash."""
+    if not isinstance(checkpoint, dict):
+        return {}
+    numbers = {"epoch": checkpoint.get("epoch"), "step": checkpoint.get("global_step")}
+    facts: dict[str, Any] = {name: number for name, number in numbers.items() if isinstance(number, int)}
+    return {**facts, "weights_only": "optimizer_states" not in checkpoint}
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint says of itself.

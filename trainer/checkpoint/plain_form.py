@@ -35,7 +35,8 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
     if value is None or type(value) in _LEAVES or isinstance(value, _KEPT):
         return value
     if isinstance(value, enum.Enum):
-        return plain(value.value, place, left_out) if _is_simple(value.value) else value.name
+        is_simple = value.value is None or isinstance(value.value, _LEAVES)
+        return plain(value.value, place, left_out) if is_simple else value.name
     for kind in _LEAVES:
         if isinstance(value, kind):
             return kind(value)  # type: ignore[arg-type]  # of a class of its own
@@ -77,10 +78,6 @@ def plain_dict(value: Mapping[Any, Any], place: str, left_out: list[str]) -> dic
         if new is not None or child is None or len(left_out) == missing:
             made[name if type(name) in _LEAVES else str(name)] = new
     return made
-
-
-def _is_simple(value: Any) -> bool:
-    return value is None or isinstance(value, _LEAVES)
 
 
 def resolved(config: Container) -> Any:

@@ -8,29 +8,19 @@ window, what has been logged in an epoch that is not over, metric objects. A che
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer.checkpoint import modes
 from trainer.checkpoint.snapshot import on_host
 from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Engine
+from trainer.loops.closures import ClosureOptimization
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore, shared_among
 from trainer.state.outcome import StepOutcome
-
-
-class KeptBatches(Protocol):
-    """The batches of an accumulation window that are going to be evaluated again (``trainer.loops.closures``)."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The batches, and what is known of them."""
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device, *, exact: bool) -> None:
-        """Go on from what :meth:`state_dict` returned; where that is impossible, refuse if ``exact``, or warn."""
 
 
 class ProcessState:
@@ -45,7 +35,7 @@ class ProcessState:
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        self.kept_batches: KeptBatches | None = None
+        self.kept_batches: ClosureOptimization | None = None
         self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]]] | None = None
         self._first_modes: modes.Modes = {}
         self._training_modes: modes.Modes = {}

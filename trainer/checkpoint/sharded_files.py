@@ -35,7 +35,6 @@ STATE = "state.ckpt"
 _REMOVED = f"-removed{PART}"
 """The end of the names of what is being removed."""
 
-_CHUNK = 1 << 22
 _THREADS = 4  # hashing leaves the interpreter to the others
 
 
@@ -227,10 +226,8 @@ def _problem(path: Path, size: int, sha256: str) -> str:
         return f"{path.name} is no file."
     if found.st_size != size:
         return f"{path.name} has {found.st_size:,} bytes, and was written with {size:,}."
-    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+        digest = hashlib.file_digest(file, "sha256")
     if digest.hexdigest() != sha256:
         return f"the bytes of {path.name} are not those that were written (SHA-256)."
     return ""

@@ -26,6 +26,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,7 +42,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import sharded_files, zero
 from trainer.checkpoint.files import Summed, make_folder
-from trainer.checkpoint.inert import inert
+from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.manifest import OUR_KEY, Manifest
 from trainer.checkpoint.sharded_files import MANIFEST, STATE
 from trainer.checkpoint.snapshot import is_plain
@@ -136,7 +137,10 @@ def _key(place: Place, taken: Mapping[str, Any]) -> str:
 
 def by_name(states: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
     """States of optimizers with the names of parameters in the place of numbers; as they are where there are none."""
-    return [_renamed(state, dict(enumerate(known))) if known else state for state, known in _zip(states, names)]
+    return [
+        _renamed(state, dict(enumerate(known))) if known else state
+        for state, known in zip(states, chain(names, repeat([])), strict=False)
+    ]
 
 
 def by_number(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[str]]]:
@@ -159,10 +163,6 @@ def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
         "state": {new.get(one, one): value for one, value in state["state"].items()},
         "param_groups": groups,
     }
-
-
-def _zip(states: list[Any], names: list[list[str]]) -> Iterator[tuple[Any, list[str]]]:
-    return ((state, names[index] if index < len(names) else []) for index, state in enumerate(states))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def read(
         pickle.UnpicklingError: it holds more than what belongs there.
     """
     manifest = sharded_files.read_manifest(folder)
-    tree = _load(folder / STATE, weights_only)
+    tree = load_inert(folder / STATE, weights_only=weights_only)
     is_deepspeeds = zero.FACT in manifest.facts
     metadata = Metadata({}) if is_deepspeeds else _metadata_of(folder, manifest)
     targets: dict[str, Tensor] = {}
@@ -372,16 +372,8 @@ def read(
         _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
     count = sum(name.startswith("process_") for name in manifest.files)
     wanted = [] if only else range(count) if process is None or process[1] != count else [process[0]]
-    return tree, [_load(folder / _process_file(i), weights_only) if i in wanted else None for i in range(count)]
-
-
-def _load(path: Path, weights_only: bool) -> Any:
-    with path.open("rb") as file:
-        if not weights_only:
-            return torch.load(file, map_location="cpu", weights_only=False)
-        with inert(file):
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
+    own = [folder / _process_file(i) if i in wanted else None for i in range(count)]
+    return tree, [None if file is None else load_inert(file, weights_only=weights_only) for file in own]
 
 
 def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:

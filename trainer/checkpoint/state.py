@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +30,6 @@ from torch.optim import Optimizer
 
 from trainer import redaction
 from trainer.checkpoint.manifest import OUR_KEY as OUR_KEY
-from trainer.checkpoint.process import ProcessState
-from trainer.engine.protocol import Engine
 from trainer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -39,46 +37,17 @@ from trainer.errors import (
     ResumeError,
     UnsafeCheckpointError,
 )
-from trainer.state.progress import FitProgress
+from trainer.precision.fp32_modules import plain_name
 
 FORMAT = 2
 """Version of what stands under ``amp_trainer``."""
 
 
-class Run(Protocol):
-    """What is saved and restored: the parts of a Trainer that have state."""
-
-    progress: FitProgress
-    process: ProcessState
-    callbacks: list[Any]
-    profiler: Any
-
-    @property
-    def engine(self) -> Engine:
-        """Devices and processes."""
-
-    @property
-    def lightning_module(self) -> Any:
-        """The module."""
-
-    @property
-    def datamodule(self) -> Any:
-        """The datamodule, or None."""
-
-    @property
-    def max_steps(self) -> int:
-        """Optimizer steps to take in all; -1 for no limit."""
-
-    @property
-    def callback_metrics(self) -> dict[str, Any]:
-        """What schedules may watch. A live dict."""
-
-
-def dump(run: Run, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[str, Any]:
+def dump(run: Any, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[str, Any]:
     """A checkpoint of this moment.
 
     Args:
-        run: whose state.
+        run: whose state: a Trainer.
         as_lightning: what goes in as Lightning has it: its version, ``loops``, the hyper-parameters.
         weights_only: leave optimizers, schedules and callbacks out.
     """
@@ -163,7 +132,7 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
     return checkpoint
 
 
-def restore_module_and_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
+def restore_module_and_callbacks(run: Any, checkpoint: dict[str, Any]) -> None:
     """Put back what has to be there before the module is moved to its device: weights, datamodule, callbacks."""
     module, datamodule = run.lightning_module, run.datamodule
     module.on_load_checkpoint(checkpoint)
@@ -189,7 +158,7 @@ def restore_module_and_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
             callback.load_state_dict(deepcopy(state))
 
 
-def restore_training(run: Run, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
+def restore_training(run: Any, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
     """Put back what needs the optimizers to exist: counters, optimizers, schedules.
 
     Args:
@@ -272,14 +241,9 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
 
 def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
     """The names of each optimizer's parameters, in its order; [] for one with parameters that are not the module's."""
-    names = {id(parameter): _bare(name) for name, parameter in module.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     held = [[id(one) for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
     return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
-
-
-def _bare(name: str) -> str:
-    """The name of a parameter without those of wrappers on the way."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _put_in_order(checkpoint: dict[str, Any], saved: list[list[str]], names: list[list[str]]) -> None:
@@ -319,7 +283,7 @@ def _is_ours(callback: Any) -> bool:
     return type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
-def _awaited_metrics(run: Run) -> dict[str, float]:
+def _awaited_metrics(run: Any) -> dict[str, float]:
     """What the schedules that watch a metric are going to read at the end of the epoch that runs; {} between epochs."""
     progress = run.progress
     if progress.epochs_trained == progress.epoch and not progress.batches_trained_this_epoch:

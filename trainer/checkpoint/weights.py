@@ -8,11 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from trainer.checkpoint import files, state
-from trainer.checkpoint.inert import inert
+from trainer.checkpoint.inert import load_inert
 from trainer.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -62,10 +61,7 @@ def _load(path: Path, weights_only: bool, template: Template | None) -> dict[str
         from safetensors.torch import load_file
 
         return {"state_dict": load_file(path)}
-    is_archive = files.verify(path)
-    with path.open("rb") as stream, inert(stream):
-        loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=is_archive)
-    return {"state_dict": _tensors_in(loaded, path)}
+    return {"state_dict": _tensors_in(load_inert(path, weights_only=weights_only, mmap=files.verify(path)), path)}
 
 
 def _tensors_in(loaded: Any, path: Path) -> dict[str, Tensor]:

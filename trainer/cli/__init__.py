@@ -8,7 +8,6 @@ torch.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -73,8 +72,8 @@ def _environment_of(arguments: Arguments) -> dict[str, str | None]:
 
     That is ``--debug``, ``--quiet``, and whom configs may name: whatever becomes of the user's list meanwhile.
     """
-    values: dict[str, str | None] = {}
-    values.update({name: "1" for flag, name in (("--debug", DEBUG), ("--quiet", QUIET)) if flag in arguments.flags})
+    flags = (("--debug", DEBUG), ("--quiet", QUIET))
+    values: dict[str, str | None] = {name: "1" for flag, name in flags if flag in arguments.flags}
     if arguments.command != "trust":
         values[trusted.VARIABLE] = ",".join(trusted.packages())
     return values
@@ -93,7 +92,8 @@ def _dispatch(arguments: Arguments) -> int:
         print(help_text(arguments.command, flags.get("--config-dir")))
         return OK
     if arguments.command in TOOLS:
-        tool = import_module(f"trainer.cli.{arguments.command}")
+        module = "consolidate" if arguments.command == "shard" else arguments.command
+        tool = import_module(f"trainer.cli.{module}")
         status: int = tool.command(arguments)
         return status
     if arguments.command is None:
@@ -128,23 +128,20 @@ def _hydra(arguments: Arguments) -> int:
     if not arguments.shows:
         given = list(arguments.overrides)
         folder = claim(arguments, config)
-        if arguments.command == "compare":
-            from trainer.cli import compare
-
-            report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
-            compare.as_sweep(arguments)
-        elif sweeps(arguments, config):
-            from trainer.cli import sweep
-
-            wanted = sweep.planned(composer, arguments.words_of_config(), config)
-            again = go_on_command(arguments.command, given, folder, "hydra.sweep.dir", arguments.flags)
-            report = partial(sweep.report, folder, since=started, wanted=wanted, again=again)
-        if sweeps(arguments, config):
-            from trainer.cli.sweep import jobs
-
-            waiting = jobs.waiting(config.hydra, folder)
-        else:
+        if not sweeps(arguments, config):
             config = composer.placed(config, arguments, folder)
+        else:
+            from trainer.cli import compare, sweep
+            from trainer.cli.sweep.jobs import waiting_for
+
+            waiting = waiting_for(config.hydra, folder)
+            if arguments.command == "compare":
+                report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
+                compare.as_sweep(arguments)
+            else:
+                wanted = sweep.planned(composer, arguments.words_of_config(), config)
+                again = go_on_command(arguments.command, given, folder, "hydra.sweep.dir", arguments.flags)
+                report = partial(sweep.report, folder, since=started, wanted=wanted, again=again)
     try:
         status = _call_hydra(arguments, composer, config, waiting)
     finally:
@@ -177,7 +174,7 @@ def _call_hydra(
     except SystemExit as end:  # how Hydra ends after --hydra-help
         return end.code if isinstance(end.code, int) else OK
     except Exception as error:
-        if any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__):  # Lightning's
+        if failure.is_about_settings(error):  # Lightning's
             raise UsageError(failure.one_line(error)) from error
         if isinstance(error, HydraException) and not failure.is_recorded(error):
             raise UsageError(str(error)) from error
@@ -189,12 +186,10 @@ def _call_hydra(
 @contextmanager
 def _as_command_line(arguments: Arguments) -> Iterator[None]:
     """``sys.argv`` in Hydra's form, from which launchers start the other ranks; errors come out whole."""
-    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    argv = sys.argv
     sys.argv = [argv[0], *arguments.for_hydra()]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints the error its own way and exits
     try:
-        yield
+        with environment({"HYDRA_FULL_ERROR": "1"}):  # or Hydra prints the error its own way and exits
+            yield
     finally:
         sys.argv = argv
-        if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]

@@ -31,7 +31,7 @@ TOOLS = {
     "trust": 99,
 }
 """Subcommands that run nothing, and how many words may follow them. Each is a module of `trainer.cli` with a function
-``command``, which gets the `Arguments` and returns the exit status."""
+``command``, which gets the `Arguments` and returns the exit status; ``shard`` is ``consolidate``'s."""
 
 _OF_FILES = ("report", "consolidate", "shard", "export")
 """Those whose words are files and folders, which may be called ``epoch=3.ckpt``."""
@@ -122,6 +122,18 @@ class Arguments:
     def shows(self) -> bool:
         """Whether Hydra is to print something instead of running."""
         return not _SHOW.isdisjoint(self.flags)
+
+    def check_flags(self) -> None:
+        """Refuse flags that are about a run, for a command that composes a config and runs nothing.
+
+        Raises:
+            UsageError: ``-m``, or one by which Hydra prints something.
+        """
+        if self.shows or self.multirun:
+            flag = "--multirun" if self.multirun else next(iter(self.flags))
+            raise UsageError(
+                f"{flag} does not go with {self.command}. `python -m trainer fit ... --cfg job` shows the config."
+            )
 
     def words_of_config(self) -> list[str]:
         """What the config is composed with: the overrides, then ``command=...``."""

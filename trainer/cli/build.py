@@ -16,6 +16,7 @@ from types import NoneType, UnionType
 from typing import Any
 
 from trainer.cli.arguments import UsageError
+from trainer.cli.failure import is_about_settings
 from trainer.cli.processes import environment
 from trainer.cli.schema import as_number, describe, either
 from trainer.cli.targets import PACKAGES, Allowlist
@@ -223,16 +224,11 @@ def _call(make: Callable[[], Any], key: str, target: str) -> Any:
         with nullcontext() if root == "recipes" else environment(_SAFE_LOADS):  # a folder ./recipes is the user's own
             return make()
     except Exception as error:
-        is_about_values = isinstance(error, ValueError) or _is_lightnings(error)
+        is_about_values = isinstance(error, ValueError) or is_about_settings(error)
         if not is_about_values and (root == "recipes" or not isinstance(error, TypeError)):
             raise
         reason = " ".join(str(error).split()).rstrip(".")
         raise UsageError(f"{key}: {target} refuses its arguments: {reason}.") from error
-
-
-def _is_lightnings(error: Exception) -> bool:
-    """Whether it is Lightning's complaint about how something is configured."""
-    return any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__)
 
 
 def _try_optimizer(make: partial[Any], key: str, target: str) -> None:

@@ -130,6 +130,10 @@ class Composer:
         """Whether ``key`` names a config group."""
         return bool(self.loader.repository.group_exists(key))
 
+    def chooses(self, override: Override) -> bool:
+        """Whether ``override`` chooses an option of a config group, and sets no values."""
+        return self.is_group(override.key_or_group) and not isinstance(override.value(), dict)
+
     def options(self, group: str) -> list[str]:
         """The options of ``group``."""
         return self.loader.get_group_options(group)

@@ -1,38 +1,46 @@
-"""``trainer consolidate``: a checkpoint that is a folder as one file. Imports torch when it begins with that."""
+"""``trainer consolidate`` and ``trainer shard``: a checkpoint that is a folder as one file, and one file as a folder.
+
+Imports torch when it begins with that.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.checkpoint.sharded_files import MANIFEST
-from trainer.cli.arguments import UsageError
+from trainer.cli.arguments import Arguments, UsageError
 from trainer.errors import CheckpointError, CheckpointWriteError, did_you_mean
 from trainer.record.checkpoints import is_checkpoint_folder
 
-if TYPE_CHECKING:
-    from trainer.cli.arguments import Arguments
-
 
 def command(arguments: Arguments) -> int:
-    """``trainer consolidate FOLDER FILE``."""
-    folder, file = two(arguments, "a folder that a run has written as a checkpoint, and the file to make of it")
-    if not is_checkpoint_folder(existing(folder, "consolidate")):
-        found = f"there is no {MANIFEST} in it" if folder.is_dir() else "it is a file"
+    """``trainer consolidate FOLDER FILE`` and ``trainer shard FILE FOLDER``."""
+    to_file = arguments.command == "consolidate"
+    folder, file = "a folder that a run has written as a checkpoint", "a checkpoint that is one file"
+    given, made = two(
+        arguments, f"{folder}, and the file to make of it" if to_file else f"{file}, and the folder to make of it"
+    )
+    is_folder = is_checkpoint_folder(existing(given, str(arguments.command)))
+    if to_file and not is_folder:
+        found = f"there is no {MANIFEST} in it" if given.is_dir() else "it is a file"
         raise UsageError(
-            f"consolidate got {folder}, expected a folder that a run has written as a checkpoint, such as"
+            f"consolidate got {given}, expected {folder}, such as"
             f" outputs/RECIPE/DATE_TIME/checkpoints/last.ckpt: {found}."
         )
-    absent(file)
+    if not to_file and given.is_dir():
+        raise UsageError(f"shard got {given}, which is a folder, expected {file}.")
+    absent(made)
 
     def convert() -> str:
-        from trainer.checkpoint.conversion import consolidate
+        from trainer.checkpoint.conversion import consolidate, split
 
-        return told(consolidate(folder, file))
+        left_out = (consolidate if to_file else split)(given, made)
+        why = "because they are objects, which are not made when a checkpoint is read"
+        return f" Left out, {why}: {', '.join(left_out)}." if left_out else ""
 
-    return carry_out(convert, file)
+    return carry_out(convert, made)
 
 
 def two(arguments: Arguments, expected: str) -> tuple[Path, Path]:
@@ -94,10 +102,3 @@ def carry_out(convert: Callable[[], str], made: Path) -> int:
     size = sum(one.stat().st_size for one in files) / 2**20
     print(f"{made}: {size:,.1f} MiB, in {time.monotonic() - started:.1f} s.{said}")
     return 0
-
-
-def told(left_out: list[str]) -> str:
-    """What is said of the hyper-parameters that are left out; "" where none are."""
-    if not left_out:
-        return ""
-    return f" Left out, because they are objects, which are not made when a checkpoint is read: {', '.join(left_out)}."

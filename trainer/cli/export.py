@@ -7,44 +7,18 @@ no config is needed.
 
 from __future__ import annotations
 
-import copy
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf, open_dict
-
-from trainer.cli.arguments import UsageError
+from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.consolidate import absent, carry_out, existing, two
-from trainer.errors import CheckpointError, TrainerError
+from trainer.errors import TrainerError
 from trainer.record.checkpoints import find, is_checkpoint_folder
-
-if TYPE_CHECKING:
-    from trainer.cli.arguments import Arguments
 
 WEIGHTS = ".safetensors"
 GRAPHS = {".onnx": ("onnx", "onnxscript"), ".pt2": ()}
 """How the names of files with graphs end, and the packages that are needed to write them."""
-
-# One device, in float32, without anything that writes or shows: what a batch and the weights are got by.
-_TRAINER = {
-    "accelerator": "cpu",
-    "barebones": False,
-    "devices": 1,
-    "enable_checkpointing": False,
-    "enable_model_summary": False,
-    "enable_progress_bar": False,
-    "fast_dev_run": False,
-    "logger": False,
-    "num_nodes": 1,
-    "num_sanity_val_steps": 0,
-    "overfit_batches": 0.0,
-    "profiler": None,
-    "resume": None,
-    "strategy": "auto",
-}
 
 
 def command(arguments: Arguments) -> int:
@@ -100,11 +74,10 @@ def _weights(checkpoint: Path, file: Path, prefix: str = "") -> int:
 def _of_run(arguments: Arguments) -> int:
     """With settings: of the run that ``ckpt`` names, or of a config and ``ckpt_path``."""
     from trainer.cli import failure, restore
+    from trainer.cli.tune import plain
     from trainer.cli.validate import validate
 
-    if arguments.shows or arguments.multirun:
-        flag = "--multirun" if arguments.multirun else next(iter(arguments.flags))
-        raise UsageError(f"{flag} does not go with export. `python -m trainer fit ... --cfg job` shows the config.")
+    arguments.check_flags()
     if arguments.words:
         raise UsageError(f"export got the word {arguments.words[0]!r} among settings, expected ckpt=RUN to=FILE.")
     file = _taken(arguments, "to")
@@ -121,36 +94,24 @@ def _of_run(arguments: Arguments) -> int:
     if config.ckpt_path is None:
         raise UsageError("export needs what was trained: ckpt=RUN, its folder or a checkpoint in it.")
     with TemporaryDirectory() as folder:
-        job = copy.deepcopy(config)
-        OmegaConf.set_readonly(job.hydra, False)
-        with open_dict(job):
-            job.hydra.runtime.output_dir = folder
-            HydraConfig.instance().set_config(job)  # for ${hydra:runtime.output_dir}
-            del job["hydra"]
+        settings = plain(config, Path(folder))
+        settings |= {
+            "callbacks": {},
+            "precision": {"_target_": "trainer.precision.FullPrecision"},
+            "weights": None,
+            "trainer": settings["trainer"] | {"accelerator": "cpu", "limit_val_batches": None},
+        }
         try:
-            return _graph(job, Path(file).expanduser(), Path(folder))
-        except (CheckpointError, TrainerError) as error:
-            if isinstance(error, UsageError):
-                raise
+            from trainer.cli.graphs import export
+            from trainer.cli.run import assemble
+
+            module, data, trainer = assemble(settings, Path(folder))
+            print(export(trainer, module, data, config.ckpt_path, Path(file).expanduser()), flush=True)
+        except UsageError:
+            raise
+        except TrainerError as error:
             failure.tell(error)
             return 1
-
-
-def _graph(job: Any, file: Path, folder: Path) -> int:
-    from trainer.cli.compose import resolve
-    from trainer.cli.graphs import export
-    from trainer.cli.run import assemble
-
-    settings = resolve(job)
-    settings |= {
-        "callbacks": {},
-        "logger": {},
-        "precision": {"_target_": "trainer.precision.FullPrecision"},
-        "weights": None,
-        "trainer": settings["trainer"] | _TRAINER,
-    }
-    module, data, trainer = assemble(settings, folder)
-    print(export(trainer, module, data, settings["ckpt_path"], file), flush=True)
     return 0
 
 

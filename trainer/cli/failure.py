@@ -19,13 +19,12 @@ from types import TracebackType
 from typing import Any
 
 from trainer import redaction
-from trainer.cli.folders import PACKAGE
+from trainer.cli.folders import PACKAGE, from_here
 from trainer.cli.leaves import leaves
 from trainer.cli.processes import is_debug, is_first, rank
 from trainer.errors import (
     ConfigurationError,
     FolderInUseError,
-    LossScaleCollapse,
     NonFiniteError,
     ResumeError,
     TrainerError,
@@ -219,6 +218,12 @@ def printable(said: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], plain)
 
 
+def is_about_settings(error: BaseException) -> bool:
+    """Whether ``error`` is ours, or Lightning's, about how something is configured."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return not names.isdisjoint(("ConfigurationError", "MisconfigurationException"))
+
+
 def is_recorded(error: Exception) -> bool:
     """Whether ``error`` was raised in a run, and not on the way there."""
     return "folder" in error.__dict__
@@ -254,7 +259,7 @@ def paragraph(error: BaseException) -> str:
     file = error.__dict__.get("log_file")
     if file is not None:
         rest = "The rest of it, and the full traceback, are" if "[...]" in lines[0] else "The full traceback is"
-        lines.append(f"{rest} in {shown(str(file))}{'' if is_debug() else '; --debug shows it here'}.")
+        lines.append(f"{rest} in {from_here(file)}{'' if is_debug() else '; --debug shows it here'}.")
     elif not isinstance(error, FolderInUseError) and not is_debug():
         lines.append("--debug shows the full traceback.")
     return "\n  ".join(lines)
@@ -278,7 +283,7 @@ def where(error: BaseException) -> str:
 def _place(file: str, line: int, function: str) -> str:
     source = linecache.getline(file, line).strip()
     inside = f", in {function}" if function and function != "<module>" else ""
-    return f"{shown(file)}:{line}{inside}" + (f": {source}" if source else "")
+    return f"{from_here(Path(file))}:{line}{inside}" + (f": {source}" if source else "")
 
 
 def _is_own(file: str) -> bool:
@@ -289,12 +294,6 @@ def _is_own(file: str) -> bool:
     for name in ("torch", "lightning", "hydra", "omegaconf"):
         theirs += [Path(file).parent for file in [getattr(sys.modules.get(name), "__file__", None)] if file]
     return not any(path.resolve().is_relative_to(folder.resolve()) for folder in theirs)
-
-
-def shown(file: str) -> str:
-    """``file`` from the working directory on, where it is in there."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def _shortened(message: str) -> str:
@@ -308,10 +307,11 @@ def _shortened(message: str) -> str:
 
 def _advice(error: BaseException, text: str) -> str:
     """What to do; "" where the message itself has to do."""
-    for kinds, advice in _BY_KIND:
+    is_ours = isinstance(error, TrainerError)
+    for kinds, advice in _OF_OURS if is_ours else _OF_OTHERS:
         if isinstance(error, kinds):
             return str(advice(error) if callable(advice) else advice)
-    if isinstance(error, TrainerError):
+    if is_ours:
         return ""
     if is_out_of_memory(error):
         return _about_memory(error)
@@ -344,15 +344,13 @@ def _about_memory(error: BaseException) -> str:
 
 
 def _about_missing_file(error: OSError) -> str:
-    if isinstance(error, TrainerError):
-        return ""
     return f"Relative paths start from the folder that the command is run in, {Path.cwd()}."
 
 
 def _about_resuming(error: ResumeError) -> str:
     said = "On the command line exact_resume=false goes on all the same."
     if "set a batch size" in str(error):
-        folder = shown(str(error.__dict__.get("folder", "FOLDER")))
+        folder = from_here(Path(error.__dict__.get("folder", "FOLDER")))
         said += f" With another data.batch_size, say which run is meant: hydra.run.dir={folder} resume=auto."
     return said
 
@@ -371,8 +369,6 @@ def _about_missing_module(error: ModuleNotFoundError) -> str:
 
 
 def _about_system(error: OSError) -> str:
-    if isinstance(error, TrainerError):
-        return ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "The disk is full: make room, or send the run elsewhere with hydra.run.dir=FOLDER."
     if any(kind.__name__ in ("URLError", "HTTPError", "gaierror") for kind in type(error).__mro__):
@@ -382,19 +378,20 @@ def _about_system(error: OSError) -> str:
     return ""
 
 
-_BY_KIND: tuple[tuple[Any, Any], ...] = (
+_OF_OURS: tuple[tuple[Any, Any], ...] = (
     (ResumeError, _about_resuming),
     (
         NonFiniteError,
         "On the command line callbacks=nonfinite_guard names the step and the layer, and"
         " callbacks.nonfinite_guard.policy=skip leaves such steps out and goes on.",
     ),
-    (LossScaleCollapse, ""),
     (
         UnsafeCheckpointError,
         "The command line has neither: load the file with a program of your own, by torch.load(..., weights_only="
         "False), leave out what it asks for, torch.save the rest to another file, and give that.",
     ),
+)
+_OF_OTHERS: tuple[tuple[Any, Any], ...] = (
     ((FileNotFoundError, NotADirectoryError), _about_missing_file),
     (PermissionError, "Expected a file or a folder that this user may read, and a run's folder that it may write."),
     (ModuleNotFoundError, _about_missing_module),

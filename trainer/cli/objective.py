@@ -7,30 +7,20 @@ stopping, go by. Its value is the one at the end of the run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from trainer.cli.arguments import UsageError
-from trainer.cli.schema import describe
-from trainer.errors import did_you_mean
+from trainer.arguments import TEXT
+from trainer.cli.settings import setting
 from trainer.record.reader import RunRecord, direction_of
 
-MODES = ("min", "max")
 
+@dataclass(frozen=True)
+class Objective:
+    """The settings ``objective.*``."""
 
-def check(node: Any) -> None:
-    """Look at the node ``objective`` of a config.
-
-    Raises:
-        UsageError: it has other settings than ``metric`` and ``mode``, or other values than it may.
-    """
-    if not isinstance(node, Mapping) or not set(node) <= {"metric", "mode"}:
-        raise UsageError(f"objective is {describe(node)}, expected its two settings: metric and mode.")
-    metric, mode = node.get("metric"), node.get("mode")
-    if metric is not None and not isinstance(metric, str):
-        raise UsageError(f"objective.metric is {describe(metric)}, expected the name of a logged metric, or null.")
-    if mode is not None and mode not in MODES:
-        hint = did_you_mean(str(mode), MODES)
-        raise UsageError(f"objective.mode is {describe(mode)}, expected min, max or null.{hint}")
+    metric: str | None = setting(None, TEXT._replace(words="the name of a logged metric"), None)
+    mode: str | None = setting(None, "min", "max", None)
 
 
 def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) -> tuple[str, str] | None:
@@ -45,7 +35,7 @@ def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) ->
     if metric is None:
         return None
     mode = node.get("mode") or (monitor.get("mode") if metric == monitor.get("metric") else None)
-    return str(metric), str(mode or ("min" if is_lower_better(str(metric)) else "max"))
+    return str(metric), str(mode or (direction_of(str(metric)) or "max"))
 
 
 def monitored(callbacks: Any) -> dict[str, Any] | None:
@@ -68,8 +58,3 @@ def best(runs: Sequence[RunRecord]) -> RunRecord | None:
     if len(goals) != 1 or (goal := goals.pop()) is None:
         return None
     return (min if goal[1] == "min" else max)(rated, key=lambda each: each[1])[0]
-
-
-def is_lower_better(name: str) -> bool:
-    """Whether the name of a metric says that less of it is better."""
-    return direction_of(name) == "min"

@@ -48,11 +48,7 @@ _TEXTS_OF_LOGGING = ("", "datefmt", "format", "level")
 
 def keys_said(composer: Composer, overrides: Sequence[Override]) -> set[str]:
     """The keys that the command line gives a value, without those of which it chooses an option."""
-    return {
-        override.key_or_group
-        for override in overrides
-        if not composer.is_group(override.key_or_group) or isinstance(override.value(), dict)
-    }
+    return {override.key_or_group for override in overrides if not composer.chooses(override)}
 
 
 def _is_said(key: str, said: Collection[str]) -> bool:

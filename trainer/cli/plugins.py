@@ -13,23 +13,17 @@ from hydra.core.plugins import Plugins
 from trainer.cli.arguments import UsageError
 from trainer.cli.folders import packaged_conf
 
-_OURS = {
-    "hydra_plugins.amp_trainer.JoblibLauncher": "trainer.cli.sweep.joblib_launcher",
-    "hydra_plugins.amp_trainer.OptunaSweeper": "trainer.cli.sweep.optuna_sweeper",
-}
-"""Our classes by the names that configs have for them, and the modules they are in. Hydra takes plugins of the package
-``hydra_plugins`` only, and asks for no more than the name: there is no such module."""
-
-# By how a target begins: the module it needs, and the extra that installs that.
-_NEEDS = {
-    "hydra_plugins.amp_trainer.JoblibLauncher": ("joblib", "joblib"),
-    "hydra_plugins.amp_trainer.OptunaSweeper": ("optuna", "optuna"),
-    "hydra_plugins.hydra_submitit_launcher.": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
-}
-
-
 ELSEWHERE = "hydra_plugins.hydra_submitit_launcher."
 """How the targets of launchers begin whose jobs run on other machines."""
+
+_NEEDS = {
+    "hydra_plugins.amp_trainer.JoblibLauncher": ("joblib", "joblib", "trainer.cli.sweep.joblib_launcher"),
+    "hydra_plugins.amp_trainer.OptunaSweeper": ("optuna", "optuna", "trainer.cli.sweep.optuna_sweeper"),
+    ELSEWHERE: ("hydra_plugins.hydra_submitit_launcher", "slurm", None),
+}
+"""By how a target begins: the module it needs, the extra that installs that, and of our own classes the module that
+they are in. Hydra takes plugins of the package ``hydra_plugins`` only, and asks for no more than the name: there is no
+module ``hydra_plugins.amp_trainer``."""
 
 
 def take_over_configs() -> None:
@@ -47,19 +41,19 @@ def prepare(hydra: Any) -> None:
     """
     for kind in ("launcher", "sweeper"):
         target = str(hydra[kind]["_target_"])
-        for start, (module, extra) in _NEEDS.items():
+        for start, (module, extra, ours) in _NEEDS.items():
             if target.startswith(start) and not _is_installed(module):
                 chosen = hydra.runtime.choices.get(f"hydra/{kind}")
                 raise UsageError(
                     f"hydra/{kind}={chosen} needs {module}, which is not installed: pip install 'amp-trainer[{extra}]'"
                 )
+            if target == start and ours:
+                _register(target, ours)
         if target == f"{ELSEWHERE}submitit_launcher.SlurmLauncher" and shutil.which("srun") is None:
             raise UsageError(
                 "hydra/launcher=submitit_slurm has Slurm run the jobs, and there is no srun here. Give the command on a"
                 " machine of the cluster; on this one, hydra/launcher=joblib runs several jobs at a time."
             )
-        if target in _OURS:
-            _register(target)
 
 
 def _is_installed(module: str) -> bool:
@@ -69,8 +63,8 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _register(target: str) -> None:
+def _register(target: str, module: str) -> None:
     """Have Hydra find one of our classes by its name in the config. Nothing of it is loaded before it is asked for."""
     plugins = Plugins.instance()
-    plugins.register(plugin := getattr(import_module(_OURS[target]), target.rpartition(".")[2]))
+    plugins.register(plugin := getattr(import_module(module), target.rpartition(".")[2]))
     plugins.class_name_to_class[target] = plugin

@@ -10,7 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.folders import packaged_conf
+from trainer.cli.folders import from_here, packaged_conf
 from trainer.cli.keys import SETTINGS, Key, description, heading, keys, options
 from trainer.errors import did_you_mean
 
@@ -150,7 +150,7 @@ def _find(name: str, config_dir: str | None) -> Path:
 
 def _place(file: Path) -> str:
     """Where a config is: from the working directory on, or within our package."""
-    if file.is_relative_to(Path.cwd()):
-        return file.relative_to(Path.cwd()).as_posix()
     ours = packaged_conf()
-    return f"the package's conf/{file.relative_to(ours).as_posix()}" if file.is_relative_to(ours) else str(file)
+    if file.is_relative_to(ours) and not file.is_relative_to(Path.cwd()):
+        return f"the package's conf/{file.relative_to(ours).as_posix()}"
+    return from_here(file).as_posix()

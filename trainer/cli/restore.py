@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer
 from trainer.cli.failure import printable
-from trainer.cli.folders import packaged_conf
+from trainer.cli.folders import from_here, packaged_conf
 from trainer.cli.processes import is_first, is_quiet
 from trainer.cli.workdir import quoted
 from trainer.record.checkpoints import find
@@ -69,7 +69,7 @@ def run_of(checkpoint: Path) -> Path | None:
     """The folder of the run that wrote ``checkpoint``; None where there is none above it."""
     for folder in checkpoint.absolute().parents[:_DEEPEST]:
         if (folder / _CONFIG).is_file():
-            return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+            return from_here(folder)
     return None
 
 
@@ -100,16 +100,9 @@ def _chosen(arguments: Arguments) -> dict[str, str]:
     composer = Composer(arguments)
     chosen = {}
     for override in composer.parse(arguments.overrides):
-        group = override.key_or_group
-        if (
-            override.is_add()
-            or override.is_delete()
-            or not composer.is_group(group)
-            or isinstance(override.value(), dict)
-        ):
-            continue
-        values = list(override.sweep_string_iterator()) if override.is_sweep_override() else [str(override.value())]
-        chosen[group] = values[0]
+        if composer.chooses(override) and not (override.is_add() or override.is_delete()):
+            values = override.sweep_string_iterator() if override.is_sweep_override() else iter([str(override.value())])
+            chosen[override.key_or_group] = next(values)
     return {group: option for group, option in chosen.items() if not group.startswith("hydra")}
 
 

@@ -21,7 +21,7 @@ from trainer.cli import failure, tracking
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
-from trainer.cli.folders import merge_recipes
+from trainer.cli.folders import from_here, merge_recipes
 from trainer.cli.objective import choose, monitored, value_of
 from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first, is_quiet
 from trainer.cli.restore import recipe_of, run_of
@@ -126,7 +126,7 @@ def run(config: DictConfig) -> float | None:
 
         print(in_words(record.facts["inference_speed"]))
     if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
-        print(f"The profile is in {_shown(folder)}/{config.command}.log.")
+        print(f"The profile is in {from_here(folder)}/{config.command}.log.")
     if is_first() and (is_quiet() or config.command != "fit"):
         print(_last_line(run), flush=True)
     return value_of(run)
@@ -252,7 +252,7 @@ def _say_how_to_go_on(folder: Path, config: DictConfig, trainer: Any) -> None:
         word.lstrip("+").startswith(("ckpt=", "ckpt_path=")) for word in words
     ):  # that is where it would begin again
         return
-    print(f"To go on: {go_on_command('fit', words, _shown(folder), 'hydra.run.dir')}", file=sys.stderr, flush=True)
+    print(f"To go on: {go_on_command('fit', words, from_here(folder), 'hydra.run.dir')}", file=sys.stderr, flush=True)
 
 
 def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -344,12 +344,7 @@ def _last_line(run: RunRecord) -> str:
     names = worth_showing(run.metrics)[:_MOST_METRICS] if is_quiet() else []
     metrics = ", ".join(f"{name}={run.metrics[name]:.4g}" for name in names)
     told = f"{run.command} {run.status} in {run.seconds:.1f} s" + (f": {metrics}" if metrics else "")
-    return f"{told}. Everything is in {_shown(run.folder)}"
-
-
-def _shown(folder: Path) -> Path:
-    """As seen from the working directory, where it lies in there."""
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return f"{told}. Everything is in {from_here(run.folder)}"
 
 
 def _predict(folder: Path, module: Any, data: Any, trainer: Any, checkpoint: str | None) -> None:

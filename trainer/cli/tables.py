@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainer.cli.processes import is_quiet
 
 if TYPE_CHECKING:  # takes a moment to import
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
 _STYLES = {"failed": "red", "interrupted": "red", "unsupported": "red", "emulated": "yellow", "pruned": "dim"}
 """Of the rows with a cell that says so."""
@@ -28,58 +30,60 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
 
 
-def print_table(
-    title: str,
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    left: Sequence[str],
-    spare: Sequence[str] = (),
-) -> Console:
-    """Print a table; the row of the best job, whose first cell says so, is bold, and others have a colour of theirs.
+class Table(NamedTuple):
+    """A table on the terminal.
 
     Args:
-        title: above the table.
+        title: above it.
         header: the columns' names; none for a list of facts.
-        rows: their cells.
-        left: names of the columns that are aligned to the left.
+        rows: the cells.
+        numbers: names of the columns that are aligned to the right.
         spare: names of the columns that are left out, one after the other, while the terminal is too narrow for all.
-
-    Returns:
-        The console it went to, for more.
     """
-    from rich.measure import Measurement
 
-    shown_in, listed, dropped = console(), list(rows), list[str]()
-    unlimited = shown_in.options.update(max_width=1000)
-    table = _table(title, header, listed, left, dropped)
-    for name in spare:
-        if Measurement.get(shown_in, unlimited, table).maximum <= shown_in.width:
-            break
-        dropped.append(name)
-        table = _table(title, header, listed, left, dropped)
-    shown_in.print(table)
-    return shown_in
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Sequence[str] = ()
+    spare: Sequence[str] = ()
+
+    def show(self) -> None:
+        """Print it, but not with ``--quiet``; the row of the best job, whose first cell says so, is bold."""
+        if is_quiet():
+            return
+        from rich.measure import Measurement
+
+        shown_in, dropped = console(), list[str]()
+        unlimited = shown_in.options.update(max_width=1000)
+        table = self._without(dropped)
+        for name in self.spare:
+            if Measurement.get(shown_in, unlimited, table).maximum <= shown_in.width:
+                break
+            dropped.append(name)
+            table = self._without(dropped)
+        shown_in.print(table)
+
+    def _without(self, dropped: Sequence[str]) -> RichTable:
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        title, header = Text(self.title), self.header or [""] * len(self.rows[0])
+        table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(self.header))
+        kept = [place for place, name in enumerate(header) if name not in dropped]
+        for name in (header[place] for place in kept):
+            is_number = name in self.numbers
+            # when columns have been dropped, what is still too wide is a text, and no number is folded
+            no_wrap = bool(dropped) and is_number
+            table.add_column(Text(name), justify="right" if is_number else "left", overflow="fold", no_wrap=no_wrap)
+        for cells in self.rows:
+            table.add_row(*(Text(cells[place]) for place in kept), style=_style(cells))
+        return table
 
 
-def _table(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str], dropped: Sequence[str]
-) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(header))
-    header = header or [""] * len(rows[0])
-    kept = [place for place, name in enumerate(header) if name not in dropped]
-    for name in (header[place] for place in kept):
-        is_left = name in left or not name
-        # when columns have been dropped, what is still too wide is a text, and no number is folded
-        table.add_column(
-            Text(name), justify="left" if is_left else "right", overflow="fold", no_wrap=bool(dropped) and not is_left
-        )
-    for cells in rows:
-        table.add_row(*(Text(cells[place]) for place in kept), style=_style(cells))
-    return table
+def tell(text: str, style: str | None = None) -> None:
+    """Print a line, which the terminal breaks where it is too long."""
+    console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def console() -> Console:

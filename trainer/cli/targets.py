@@ -211,17 +211,22 @@ class Allowlist:
         for place, target in targets(node, key):
             self.judge(target, place)
 
-    def judge(self, target: str, key: str) -> None:
+    def judge(self, target: str, key: str, name: str = "") -> None:
         """Judge one target by its name. Imports nothing.
 
         Args:
             target: such as ``torch.nn.Linear``.
             key: of the node that names it, for messages.
+            name: what it has turned out to be; "" for as it is written.
 
         Raises:
             UsageError: a config may not name it.
         """
-        self._judge(target, target, key)
+        name = name or target
+        if (name, target) not in self._refusals:
+            self._refusals[name, target] = self._refusal(name, target)
+        if (refusal := self._refusals[name, target]) is not None:
+            raise UsageError(f"{key or 'The config'}{refusal}")
 
     def locate(self, target: str, key: str = "") -> Any:
         """The class or function called ``target``; imports the modules it is in.
@@ -255,13 +260,6 @@ class Allowlist:
         if target not in _NAMES:
             self._judge_home(found, module, target, key)
         return found
-
-    def _judge(self, name: str, target: str, key: str) -> None:
-        """Refuse ``name``, which is the ``target`` of the config or what that turns out to be."""
-        if (name, target) not in self._refusals:
-            self._refusals[name, target] = self._refusal(name, target)
-        if (refusal := self._refusals[name, target]) is not None:
-            raise UsageError(f"{key or 'The config'}{refusal}")
 
     def _refusal(self, name: str, target: str) -> str | None:
         """Why a config may not name it, behind the key that does; None where it may."""
@@ -317,7 +315,7 @@ class Allowlist:
         root = module.partition(".")[0]
         is_judged_by_home = root in PACKAGES and not within(module, self.packages)
         if not is_judged_by_home and not within(module, self.packages) and not _in_working_directory(root):
-            self._judge(module, target, key)
+            self.judge(target, key, module)
 
     def _judge_home(self, found: Any, module: str, target: str, key: str) -> None:
         while isinstance(found, partial):
@@ -328,7 +326,7 @@ class Allowlist:
         is_torch_builtin = home == "torch" or home.startswith("torch._C") or home == "torch._jit_internal"
         if is_torch_builtin and module == "torch.nn.functional":
             return  # its functions live in all sorts of places
-        self._judge(name, target, key)
+        self.judge(target, key, name)
         if home.partition(".")[0] not in PACKAGES or within(name, self.packages) or within(home, ("recipes",)):
             return
         of_class = "." in inner and "<locals>" not in inner

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import machine
-from trainer.cli import objective, permissions, plugins, tracking
+from trainer.arguments import SWITCH
+from trainer.cli import permissions, plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import SETTINGS, flatten, keys, options
-from trainer.cli.leaves import Leaf, leaves
+from trainer.cli.leaves import leaves
+from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of
 from trainer.cli.schema import as_number, as_typed, describe, either, mistake
+from trainer.cli.settings import read_settings, setting
 from trainer.cli.targets import targets
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
@@ -42,6 +46,16 @@ _ALWAYS = (
 _NEEDED = ("precision", "trainer")
 """Groups that are always there."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
+_TORCHS_NUMBERS = ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps", "optimizer.momentum")
+
+
+@dataclass(frozen=True)
+class _CheckpointFiles:
+    """The settings ``checkpoint_files.*``: the arguments of `trainer.CheckpointFiles`."""
+
+    sharded: bool = setting(False, *SWITCH)
+    asynchronous: bool = setting(False, *SWITCH)
+    when_full: str = setting("stop", "stop", "continue")
 
 
 def validate(arguments: Arguments, composer: Composer | None = None) -> DictConfig:
@@ -128,8 +142,7 @@ def _choices(composer: Composer, overrides: Sequence[str]) -> list[str]:
     return [
         str(override.input_line)
         for override in composer.parse(overrides)
-        if override.key_or_group in ("command", "hydra.searchpath")
-        or (composer.is_group(override.key_or_group) and not isinstance(override.value(), dict))
+        if override.key_or_group in ("command", "hydra.searchpath") or composer.chooses(override)
     ]
 
 
@@ -227,7 +240,7 @@ def _check_settings(composer: Composer, keys_of: _KnownKeys, job: Sequence[str])
         if override.package is None
         and "[" not in override.key_or_group  # Hydra judges the others
         and override.key_or_group != "hydra.searchpath"
-        and (not composer.is_group(override.key_or_group) or isinstance(override.value(), dict))
+        and not composer.chooses(override)
     ]
     known = keys_of.of(job, {one.key_or_group for one in settings if not (one.is_add() or one.is_force_add())})
     for override in settings:
@@ -359,8 +372,8 @@ def _check_whole(
         raise UsageError(problem)
     said = permissions.keys_said(composer, overrides)
     permissions.check(plain, said, resolved=runs)
-    objective.check(plain["objective"])
-    _check_checkpoint_files(plain["checkpoint_files"])
+    read_settings(Objective, "objective", plain["objective"])
+    read_settings(_CheckpointFiles, "checkpoint_files", plain["checkpoint_files"])
     if runs:
         tracking.check(plain)
         _check_model(plain, config_dir, config.hydra.runtime.choices.get("recipe"))
@@ -460,34 +473,20 @@ def _check_values(plain: dict[str, Any]) -> None:
     seed = plain["seed"]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
         raise UsageError(f"seed is {describe(seed)}, expected a whole number from 0 to {2**32 - 1}, or null for none.")
-    for key, name, value, _ in _numbers(plain["data"], "data"):
-        least = {"batch_size": 1, "num_workers": 0}.get(name)
-        if least is not None and not (isinstance(value, int) and least <= value < 2**63):
-            raise UsageError(f"{key} is {describe(value)}, expected a whole number of at least {least}.")
-    for key, name, value, _ in leaves(plain["data"], "data"):
-        if name in ("batch_size", "num_workers") and (hint := as_number(value)):
+    for key, name, value, target in leaves({group: plain.get(group) for group in ("data", "optimizer", "scheduler")}):
+        of_data, is_number = key.startswith("data."), isinstance(value, int | float) and not isinstance(value, bool)
+        least = {"batch_size": 1, "num_workers": 0}.get(name) if of_data else None
+        hint = "" if of_data and least is None else as_number(value)
+        # torch says the same of its optimizers, when it is loaded
+        is_torchs = target.startswith("torch.optim.") and key in _TORCHS_NUMBERS
+        if hint or (is_torchs and isinstance(value, str)):
             raise UsageError(f"{key} is the text {value!r}, expected a number.{hint}")
-    for group in ("optimizer", "scheduler"):
-        for key, _, value, _ in leaves(plain.get(group), group):
-            if hint := as_number(value):
-                raise UsageError(f"{key} is the text {value!r}, expected a number.{hint}")
-        for key, _, value, _ in _numbers(plain.get(group), group):
-            if not math.isfinite(value):
-                raise UsageError(f"{key} is {describe(value)}, expected a finite number.")
-    optimizer = plain.get("optimizer")
-    if isinstance(optimizer, dict) and str(optimizer.get("_target_")).startswith("torch.optim."):
-        for name in ("lr", "weight_decay", "eps", "momentum"):  # torch says the same, when it is loaded
-            if isinstance(value := optimizer.get(name), str):
-                raise UsageError(f"optimizer.{name} is the text {value!r}, expected a number.")
-            if isinstance(value, int | float) and value < 0:
-                raise UsageError(f"optimizer.{name} is {describe(value)}, expected at least 0.")
-
-
-def _numbers(node: Any, key: str) -> Iterator[Leaf]:
-    """The settings in ``node`` that are numbers."""
-    for leaf in leaves(node, key):
-        if isinstance(leaf.value, int | float) and not isinstance(leaf.value, bool):
-            yield leaf
+        if is_number and least is not None and not (isinstance(value, int) and least <= value < 2**63):
+            raise UsageError(f"{key} is {describe(value)}, expected a whole number of at least {least}.")
+        if is_number and not of_data and not math.isfinite(value):
+            raise UsageError(f"{key} is {describe(value)}, expected a finite number.")
+        if is_number and is_torchs and value < 0:
+            raise UsageError(f"{key} is {describe(value)}, expected at least 0.")
 
 
 def _check_combinations(plain: dict[str, Any]) -> None:
@@ -521,22 +520,6 @@ def _check_devices(settings: dict[str, Any]) -> None:
             f"{given}, and this machine has no GPU (no /dev/nvidia0 or its like). Without a setting the best device"
             " there is gets used; trainer=cpu asks for the CPU."
         )
-
-
-def _check_checkpoint_files(node: Any) -> None:
-    expected: dict[str, tuple[Any, ...]] = {
-        "sharded": (True, False),
-        "asynchronous": (True, False),
-        "when_full": ("stop", "continue"),
-    }
-    if not isinstance(node, dict) or set(node) != set(expected):
-        raise UsageError(f"checkpoint_files is {describe(node)}, expected its settings: {', '.join(expected)}.")
-    for name, values in expected.items():
-        if not str(node[name]).startswith("${") and not any(
-            type(node[name]) is type(value) and node[name] == value for value in values
-        ):
-            names = " or ".join(str(value).lower() for value in values)
-            raise UsageError(f"checkpoint_files.{name} is {describe(node[name])}, expected {names}.")
 
 
 def _check_checkpoint(path: Any, given: Collection[str]) -> None:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from trainer.cli.failure import log_handler, shown
+from trainer.cli.failure import log_handler
+from trainer.cli.folders import from_here
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def noted() -> Iterator[None]:
         warnings.formatwarning = _line  # here, for importing Lightning sets a form of its own
         show(message, category, filename, lineno, file, line)
         if (handler := log_handler()) is not None:
-            told = f"{text} ({shown(filename)}:{lineno})"
+            told = f"{text} ({from_here(Path(filename))}:{lineno})"
             handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (told,), None))
 
     warnings.showwarning = note
@@ -50,7 +51,7 @@ def noted() -> Iterator[None]:
 def _line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
     """What the terminal is told; where, if that is in the user's own files."""
     is_own = Path(filename).is_relative_to(Path.cwd()) and "site-packages" not in filename
-    return f"WARNING: {_in_one_line(message)}{f' ({shown(filename)}:{lineno})' if is_own else ''}\n"
+    return f"WARNING: {_in_one_line(message)}{f' ({from_here(Path(filename))}:{lineno})' if is_own else ''}\n"
 
 
 def _in_one_line(message: Warning | str) -> str:

@@ -121,7 +121,9 @@ class TrainerBase(LightningTrainer):
         """Whether a fit validates. (Lightning's does not know every kind of step that is set on the instance.)"""
         if self.lightning_module is None or not self.limit_val_batches:
             return False
-        return self.data.is_defined(RunningStage.VALIDATING) and overrides(self.lightning_module, "validation_step")
+        return self.data.source(RunningStage.VALIDATING).is_defined() and overrides(
+            self.lightning_module, "validation_step"
+        )
 
     @property
     def active_metrics(self) -> MetricStore | None:

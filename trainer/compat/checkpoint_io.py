@@ -25,8 +25,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.checkpoint import files, sharded_files
 from trainer.checkpoint.inert import inert
+from trainer.checkpoint.manifest import facts_of
 from trainer.checkpoint.snapshot import on_host
-from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
+from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect
 
 _HANDED_OVER = ".temp.ckpt"  # in which Lightning's launchers hand weights to the process that started the others
 
@@ -60,8 +61,7 @@ class CheckpointFiles(TorchCheckpointIO):
     def __init__(
         self, *, sharded: bool = False, asynchronous: bool = False, when_full: Literal["stop", "continue"] = "stop"
     ) -> None:
-        if when_full not in ("stop", "continue"):
-            raise ConfigurationError(f"Got when_full={when_full!r}, expected 'stop' or 'continue'.")
+        expect(when_full in ("stop", "continue"), "'stop' or 'continue'", when_full=when_full)
         super().__init__()
         self.sharded = sharded
         self.asynchronous = asynchronous
@@ -151,7 +151,7 @@ class CheckpointFiles(TorchCheckpointIO):
             tensors = self._staged(tensors)
             with suppress(Exception):  # as above
                 copied = on_host(rest)
-        facts = {**_facts(checkpoint), **(facts or {})}
+        facts = {**facts_of(checkpoint), **(facts or {})}
         self._do(self._save_shards, *(copied or rest), tensors, facts, place, group, save)
         if copied is None:
             self.wait()
@@ -223,7 +223,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self._pending.append(self._writer.submit(work, *arguments))
 
     def _save(self, checkpoint: dict[str, Any], path: str | Path) -> list[str]:
-        save, facts = _saving(checkpoint), _facts(checkpoint)
+        save, facts = _saving(checkpoint), facts_of(checkpoint)
         local = local_path(path)
         try:
             if local is None:
@@ -277,28 +277,25 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint of this run. Any other file, and the last good one, is kept, with a warning."""
-        self._do(self._remove_locked, path)
-
-    def _remove_locked(self, path: str | Path) -> list[str]:
-        with _removing:
-            return self._remove(path)
+        self._do(self._remove, path)
 
     def _remove(self, path: str | Path) -> list[str]:
-        local, name = local_path(path), _name(path)
-        if not (get_filesystem(path).exists(path) if local is None else os.path.lexists(local)):
-            return []
-        if reason := self._reason_to_keep(local, name):
-            if reason == _LAST and self._saver not in (None, threading.get_ident()):
-                self._due.add(path)  # its successor is being written by another thread (AsyncCheckpointIO)
+        with _removing:
+            local, name = local_path(path), _name(path)
+            if not (get_filesystem(path).exists(path) if local is None else os.path.lexists(local)):
                 return []
-            return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
-        if local is None:
-            super().remove_checkpoint(path)
-        elif local.is_dir() and not local.is_symlink():
-            sharded_files.remove(local)
-        else:
-            local.unlink()
-        return []
+            if reason := self._reason_to_keep(local, name):
+                if reason == _LAST and self._saver not in (None, threading.get_ident()):
+                    self._due.add(path)  # its successor is being written by another thread (AsyncCheckpointIO)
+                    return []
+                return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
+            if local is None:
+                super().remove_checkpoint(path)
+            elif local.is_dir() and not local.is_symlink():
+                sharded_files.remove(local)
+            else:
+                local.unlink()
+            return []
 
     def _reason_to_keep(self, local: Path | None, name: str) -> str:
         """Why a file must not be removed, as a sentence; "" where it may be."""
@@ -420,15 +417,6 @@ def _saving(checkpoint: Any) -> Callable[[Any], None]:
         stream.write(buffer.getbuffer())
 
     return save
-
-
-def _facts(checkpoint: Any) -> dict[str, Any]:
-    """What the manifest says of a checkpoint, beside its size and hash."""
-    if not isinstance(checkpoint, dict):
-        return {}
-    numbers = {"epoch": checkpoint.get("epoch"), "step": checkpoint.get("global_step")}
-    facts: dict[str, Any] = {name: number for name, number in numbers.items() if isinstance(number, int)}
-    return {**facts, "weights_only": "optimizer_states" not in checkpoint}
 
 
 def _upload(save: Callable[[Any], None], path: str | Path, facts: dict[str, Any]) -> None:

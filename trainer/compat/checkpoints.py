@@ -150,7 +150,7 @@ class CheckpointConnector(_CheckpointConnector):
         state = self._process_state(checkpoint)
         position = loop_state.data_position_in(checkpoint, trainer.progress, trainer.max_steps != -1)
         if state is not None or position:
-            trainer.data.resume((state or {}).get("data") or position)
+            trainer.data.resumed = (state or {}).get("data") or position
         return state
 
     def prepare_order(self) -> None:

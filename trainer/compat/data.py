@@ -115,6 +115,8 @@ class DataSource:
         trainer: the Trainer; Lightning's connector asks it for ranks and strategy.
 
     Attributes:
+        resumed: where the training data was when a checkpoint was written, for ``TrainingBatches.load_state_dict``; {}
+            if that is unknown, None where nothing is resumed.
         carried: what the run keeps of one on another number of processes, which has begun it. None for nothing.
         prefetching: what sends the batches of the run to a GPU while the step before them runs. None elsewhere.
     """
@@ -151,14 +153,6 @@ class DataSource:
         if datamodule is not None:
             datamodule.trainer = self._trainer
 
-    def prepare_data(self) -> None:
-        """Run ``prepare_data`` where it is due."""
-        self.connector.prepare_data()
-
-    def is_defined(self, stage: RunningStage) -> bool:
-        """Whether there is anything to ask for dataloaders of ``stage``."""
-        return self._sources[stage].is_defined()
-
     def source(self, stage: RunningStage) -> _DataLoaderSource:
         """Where the dataloaders of ``stage`` come from."""
         return self._sources.get(stage) or _DataLoaderSource(None, f"{stage.dataloader_prefix}_dataloader")
@@ -168,14 +162,6 @@ class DataSource:
         ready = self._ready.get(RunningStage.TRAINING)
         states = [] if ready is None else ready.loader_states()
         return {"combined_loader": states} if states else {}
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Note where the training data was when a checkpoint was written.
-
-        Args:
-            state: for ``TrainingBatches.load_state_dict``, which gets it from ``resumed``. {} if it is unknown.
-        """
-        self.resumed = state
 
     def give_up_order(self) -> None:
         """Have the training's dataloaders order their samples as they would in a run that begins."""
@@ -191,10 +177,6 @@ class DataSource:
     def ready(self, stage: RunningStage) -> LoaderSet | None:
         """The dataloaders of ``stage``, if they have been made already."""
         return self._ready.get(stage)
-
-    def is_ready(self, stage: RunningStage) -> bool:
-        """Whether the dataloaders of ``stage`` have been made already."""
-        return stage in self._ready
 
     def is_due(self, stage: RunningStage) -> bool:
         """Whether the dataloaders of ``stage`` are to be made before its next pass, for the first time or anew."""

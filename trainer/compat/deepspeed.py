@@ -604,8 +604,8 @@ class DeepSpeedEngine(LightningEngine):
             return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
         if self.strategy.zero is None:
             raise CheckpointError(
-                "The states of the optimizer went with DeepSpeed when the run ended. Write such a checkpoint in a run, by"
-                " a ModelCheckpoint(save_last=True); or afterwards the weights alone:"
+                "The states of the optimizer went with DeepSpeed when the run ended. Write such a checkpoint in a run,"
+                " by a ModelCheckpoint(save_last=True); or afterwards the weights alone:"
                 " trainer.save_checkpoint(path, weights_only=True)."
             )
         return self._zero().optimizer_state(self.global_rank == 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,34 +96,21 @@ class _ModelSummary(RichModelSummary):
 
 
 def build_callbacks(
-    given: Sequence[Callback] | Callback | None,
+    given: Mapping[str, Any],
     *,
-    accumulate_grad_batches: int | None,
-    gradient_clip_val: float | None,
-    gradient_clip_algorithm: str | None,
-    max_time: Any,
-    enable_checkpointing: bool | None,
-    enable_model_summary: bool | None,
-    enable_progress_bar: bool | None,
     default_checkpoint: Callable[[], Checkpoint],
-    barebones: bool,
     scales_loss: bool,
     shows_gradients: bool,
-    detect_anomaly: bool,
     writes_logs: bool,
     uses_tensor_cores: bool,
 ) -> list[Any]:
     """The user's callbacks, those that short-form arguments stand for, and the defaults.
 
     Args:
-        given: the user's.
-        accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, max_time: short forms.
-        enable_checkpointing, enable_model_summary, enable_progress_bar: False leaves the default out.
+        given: all arguments of the Trainer.
         default_checkpoint: makes the default that saves.
-        barebones: whether to leave out what is there for the user's convenience.
         scales_loss: whether the precision scales the loss, so that steps may overflow.
         shows_gradients: whether it can be found out where gradients overflowed.
-        detect_anomaly: whether to look for nan; where the loss is not scaled, torch's own mode does.
         writes_logs: whether the run's record and a picture of its curves belong beside the logs.
         uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
 
@@ -131,20 +118,21 @@ def build_callbacks(
         ConfigurationError: a setting made twice, two progress bars, a callback that another argument forbids, an
             unknown algorithm.
     """
-    refuse_other_package("callbacks", given, *(given if isinstance(given, Sequence) else ()))
-    callbacks: list[Any] = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+    own = given["callbacks"]
+    refuse_other_package("callbacks", own, *(own if isinstance(own, Sequence) else ()))
+    callbacks: list[Any] = [] if own is None else [own] if isinstance(own, Callback) else list(own)
 
     def missing(kind: type) -> bool:
         return not any(isinstance(callback, kind) for callback in callbacks)
 
-    refuse_twice("accumulate_grad_batches", accumulate_grad_batches, 1, callbacks, GradientAccumulation)
-    refuse_twice("gradient_clip_val", gradient_clip_val, None, callbacks, GradientClipping)
-    for enabled, kind, argument in (
-        (enable_progress_bar, AnyProgressBar, "enable_progress_bar"),
-        (enable_checkpointing, Checkpoint, "enable_checkpointing"),
-    ):
+    def wanted(name: str) -> bool:
+        return given[name] is not False
+
+    refuse_twice("accumulate_grad_batches", given["accumulate_grad_batches"], 1, callbacks, GradientAccumulation)
+    refuse_twice("gradient_clip_val", given["gradient_clip_val"], None, callbacks, GradientClipping)
+    for kind, argument in ((AnyProgressBar, "enable_progress_bar"), (Checkpoint, "enable_checkpointing")):
         found = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
-        if enabled is False and found:
+        if found and not wanted(argument):
             raise ConfigurationError(
                 f"Trainer was configured with `{argument}=False` but found `{found[0]}` in callbacks list."
             )
@@ -153,27 +141,28 @@ def build_callbacks(
                 "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is"
                 f" supported. Got {', '.join(found)}: keep one of them."
             )
-    callbacks += build_clipping(gradient_clip_val, gradient_clip_algorithm)
-    if max_time is not None and missing(Timer):
-        callbacks.append(Timer(max_time))
-    elif max_time is not None:
+    callbacks += build_clipping(given["gradient_clip_val"], given["gradient_clip_algorithm"])
+    if given["max_time"] is not None and missing(Timer):
+        callbacks.append(Timer(given["max_time"]))
+    elif given["max_time"] is not None:
         rank_zero_info("Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer.")
+    barebones, shows = given["barebones"], wanted("enable_progress_bar")
     scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
-    records = writes_logs or enable_progress_bar is not False or not missing(RecordView)
+    records = writes_logs or shows or not missing(RecordView)
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
         (scales_loss and shows_gradients, OverflowReport, OverflowReport),
         (not barebones, NonFiniteGuard, partial(NonFiniteGuard, every_step=False)),
-        (scales_loss and detect_anomaly, AnomalyDetection, AnomalyDetection),
+        (scales_loss and given["detect_anomaly"], AnomalyDetection, AnomalyDetection),
         (uses_tensor_cores, AlignmentAdvisor, AlignmentAdvisor),
-        (enable_progress_bar is not False, AnyProgressBar, ProgressBar),
-        (enable_model_summary is not False, ModelSummary, _ModelSummary),
+        (shows, AnyProgressBar, ProgressBar),
+        (wanted("enable_model_summary"), ModelSummary, _ModelSummary),
         (writes_logs, Curves, Curves),
-        (enable_progress_bar is not False, RunSummary, partial(RunSummary, writes=writes_logs)),
+        (shows, RunSummary, partial(RunSummary, writes=writes_logs)),
         (records, RunRecorder, partial(RunRecorder, writes=writes_logs)),
-        (enable_checkpointing is not False, Checkpoint, default_checkpoint),
+        (wanted("enable_checkpointing"), Checkpoint, default_checkpoint),
     ]
-    callbacks += [default() for wanted, kind, default in defaults if wanted and missing(kind)]
+    callbacks += [default() for is_wanted, kind, default in defaults if is_wanted and missing(kind)]
     return callbacks
 
 

@@ -86,7 +86,7 @@ def prepare(trainer: Any, ours: dict[str, Any]) -> None:
     given, order = _given(trainer), SampleOrder.from_state(noted["samples"])
     keeps_limit = noted["given"]["limit_train_batches"] == given["limit_train_batches"]
     carried = trainer.data.carried = Carried(order, given, keeps_limit)
-    trainer.data.resume({})  # so that no pass is opened
+    trainer.data.resumed = {}  # so that no pass is opened
     loaders = trainer.data.loaders(RunningStage.TRAINING, anew=True)
     if loaders is None:
         raise ResumeError("limit_train_batches is 0")

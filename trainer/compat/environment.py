@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.setup import _log_device_info
+from lightning.pytorch.trainer.setup import _log_device_info as log_devices
 from lightning.pytorch.utilities.argparse import _defaults_from_env_vars as defaults_from_environment
 
 __all__ = ["defaults_from_environment", "log_devices", "registered_names"]
@@ -18,8 +16,3 @@ def registered_names() -> dict[str, list[str]]:
         "accelerator": list(AcceleratorRegistry.available_accelerators()),
         "strategy": list(StrategyRegistry.available_strategies()),
     }
-
-
-def log_devices(trainer: Any) -> None:
-    """Say which kinds of devices there are and are used; warn of a GPU that is not."""
-    _log_device_info(trainer)

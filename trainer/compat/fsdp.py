@@ -16,7 +16,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -139,11 +139,6 @@ class FSDP2Strategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """Weights are loaded into the sharded module."""
         return True
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of the data this process gets."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
         """Join the process group, and arrange the processes."""
@@ -423,9 +418,9 @@ class ShardedEngine(LightningEngine):
 
     def idle_forward(self) -> None:
         """The collectives of one forward of an evaluation."""
-        sharded = self._sharded()
+        sharded, loop = self._sharded(), self._trainer.eval_loops[self._trainer.state.stage]
         with torch.no_grad():
-            sharded.idle.forward(_STEPS[self._trainer.state.stage])
+            sharded.idle.forward(f"{loop.stage}_step")
         sharded.end_forward()
 
     def replay_step(self, name: str) -> Callable[..., Any]:
@@ -444,10 +439,4 @@ _NEED_WHOLE = {
     HalveOnOutOfMemory: "A process that runs out of memory cannot repeat a batch without the others. Use smaller"
     " batches and more of them: accumulate_grad_batches.",
     ModelPruning: "torch.nn.utils.prune has no rules for sharded weights: prune under strategy='ddp'.",
-}
-_STEPS = {
-    RunningStage.SANITY_CHECKING: "validation_step",
-    RunningStage.VALIDATING: "validation_step",
-    RunningStage.TESTING: "test_step",
-    RunningStage.PREDICTING: "predict_step",
 }

@@ -88,11 +88,8 @@ class ModuleLog:
         step = getattr(module, "training_step", None)
         self._draws = step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # SWA and WeightAveraging copy the module: the copy has no trainer
-        return _DetachedLog()
-
     def __reduce__(self) -> Any:
+        # SWA and WeightAveraging copy the module: the copy has no trainer
         return _DetachedLog, ()
 
     def __call__(
@@ -136,7 +133,10 @@ class ModuleLog:
             if value.dtype not in _KEPT:
                 value = value.to(accumulation_dtype())
             elif self._copies:
-                value = value.clone()
+                copy = value.clone()
+                if not value.is_inference():  # which has no version
+                    store.copies.append((value, value._version, copy))
+                value = copy
             if value.dim():
                 if value.numel() != 1:
                     raise ValueError(

@@ -138,7 +138,7 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     automatic = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     zero_grad = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["zero_grad"]
     manual = fit["epoch_loop.manual_optimization.optim_step_progress"]
-    schedules = fit.get("epoch_loop.scheduler_progress", _no_steps().state_dict())
+    schedules = fit.get("epoch_loop.scheduler_progress", _SchedulerProgress().state_dict())
     epochs_trained, inside_epoch = epochs["processed"], epochs["started"] > epochs["processed"]
     cut_short = epochs["processed"] > epochs["completed"] and not batches.get("is_last_batch", True)
     if cut_short and finish_epoch:
@@ -234,10 +234,6 @@ def _four(started: int, processed: int, completed: int | None = None) -> _Proces
         processed=processed,
         completed=processed if completed is None else completed,
     )
-
-
-def _no_steps() -> _Progress:
-    return _Progress(_two(0), _two(0))
 
 
 class _PassesOn:

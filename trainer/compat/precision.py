@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.engine.protocol import ModuleCalls
@@ -45,10 +45,6 @@ class PrecisionAdapter(LightningPrecision):
     def precision(self) -> str:  # type: ignore[override]  # Lightning's is a class attribute of fixed names
         """Its name."""
         return self.plugin.name
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """Called by the strategy before it moves and wraps the module: which is converted by then (``engine``)."""
-        return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Used by the strategy around the making of weights."""

@@ -59,7 +59,7 @@ class Profiling:
             yield from batches
 
     def watch_fit(self, loop: FitLoop, hooks: Hooks, path: object) -> None:
-        """Time what a prepared fit loop does with a batch."""
+        """Time what a prepared fit loop does with a batch. Each run sets it anew, but for ``update_weights``."""
         module, strategy = f"[LightningModule]{type(self._module).__name__}", self._strategy
         loop.transfer = self.action(f"{strategy}.batch_to_device", loop.transfer)
         loop.train = self.action("run_training_batch", loop.train)
@@ -72,11 +72,6 @@ class Profiling:
         vars(loop)["update_weights"] = self.action(f"{module}.optimizer_step", partial(FitLoop.update_weights, loop))
         if isinstance(path, ManualOptimization):
             loop.engine.module_calls = loop.engine.module_calls._replace(step=self.action("optimizer_step", path.step))
-
-    @staticmethod
-    def leave_fit(loop: FitLoop) -> None:
-        """Undo what :meth:`watch_fit` did to the weight update. Everything else is set by each run."""
-        vars(loop).pop("update_weights", None)
 
     def watch_evaluation(self, loop: EvalLoop) -> None:
         """Time what a prepared evaluation loop does with a batch."""

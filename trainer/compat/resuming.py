@@ -8,13 +8,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from trainer.checkpoint import files
 from trainer.checkpoint import state as checkpoints
 from trainer.checkpoint.folders import held
-from trainer.checkpoint.inert import inert
+from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.sharded_files import STATE
 from trainer.checkpoint.state import OUR_KEY
 from trainer.compat import log_files
@@ -102,8 +101,6 @@ def loops_in(path: str | Path) -> dict[str, Any]:
     """The ``loops`` part of the checkpoint ``path``, without its tensors; {} where it cannot be read in parts."""
     place = Path(path)
     with suppress(Exception):  # the error is reported when it is loaded
-        place = place / STATE if place.is_dir() else place
-        with open(place, "rb") as file, inert(file):
-            loops: dict[str, Any] = torch.load(place, map_location="cpu", weights_only=True, mmap=True)["loops"]
+        loops: dict[str, Any] = load_inert(place / STATE if place.is_dir() else place, mmap=True)["loops"]
         return loops
     return {}

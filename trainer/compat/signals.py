@@ -143,7 +143,7 @@ class Signals:
 
         Except for a SIGTERM for which the program has a handler of its own, which has been called.
         """
-        number, handled = self.received, self._handled_elsewhere
+        number, handled = self.received, callable(signal.getsignal(signal.SIGTERM))
         self._noted = 0
         if number and not (number == signal.SIGTERM and handled):
             raise exception_of(number)
@@ -285,10 +285,6 @@ class Signals:
                 " this cluster does not requeue jobs, turn it off with"
                 " Trainer(plugins=SLURMEnvironment(auto_requeue=False))."
             )
-
-    @property
-    def _handled_elsewhere(self) -> bool:
-        return callable(signal.getsignal(signal.SIGTERM))
 
 
 def _checkpoint_folder(trainer: Any) -> str | None:

@@ -103,10 +103,29 @@ def _overrides_of(loop: Any) -> set[str]:
     return own - set(vars(type("", (), {})))
 
 
-class _EvaluationView(_Loop):
-    """What the views of all evaluations have in common."""
+class _DataView(_Loop):
+    """The dataloaders of the loop of a stage."""
 
     trainer: Any
+    _stage = RunningStage.TRAINING
+
+    @property
+    def _data_source(self) -> Any:
+        return self.trainer.data.source(self._stage)
+
+    @property
+    def _combined_loader(self) -> Any:
+        loaders = self.trainer.data.ready(self._stage)
+        return None if loaders is None else loaders.combined
+
+    @_combined_loader.setter
+    def _combined_loader(self, combined: None) -> None:
+        self.trainer.data.forget(self._stage)
+
+
+class _EvaluationView(_DataView):
+    """What the views of all evaluations have in common."""
+
     verbose: bool = alias("_loop.verbose", writable=True)
     inference_mode: bool = alias("_loop.inference_mode", writable=True)
     _has_run: bool = alias("_loop.progress.has_run")
@@ -116,19 +135,6 @@ class _EvaluationView(_Loop):
         self._loop: EvalLoop = trainer.eval_loops[stage]
         self._stage = stage
         self._trainer_fn = fn
-
-    @property
-    def _data_source(self) -> Any:
-        return self.trainer.data.source(self._stage)
-
-    @property
-    def _combined_loader(self) -> Any:
-        loaders = self.trainer.data.loaders(self._stage) if self.trainer.data.is_ready(self._stage) else None
-        return None if loaders is None else loaders.combined
-
-    @_combined_loader.setter
-    def _combined_loader(self, combined: None) -> None:
-        self.trainer.data.forget(self._stage)
 
     @property
     def _data_fetcher(self) -> Any:
@@ -175,8 +181,7 @@ class _EvaluationView(_Loop):
 
         The same on all processes: callbacks decide by it whether a validation will come.
         """
-        data = self.trainer.data
-        loaders = data.loaders(self._stage) if data.is_ready(self._stage) else self._loop.loaders
+        loaders = self.trainer.data.ready(self._stage) or self._loop.loaders
         return [] if loaders is None else list(getattr(loaders, "most", loaders.limits))
 
 
@@ -347,10 +352,9 @@ class MonitoredMetrics(Mapping[str, Any]):
         return len(self._trainer.callback_metrics)
 
 
-class FitLoopView(_FitLoop):
+class FitLoopView(_DataView, _FitLoop):
     """``trainer.fit_loop``."""
 
-    trainer: Any
     epoch_loop = LoopAttribute[EpochLoopView]()
     min_epochs: int | None = alias("_loop.limits.min_epochs", writable=True)
     max_epochs: int | None = alias("_loop.limits.max_epochs", writable=True)
@@ -382,28 +386,14 @@ class FitLoopView(_FitLoop):
             self._loop.train = self._usual_train
 
     @property
-    def _data_source(self) -> Any:
-        return self.trainer.data.source(RunningStage.TRAINING)
-
-    @property
-    def _combined_loader(self) -> Any:
-        data = self.trainer.data
-        loaders = data.loaders(RunningStage.TRAINING) if data.is_ready(RunningStage.TRAINING) else None
-        return None if loaders is None else loaders.combined
-
-    @_combined_loader.setter
-    def _combined_loader(self, combined: None) -> None:
-        self.trainer.data.forget(RunningStage.TRAINING)
-
-    @property
     def _data_fetcher(self) -> Any:
         return getattr(self._loop.batches.loaders, "fetcher", None)
 
     @property
     def max_batches(self) -> int | float:
         """Batches of one epoch; inf where nobody knows, or not yet. Writing it does not change what is iterated."""
-        data, batches = self.trainer.data, self._loop.batches
-        loaders = data.loaders(RunningStage.TRAINING) if data.is_ready(RunningStage.TRAINING) else batches.loaders
+        batches = self._loop.batches
+        loaders = self.trainer.data.ready(self._stage) or batches.loaders
         number = batches.num_batches or float("inf")
         if loaders is not None:  # SWA writes the number of those that the loop iterates
             number = batches.num_batches if loaders is batches.loaders else loaders.num_batches()

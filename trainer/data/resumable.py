@@ -276,8 +276,9 @@ class MapStyleLoader(ResumableLoader):
             if loader.num_workers
             else random_states.find(*samplers, dataset, loader.collate_fn),
         )
+        sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         kept = (loader.prefetch_factor or 0) * loader.num_workers + 2
-        self._sampler = _RecordedSampler(_index_sampler(loader), kept, self.generators)
+        self._sampler = _RecordedSampler(sampler, kept, self.generators)
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
         self._knows_workers = True
         self._running: weakref.ref[_WorkerIterator] | None = None
@@ -593,10 +594,6 @@ def _other_row(loader: DataLoader[Any], former: list[State]) -> list[str]:
             if was is not None and was != now:
                 reasons.append(_other_order(which, was, now))
     return reasons
-
-
-def _index_sampler(loader: DataLoader[Any]) -> Any:
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _set_up_of(loader: DataLoader[Any]) -> State:

@@ -18,6 +18,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from trainer.engine.forwards import OwnForward
+
 _IN_PLACE = "_compiled_call_impl"
 _GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of inductor that use CUDA graphs."""
@@ -51,8 +53,8 @@ def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, reuses_m
     return undo
 
 
-class CompiledForward:
-    """Replaces a module's ``forward``, where its call may be more than that: a LightningModule's is its step under DDP.
+class CompiledForward(OwnForward):
+    """A compiled ``forward``, where the module's call may be more than that: a LightningModule's is its step under DDP.
 
     Args:
         module: whose forward.
@@ -60,27 +62,13 @@ class CompiledForward:
     """
 
     def __init__(self, module: nn.Module, settings: Mapping[str, Any], *, reuses_memory: bool) -> None:
-        self._forward: Callable[..., Any] = module.forward
-        self._outer = vars(module).get("forward")  # somebody else's replacement, which is restored
+        super().__init__(module)
         compiled = torch.compile(self._forward, **settings)
         self._compiled: Callable[..., Any] = Kept(compiled) if reuses_memory else compiled
-        self._module = module
-        vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward."""
         return self._compiled(*args, **kwargs)
-
-    def undo(self) -> None:
-        """Restore the module's forward, unless ours has been replaced meanwhile."""
-        if vars(self._module).get("forward") is self:
-            del vars(self._module)["forward"]
-            if self._outer is not None:
-                vars(self._module)["forward"] = self._outer
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of the module get its plain forward, bound to them."""
-        return _itself, (self._forward,)
 
 
 class Kept:
@@ -240,7 +228,3 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - not what is compiled
 
     return call
-
-
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward

@@ -61,8 +61,7 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
         found = [(part, name, outer, getattr(part, name)) for part, name, outer in empty]
         unfilled = [_named(part, name, outer) for part, name, outer, tensor in found if _is_empty(tensor)]
     else:
-        if finish is not None:
-            _give_memory(root, device, sharded=True)
+        _give_memory(root, device, sharded=finish is not None)
         unfilled = list(_fill_each(root, empty, device, finish))
     if unfilled:
         raise ConfigurationError(
@@ -83,21 +82,12 @@ def _fill_each(
     by_part: dict[nn.Module, list[tuple[str, str]]] = {}
     for part, name, outer in empty:
         by_part.setdefault(part, []).append((name, outer))
-    made: dict[int, nn.Parameter] = {}  # what several modules share stays shared
     around = _around(root)
     for part, members in by_part.items():
-        sharded: dict[str, Tensor] = {}
-        for name, _ in members:
-            before = part._parameters.get(name)
-            if before is None:
-                if (buffer := part._buffers[name]) is not None and buffer.is_meta:
-                    part._buffers[name] = _blank(buffer, device)
-                continue
-            sharded[name] = before
-            if id(before) not in made or finish is not None:
-                made[id(before)] = nn.Parameter(_blank(before, device), requires_grad=before.requires_grad)
-                vars(made[id(before)]).update(vars(before))
-            part._parameters[name] = made[id(before)]
+        sharded: dict[str, nn.Parameter] = {}
+        if finish is not None:
+            sharded = {name: one for name, _ in members if (one := part._parameters.get(name)) is not None}
+            part._parameters.update({name: _with_memory(one, device) for name, one in sharded.items()})
         fillers = [getattr(part, "reset_parameters", None), getattr(around.get(part), "_init_weights", None)]
         with torch.no_grad():
             if callable(fillers[0]):
@@ -110,7 +100,7 @@ def _fill_each(
                 yield _named(part, name, outer)
             if finish is not None and name in sharded:
                 finish(tensor.detach(), sharded[name])
-                part._parameters[name] = sharded[name]  # type: ignore[assignment]
+                part._parameters[name] = sharded[name]
 
 
 def _around(root: nn.Module) -> dict[nn.Module, nn.Module]:
@@ -128,16 +118,23 @@ def _give_memory(root: nn.Module, device: torch.device, *, sharded: bool) -> Non
         apply: Any = root._apply  # as `to_empty` does; FSDP takes its new shards from here
         apply(lambda tensor: _blank_part(tensor, device) if tensor.is_meta else tensor)
         return
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # what several modules share stays shared
     for part in root.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(_blank(parameter, device), requires_grad=parameter.requires_grad)
+                    made[id(parameter)] = _with_memory(parameter, device)
                 part._parameters[name] = made[id(parameter)]
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_meta:
                 part._buffers[name] = _blank(buffer, device)
+
+
+def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """The parameter, with memory and its attributes."""
+    made = nn.Parameter(_blank(parameter, device), requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from trainer import machine
 from trainer.precision.scaler import gradients_of
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables that torch's allocator reads, once, when CUDA is initialised; the second is the older one."""
 _COUNTED = ("cuda", "xpu")
 """Devices whose allocator says what it has given away, what it keeps, and what is left."""
 
@@ -130,8 +132,7 @@ def _of_device(device: torch.device) -> dict[str, int | None]:
 
 def expands_segments() -> bool:
     """Whether CUDA's allocator has been told not to leave gaps."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older one
-    return any("expandable_segments:True" in os.environ.get(name, "") for name in names)
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR)
 
 
 def write_snapshot(device: torch.device, file: Path) -> bool:

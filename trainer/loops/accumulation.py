@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.engine.protocol import Engine, Weight
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, expect, is_count
 
 _STATE = (
     "batches", "size", "backwards", "is_first", "is_last", "factor", "correction", "_position", "_unit", "_total",
@@ -63,10 +63,7 @@ class AccumulationWindow:
     """
 
     def __init__(self, batches: int = 1, straddles_epochs: bool = False) -> None:
-        if not isinstance(batches, int) or isinstance(batches, bool) or batches < 1:
-            raise ConfigurationError(
-                f"Got accumulate_grad_batches={batches!r}, expected a whole number of batches, at least 1."
-            )
+        expect(is_count(batches), "a whole number of batches, at least 1", accumulate_grad_batches=batches)
         self.batches = batches
         self.straddles_epochs = straddles_epochs
         self.size = batches

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from trainer.engine.optimizers import needs_closure
 from trainer.errors import ConfigurationError, ResumeError
@@ -105,7 +106,8 @@ class ClosureOptimization:
                     " Trainer(exact_resume=False)."
                 )
             warnings.warn(f"{reason} The window continues without them.", stacklevel=2)
-        for batch, batch_idx, mark, share in _moved(state["batches"] or [], device):
+        kept = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["batches"] or [])
+        for batch, batch_idx, mark, share in kept:
             self._earlier.append(one := _Pass(batch, batch_idx, mark))
             one.share = share
 
@@ -223,11 +225,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (Tensor, str, bytes, bool, int, float)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(one, device) for key, one in value.items()}
-    return type(value)(_moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value

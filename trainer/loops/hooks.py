@@ -106,30 +106,6 @@ class Hook:
         return result
 
 
-CALLBACK_HOOKS = (
-    "on_fit_start",
-    "on_fit_end",
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    "on_train_start",
-    "on_train_end",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_after_optimizer_step",
-    *(
-        f"on_{stage}_{moment}"
-        for stage in ("validation", "test", "predict")
-        for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
-    ),
-)
-"""The hooks that callbacks and modules share, and that run inside the loops."""
-
 OF_CALLBACKS_ONLY = ("on_sanity_check_start", "on_sanity_check_end")
 """Those of them that modules do not have."""
 
@@ -240,6 +216,17 @@ class Hooks:
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+CALLBACK_HOOKS = (
+    *(name for name in Hooks.__annotations__ if name.startswith("on_")),
+    *(
+        f"on_{stage}_{moment}"
+        for stage in ("validation", "test", "predict")
+        for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+    ),
+)
+"""The hooks that callbacks and modules share, and that run inside the loops."""
 
 
 class _NoScope:

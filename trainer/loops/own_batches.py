@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.data.batches import DrawnLoaders, EndOfPass
+from trainer.data.batches import DrawnLoaders, EndOfPass, as_it_is
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
 from trainer.loops.hooks import Hook
@@ -48,7 +48,7 @@ def draw_in_fit(loop: FitLoop, loaders: DrawnLoaders, ends_epoch: bool) -> None:
     def on_train_batch_end(outputs: Any, batch: Any, batch_idx: int) -> None:
         announce_end(outputs, *loaders.last[:2])
 
-    loop.train, loop.training_step, loop.transfer = train_batch, training_step, _untouched
+    loop.train, loop.training_step, loop.transfer = train_batch, training_step, as_it_is
     hooks.on_train_batch_start = Hook(announce_start.name, hooks.scope, module=on_train_batch_start)
     hooks.on_train_batch_end = Hook(announce_end.name, hooks.scope, module=on_train_batch_end)
 
@@ -73,9 +73,5 @@ def draw_in_evaluation(loop: EvalLoop, loaders: DrawnLoaders) -> None:
         batch, *drawn_where = loaders.last
         announce_end(output, batch, *drawn_where[: len(where)])
 
-    loop.step, loop.transfer, loop.draws = draw, _untouched, True
+    loop.step, loop.transfer, loop.draws = draw, as_it_is, True
     loop.on_batch_end = Hook(announce_end.name, loop.hooks.scope, module=on_batch_end)
-
-
-def _untouched(batch: Any, *_: Any) -> Any:
-    return batch

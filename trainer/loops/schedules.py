@@ -141,7 +141,7 @@ class _Step:
         self.config = config
         self._state = _copied(config.scheduler.state_dict())
         self._groups: list[dict[str, Any]] = getattr(getattr(config.scheduler, "optimizer", None), "param_groups", [])
-        self._before = [_values_of(group) for group in self._groups]
+        self._before = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in self._groups]
         self._changes: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def end(self) -> None:
@@ -162,10 +162,6 @@ class _Step:
                 group[key].copy_(before)  # in place: a compiled optimizer holds on to the tensor
             elif group[key] == after:
                 group[key] = before
-
-
-def _values_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
 
 def _copied(state: Any) -> Any:

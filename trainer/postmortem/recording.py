@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.postmortem.state import ObjectState
 from trainer.state import random_states
@@ -21,8 +23,9 @@ class RecordedBatch(NamedTuple):
         step: ``trainer.global_step`` at the time.
         window: a copy; it weights the loss.
         random_state: of all generators (``trainer.state.random_states.capture``).
-        state: of the module.
+        state: of the module; None where it was not kept with each batch.
         has_loss: whether its ``training_step`` has returned a loss.
+        loss: what it was, without its graph, where that is kept.
     """
 
     batch: Any
@@ -30,8 +33,9 @@ class RecordedBatch(NamedTuple):
     step: int
     window: AccumulationWindow
     random_state: dict[str, Any]
-    state: ObjectState
+    state: ObjectState | None = None
     has_loss: bool = True
+    loss: Tensor | None = None
 
 
 class Recorder:
@@ -60,7 +64,7 @@ class Recorder:
         self._steps = self._loop.progress.optimizer_steps
         self._update = 0  # the number of the update that the next batch belongs to
         self._resolved = 0  # the number of the update whose outcome comes next
-        self._windows: dict[int, list[RecordedBatch]] = {}
+        self._windows: dict[int, Any] = {}  # what is kept of each
         self._loop.training_step = self
 
     def stop(self) -> None:
@@ -72,10 +76,14 @@ class Recorder:
 
     def take(self) -> list[RecordedBatch]:
         """The batches of the update whose outcome has come; [] where they were not recorded from the first on."""
-        batches = self._windows.pop(self._resolved, [])
-        self._resolved += 1
+        batches: list[RecordedBatch] = self.kept() or []
         whole = bool(batches) and (batches[0].window.is_first or not self._module.automatic_optimization)
         return batches if whole else []
+
+    def kept(self) -> Any:
+        """What is kept of the update whose outcome has come; None for nothing."""
+        self._resolved += 1
+        return self._windows.pop(self._resolved - 1, None)
 
     def __call__(self, batch: Any, batch_idx: int) -> Any:
         """``training_step``."""

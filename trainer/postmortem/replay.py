@@ -80,7 +80,8 @@ def rewind(trainer: Any, now: ObjectState, recorded: RecordedBatch | None) -> No
     """Make things as they were just before the batch's ``training_step``; what was not recorded, as it is now."""
     now.restore()  # an earlier replay may have left its traces
     if recorded is not None:
-        recorded.state.restore()
+        if recorded.state is not None:
+            recorded.state.restore()
         random_states.restore(recorded.random_state, trainer.engine.device)
 
 

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from trainer.postmortem.examine import Finding
 from trainer.postmortem.probe import Call, Magnitude
+from trainer.precision.fp32_modules import plain_name
 
 _LIMITS = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.40e38}
 _LOW = 100.0
 """A scale below this is suspect; as in ``ScaleMonitor(alarm=100)``."""
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _SHOWN = 6
 """Names in a list before the rest is only counted."""
 
@@ -269,7 +269,7 @@ class Report:
                 "Compute the loss in float32: `with torch.autocast(self.device.type, enabled=False):` around it, on"
                 " `.float()` inputs."
             ]
-        name = module_name(call.name)
+        name = plain_name(call.name)
         advice = f"precision.fp32_modules=[{name!r}]: this module in float32, the others as they are."
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         if pattern != name and not pattern.endswith("*"):
@@ -277,15 +277,10 @@ class Report:
         return [advice]
 
 
-def module_name(name: str) -> str:
-    """A module's name without what ``torch.compile`` and activation checkpointing put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def _called(call: Call) -> str:
     if not call.number:
         return "training_step"
-    name = module_name(call.name)
+    name = plain_name(call.name)
     again = f", call {call.number}" if call.number > 1 else ""
     return f"{name!r} ({call.kind}{again})" if name else f"{call.kind}.forward"
 
@@ -317,7 +312,7 @@ def _measured(magnitude: Magnitude) -> str:
 def names_of(names: Sequence[str]) -> str:
     """The first few of them, and how many more there are."""
     rest = len(names) - _SHOWN
-    return ", ".join(map(module_name, names[:_SHOWN])) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(map(plain_name, names[:_SHOWN])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _power(scale: float) -> str:

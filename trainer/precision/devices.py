@@ -54,18 +54,17 @@ def scales_losses(device: torch.device) -> bool:
     return device.type != "mps" or torch._C._dispatch_has_kernel_for_dispatch_key("aten::_amp_update_scale_", "MPS")
 
 
-def warn_of_emulation(name: str, instead: str, device: torch.device) -> None:
+def warn_of_emulation(name: str, device: torch.device) -> None:
     """Warn where ``device`` is a GPU that can compute in bfloat16 but has no units for it.
 
     Args:
         name: of the bfloat16 precision that was asked for.
-        instead: the one to advise.
         device: where.
     """
     if device.type == "cuda" and not native_bfloat16(device):
         warnings.warn(
             f"{torch.cuda.get_device_name(device)} has no bfloat16 units: precision={name!r} is emulated"
-            f" and slow there. Use precision={instead!r}.",
+            " and slow there. Use precision='16-mixed'.",
             stacklevel=3,
         )
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import PrecisionError
+from trainer.errors import PrecisionError, expect
 from trainer.precision.fp32_modules import check_patterns, find_modules, plain_class, plain_name
 from trainer.precision.mixed import MixedPrecision
 
@@ -61,8 +61,8 @@ class Float8Precision(MixedPrecision):
         autocast_ops: Literal["native", "cuda"] = "native",
     ) -> None:
         super().__init__("bfloat16", fp32_modules=fp32_modules, autocast_ops=autocast_ops)
-        if recipe not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-            raise PrecisionError(f"Got recipe={recipe!r}, expected 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'.")
+        known = "'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
+        expect(recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"), known, PrecisionError, recipe=recipe)
         self.name = "fp8-mixed"
         self.recipe = recipe
         self.modules = check_patterns(modules, "modules")

@@ -172,12 +172,13 @@ def _put_back(module: nn.Module, name: str, value: Any) -> None:
 
 def _called(name: str, named: dict[str, nn.Module]) -> list[nn.Module]:
     """The module of that name; what it contains where it is a mere container, which nobody calls."""
-    if _has_forward(named[name]):
+    if has_forward(named[name]):
         return [named[name]]
-    return [module for inside, module in named.items() if inside.startswith(f"{name}.") and _has_forward(module)]
+    return [module for inside, module in named.items() if inside.startswith(f"{name}.") and has_forward(module)]
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module is one that is called, and no mere container (``nn.ModuleList``)."""
     if isinstance(module, torch.jit.ScriptModule):
         return True  # to ask its class for a forward is an error
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from trainer.errors import PrecisionError
+from trainer.errors import PrecisionError, expect
 from trainer.precision.base import Precision
 from trainer.precision.devices import float16_kernels, warn_of_emulation
 from trainer.precision.dtypes import DefaultDtype, cast
@@ -50,8 +50,8 @@ class HalfPrecision(Precision):
         resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if resolved not in _NAMES:
             raise PrecisionError(f"Got dtype={dtype!r}, expected 'bfloat16' or 'float16'.")
-        if cpu_kernels not in ("auto", "fast", "native"):
-            raise PrecisionError(f"Got cpu_kernels={cpu_kernels!r}, expected 'auto', 'fast' or 'native'.")
+        known = "'auto', 'fast' or 'native'"
+        expect(cpu_kernels in ("auto", "fast", "native"), known, PrecisionError, cpu_kernels=cpu_kernels)
         self.dtype: torch.dtype = resolved
         self.name = _NAMES[resolved]
         self.fp32_modules = check_patterns(fp32_modules)
@@ -61,7 +61,7 @@ class HalfPrecision(Precision):
     def check(self, device: torch.device) -> None:
         """Warn of what float16 weights do to small gradients, and of GPUs that only emulate bfloat16."""
         if self.dtype is torch.bfloat16:
-            warn_of_emulation(self.name, "16-mixed", device)
+            warn_of_emulation(self.name, device)
         else:
             warnings.warn(
                 "precision='16-true' keeps weights and gradients in float16 and does not scale the loss: gradients"

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from trainer.errors import PrecisionError
+from trainer.errors import PrecisionError, expect
 from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.base import Precision
 from trainer.precision.cast_cache import with_trusted_cache
@@ -69,10 +69,9 @@ class MixedPrecision(Precision):
         resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if resolved not in _NAMES:
             raise PrecisionError(f"Got dtype={dtype!r}, expected 'float16' or 'bfloat16'.")
-        if cpu_kernels not in ("auto", "fast", "native"):
-            raise PrecisionError(f"Got cpu_kernels={cpu_kernels!r}, expected 'auto', 'fast' or 'native'.")
-        if autocast_ops not in ("native", "cuda"):
-            raise PrecisionError(f"Got autocast_ops={autocast_ops!r}, expected 'native' or 'cuda'.")
+        known = "'auto', 'fast' or 'native'"
+        expect(cpu_kernels in ("auto", "fast", "native"), known, PrecisionError, cpu_kernels=cpu_kernels)
+        expect(autocast_ops in ("native", "cuda"), "'native' or 'cuda'", PrecisionError, autocast_ops=autocast_ops)
         self.dtype: torch.dtype = resolved
         self.name = _NAMES[resolved]
         self.loss_scaling = resolved is torch.float16 if loss_scaling is None else loss_scaling
@@ -112,7 +111,7 @@ class MixedPrecision(Precision):
                 " Use precision='32-true'."
             )
         if self.dtype is torch.bfloat16:
-            warn_of_emulation(self.name, "16-mixed", device)
+            warn_of_emulation(self.name, device)
 
     def build_scaler(self, device: torch.device) -> LossScaler:
         """A scaler for ``device``; disabled where the loss is not scaled."""

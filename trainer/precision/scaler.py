@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
-from trainer.errors import PrecisionError
+from trainer.errors import PrecisionError, expect, is_count
 from trainer.precision.readback import Readback
 
 
@@ -78,19 +78,14 @@ class LossScaler(torch.amp.GradScaler):
         max_scale: float | None = None,
     ) -> None:
         ceiling = float("inf") if max_scale is None else max_scale
-        _expect(growth_factor > 1.0, "growth_factor", growth_factor, "a number above 1")
-        _expect(0.0 < backoff_factor < 1.0, "backoff_factor", backoff_factor, "a number between 0 and 1")
-        whole = isinstance(growth_interval, int)
-        _expect(
-            whole and growth_interval >= 1, "growth_interval", growth_interval, "a whole number of steps, at least 1"
-        )
-        _expect(0.0 < min_scale <= ceiling, "min_scale", min_scale, f"above 0 and at most max_scale={max_scale}")
-        _expect(
-            min_scale <= init_scale <= ceiling and init_scale != float("inf"),
-            "init_scale",
-            init_scale,
-            f"from {min_scale} to {max_scale or 'any finite number'}",
-        )
+        expect(growth_factor > 1.0, "a number above 1", PrecisionError, growth_factor=growth_factor)
+        expect(0.0 < backoff_factor < 1.0, "a number between 0 and 1", PrecisionError, backoff_factor=backoff_factor)
+        steps, below = "a whole number of steps, at least 1", f"above 0 and at most max_scale={max_scale}"
+        expect(is_count(growth_interval), steps, PrecisionError, growth_interval=growth_interval)
+        expect(0.0 < min_scale <= ceiling, below, PrecisionError, min_scale=min_scale)
+        limits = f"from {min_scale} to {max_scale or 'any finite number'}"
+        is_within = min_scale <= init_scale <= ceiling and init_scale != float("inf")
+        expect(is_within, limits, PrecisionError, init_scale=init_scale)
         if enabled and device == "cuda" and not torch.cuda.is_available():
             raise PrecisionError(
                 "Got an enabled loss scaler for 'cuda', but CUDA is not available here. Use accelerator='cpu',"
@@ -413,8 +408,3 @@ def _any_of(found_inf: list[Tensor], device: torch.device) -> Tensor:
     if len(found_inf) == 1:
         return found_inf[0]
     return torch.stack([number.to(device, non_blocking=True).reshape(()) for number in found_inf]).amax()
-
-
-def _expect(holds: bool, name: str, given: object, expected: str) -> None:
-    if not holds:
-        raise PrecisionError(f"Got {name}={given!r}, expected {expected}.")

@@ -47,11 +47,6 @@ class UnderflowProbe:
         self._sizes: list[int] = []
         self._counts: list[Tensor] = []
 
-    @property
-    def has_started(self) -> bool:
-        """Whether there are counts that have not been read."""
-        return bool(self._names)
-
     def start(
         self, gradients: Iterable[tuple[str, int, Tensor]], total: Callable[[Tensor], Tensor] | None = None
     ) -> None:

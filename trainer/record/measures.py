@@ -148,7 +148,8 @@ def training_loss(trainer: Any, outputs: Any, *, keep: bool = False) -> Tensor |
     Args:
         trainer: Says what the share is.
         outputs: A dict with a "loss", a tensor, or anything else.
-        keep: Whether the tensor is to outlive the batch: CUDA graphs reuse their outputs.
+        keep: Whether the tensor is to outlive the batch: CUDA graphs reuse their outputs. What ``self.log`` has copied
+            is not copied again.
 
     Returns:
         A tensor with one element, unread, or None if there is no loss.
@@ -160,7 +161,10 @@ def training_loss(trainer: Any, outputs: Any, *, keep: bool = False) -> Tensor |
     if not isinstance(share, float) or share != 1.0:
         own: Tensor = loss.detach() / share
         return own
-    return loss.detach().clone() if keep else loss
+    if not keep:
+        return loss
+    metrics = getattr(trainer, "active_metrics", None)  # `lightning.Trainer` has none
+    return loss.detach().clone() if metrics is None else metrics.copy_of(loss)
 
 
 def memory_in_use(device: torch.device) -> int:

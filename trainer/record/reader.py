@@ -37,22 +37,20 @@ _ROWS = ("metrics.csv", "*/metrics.csv", "lightning_logs/*/metrics.csv")
 
 
 class Fact(Generic[Value]):
-    """An entry of ``run.json``; None where it has none.
+    """The entry of ``run.json`` that the attribute is called after; None where it has none.
 
     Args:
         kind: what it is made.
-        name: in the file; that of the attribute, where this is None.
     """
 
-    def __init__(self, kind: Callable[[Any], Value], name: str | None = None) -> None:
+    def __init__(self, kind: Callable[[Any], Value]) -> None:
         self._kind = kind
-        self._name = name
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = self._name or name
+        self._name = name
 
     def __get__(self, record: RunRecord, owner: type) -> Value | None:
-        told = record.facts.get(self._name or "")
+        told = record.facts.get(self._name)
         return None if told is None else self._kind(told)
 
 

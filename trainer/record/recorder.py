@@ -120,7 +120,7 @@ class RunRecorder(Callback):
         self._writes_file = self._keeps_curves = False
         self._max_points = max_points
         self._views: list[RecordView] = []
-        self._is_fitting = False
+        self._is_fitting = self._on_device = False
         self._written = 0.0  # when, by time.monotonic
         self._outcome: object = None
         self._scale: float | None = None
@@ -168,6 +168,7 @@ class RunRecorder(Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Begins to measure the peak of a GPU's memory."""
         device = trainer.strategy.root_device
+        self._on_device = device.type != "cpu"
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -211,7 +212,7 @@ class RunRecorder(Callback):
             return
         if not batches % self.seconds.stride:  # the same, or a multiple where some batches have no loss
             self._note_pace(trainer)
-        loss = training_loss(trainer, outputs, keep=True)
+        loss = training_loss(trainer, outputs, keep=self._on_device)
         if loss is not None:
             self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss)  # `item` waits for a GPU
 

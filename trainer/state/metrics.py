@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from trainer.errors import ConfigurationError
 from trainer.state.progress import FitProgress
@@ -22,18 +23,6 @@ _FLUSH_EVERY = 256
 """Values that wait before they are reduced together: one stack and one sum in the place of 256 additions."""
 
 _STARTS = {"max": float("-inf"), "min": float("inf")}
-
-
-class MetricObject(Protocol):
-    """The part of ``torchmetrics.Metric`` that is used here."""
-
-    _forward_cache: Any
-
-    def compute(self) -> Any:
-        """The value over everything since the last reset."""
-
-    def reset(self) -> None:
-        """Forget everything."""
 
 
 class LogOptions(NamedTuple):
@@ -72,7 +61,7 @@ class LoggedValue:
         self.options = options
         self.asked: object = None  # the options of the first call, which later calls are compared with
         self.dataloader_idx = dataloader_idx
-        self.metric: MetricObject | None = None
+        self.metric: Metric | None = None
         self.step_value: Tensor | None = None
         self.has_value = False
         # whether step and epoch values are reduced over the processes; an evaluation may say otherwise
@@ -97,7 +86,7 @@ class LoggedValue:
             if len(self._pending) >= _FLUSH_EVERY:
                 self._flush()
 
-    def update_metric(self, metric: MetricObject) -> None:
+    def update_metric(self, metric: Metric) -> None:
         """Add a metric object, which accumulates by itself."""
         self.has_value = True
         self.metric = metric
@@ -283,6 +272,8 @@ class MetricStore:
         self.shared_hooks: Collection[str] = ()
         self.in_batch = False
         """Whether a batch runs (values are the step's) or the epoch is over (values are the epoch's)."""
+        self.copies: list[tuple[Tensor, int, Tensor]] = []
+        """Of what was logged in this batch: the tensor without its graph, its version, and its copy."""
 
     def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """A batch starts; ``self.log`` takes its batch size from ``batch``."""
@@ -290,6 +281,13 @@ class MetricStore:
         self.batch_size = None
         self.dataloader_idx = dataloader_idx
         self.in_batch = True
+
+    def copy_of(self, value: Tensor) -> Tensor:
+        """A copy that outlives the batch: the one that ``self.log`` made of this value, where it was logged."""
+        for logged, version, copy in self.copies:
+            if logged.is_set_to(value) and version == value._version:  # the same memory, not written to since
+                return copy
+        return value.detach().clone()
 
     def share_steps(self, shares: bool) -> None:
         """Whether values of single batches are reduced over the processes, where ``sync_dist`` asks for it.
@@ -370,7 +368,8 @@ class MetricStore:
                 own[key].replace(value)
 
     def end_batch(self) -> None:
-        """The batch is over: drop the reference to it."""
+        """The batch is over: drop the references to it and to what was logged of it."""
+        self.copies.clear()
         self.batch = None
         self.batch_size = None
 
@@ -572,16 +571,6 @@ def _dtype_to_read(value: Tensor) -> torch.dtype:
     if value.device.type != "mps":
         return torch.float64
     return torch.float32 if value.is_floating_point() else torch.int64  # MPS has no double precision
-
-
-class Logger(Protocol):
-    """The part of Lightning's loggers that is used here."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Record numbers at one step."""
-
-    def save(self) -> None:
-        """Write what is recorded."""
 
 
 class Recorder:

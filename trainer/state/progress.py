@@ -22,6 +22,13 @@ class EpochStart:
     schedule_steps: int = 0
 
 
+_AS_THEY_ARE = (
+    "batches", "optimizer_steps", "own_steps", "skipped_steps", "has_learned", "zero_grads", "schedule_steps",
+    "is_last_batch",
+)  # fmt: skip
+"""Counters that a checkpoint keeps by their names."""
+
+
 @dataclass
 class FitProgress:
     """How far a fit has come. Lives as long as the Trainer: a second ``fit`` goes on counting.
@@ -149,17 +156,10 @@ class FitProgress:
         return {
             "epoch": self.epochs_trained,
             "batch_idx": -1 if over else self.batches_trained_this_epoch - 1,
-            "batches": self.batches,
-            "optimizer_steps": self.optimizer_steps,
-            "own_steps": self.own_steps,
-            "skipped_steps": self.skipped_steps,
-            "has_learned": self.has_learned,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "windows": self.updates + (self.closing and not follows),
             "closing": self.closing and follows,
-            "zero_grads": self.zero_grads,
-            "schedule_steps": self.schedule_steps,
             "epoch_start": list(astuple(self.epoch_start)),
-            "is_last_batch": self.is_last_batch,
             "cut_short": self.batches_trained_this_epoch if over and not self.is_last_batch else 0,
             "is_followed_up": not follows,
             "owes_validation": follows and self.owes_validation,
@@ -178,15 +178,13 @@ class FitProgress:
         if finish_epoch and state.get("cut_short"):
             self.epoch = self.epochs_trained = state["epoch"] - 1
             self.batch_idx = state["cut_short"] - 1
-        self.zero_grads, self.schedule_steps = state.get("zero_grads", 0), state.get("schedule_steps", 0)
+        for name in _AS_THEY_ARE:
+            setattr(self, name, state.get(name, 0))
         start = EpochStart(*state.get("epoch_start", ()))
         self.epoch_start = replace(start, batches_started=start.batches)  # no batch is under way any more
-        self.batches = self.batches_started = state["batches"]
-        self.optimizer_steps, self.own_steps = state["optimizer_steps"], state.get("own_steps", 0)
-        self.skipped_steps = state["skipped_steps"]
+        self.batches_started = self.batches
         self.has_learned = state.get("has_learned", state["optimizer_steps"] > 0)
         self.updates = state["windows"]
-        self.is_last_batch = state.get("is_last_batch", False)
         self.is_followed_up = state.get("is_followed_up", True)
         self.owes_validation = state.get("owes_validation", False)
         self.has_validated = state.get("has_validated", False)

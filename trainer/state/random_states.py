@@ -101,13 +101,13 @@ def plain(changes: State) -> State:
 
 
 @contextmanager
-def isolated(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the process's generators at the end of a ``with`` block."""
-    state = capture(device)
+def isolated() -> Iterator[None]:
+    """Restore the process's generators, those of the host, at the end of a ``with`` block."""
+    state = capture()
     try:
         yield
     finally:
-        restore(state, device)
+        restore(state)
 
 
 def derived(state: State, number: int) -> State:

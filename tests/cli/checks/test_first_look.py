@@ -23,9 +23,9 @@ from trainer.cli import main
 from trainer.cli.arguments import UsageError
 from trainer.cli.checks import first_look, steps
 from trainer.cli.checks.batch import classes_of, describe, images_in, labels_out_of_range, odd, save_images
+from trainer.cli.checks.findings import Loaded, Recipe
 from trainer.cli.checks.layers import SCALE, Layer, largest_scale, shown
 from trainer.cli.checks.loading import load
-from trainer.cli.checks.recipe import Loaded, Recipe
 from trainer.cli.checks.steps import Step, part_for
 
 MODULE = """

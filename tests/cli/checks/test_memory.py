@@ -278,8 +278,8 @@ def test_what_is_refused(settings, said, capsys):
 
 def test_the_verdict():
     needs = [Need("single", 1, 50, 40), Need("fsdp", 8, 20, 10)]
-    assert Prediction(needs, 1, None, []).fitting == []
-    assert "checks.gpu_memory=80GiB" in Prediction(needs, 1, None, []).verdict
-    assert Prediction(needs, 1, OVERHEAD + 49, []).fitting == needs[1:]
-    assert Prediction(needs, 1, OVERHEAD + 50, []).fitting == needs
-    assert Prediction(needs, 1, OVERHEAD + 49, []).verdict.startswith("trainer=fsdp: fits into 1.0 GiB")
+    assert Prediction(None, needs=needs).fitting == []
+    assert "checks.gpu_memory=80GiB" in Prediction(None, needs=needs).verdict
+    assert Prediction(OVERHEAD + 49, needs=needs).fitting == needs[1:]
+    assert Prediction(OVERHEAD + 50, needs=needs).fitting == needs
+    assert Prediction(OVERHEAD + 49, needs=needs).verdict.startswith("trainer=fsdp: fits into 1.0 GiB")

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.compare.verdict import ACCEPTS, Metric, Run, Thresholds, choose_metric, judge
+from trainer.cli.compare.verdict import Metric, Run, Thresholds, choose_metric, judge
 from trainer.cli.folders import packaged_conf
 from trainer.cli.settings import read_settings
 from trainer.record.reader import RunRecord
@@ -223,7 +223,7 @@ def test_a_metric_that_nobody_logged_is_told_of_and_another_one_taken():
 
 def test_the_settings_that_ship_are_the_defaults():
     shipped = OmegaConf.to_container(OmegaConf.load(packaged_conf() / "compare" / "default.yaml"))
-    assert read_settings(Thresholds, "compare", shipped, ACCEPTS) == Thresholds()
+    assert read_settings(Thresholds, "compare", shipped) == Thresholds()
     assert list(shipped) == list(inspect.signature(Thresholds).parameters)
 
 
@@ -240,5 +240,5 @@ def test_the_settings_that_ship_are_the_defaults():
 )
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(UsageError) as refused:
-        read_settings(Thresholds, "compare", settings, ACCEPTS)
+        read_settings(Thresholds, "compare", settings)
     assert str(refused.value) == message

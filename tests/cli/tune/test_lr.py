@@ -11,9 +11,7 @@ import pytest
 from tests.cli.tune.test_lr_suggestion import RATES, sigmoid
 from trainer.cli import main, tune
 from trainer.cli.arguments import read
-from trainer.cli.tune.lr import report
-from trainer.cli.tune.lr_picture import draw
-from trainer.cli.tune.lr_suggestion import suggest
+from trainer.cli.tune.lr import Suggestion, draw, report, suggest
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def test_no_suggestion(config, tmp_path, capsys):
 def test_the_picture():
     curve = sigmoid(1e-3, noise=0.05)[:90]
     found = suggest(curve)
-    figure = draw(curve, found.smoothed, suggestion=found.lr, current=0.05, ended_by="divergence", title="a, 16-mixed")
+    figure = draw(curve, found, 0.05, "divergence", "a, 16-mixed")
     (axes,) = figure.axes
     assert axes.get_xscale() == "log"
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("learning rate", "loss")
@@ -83,9 +81,9 @@ def test_the_picture():
 
 def test_a_picture_without_anything_to_mark():
     flat = [(rate, 1.0) for rate in RATES[:3]]
-    figure = draw(flat, [1.0] * 3, suggestion=None, current=None, ended_by="the last rate", title="b")
+    figure = draw(flat, Suggestion(None, "", [1.0] * 3, None), None, "the last rate", "b")
     assert list(figure.axes[0].texts) == []
-    draw(flat[:1], [1.0], suggestion=None, current=5.0, ended_by="overflows", title="c")
+    draw(flat[:1], Suggestion(None, "", [1.0], None), 5.0, "overflows", "c")
 
 
 @pytest.mark.slow

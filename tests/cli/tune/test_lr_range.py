@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import Trainer
+from trainer.cli.tune.lr import suggest
 from trainer.cli.tune.lr_range import LearningRateSweep
-from trainer.cli.tune.lr_suggestion import suggest
 from trainer.errors import ConfigurationError
 
 QUIET: dict[str, Any] = {

@@ -25,11 +25,11 @@ import trainer
 from trainer import machine
 from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.checks.findings import Findings, Table
+from trainer.cli.checks.findings import Findings, Recipe
 from trainer.cli.checks.first_look import check_batch, check_steps
-from trainer.cli.checks.recipe import compose
-from trainer.cli.processes import is_quiet
-from trainer.cli.tables import console, print_table
+from trainer.cli.tables import Table, tell
+from trainer.cli.tune import plain
+from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.machine import readable
 
@@ -61,11 +61,11 @@ def command(arguments: Arguments) -> int:
             f"checks takes one word: json. Got {given!r}.{did_you_mean(given, ['json'])} What memory a recipe needs is"
             " told by `python -m trainer checks +recipe=NAME`."
         )
-    if arguments.shows or arguments.multirun:
-        flag = "--multirun" if arguments.multirun else next(iter(arguments.flags))
-        raise UsageError(f"{flag} does not go with checks. `python -m trainer fit ... --cfg job` shows the config.")
+    arguments.check_flags()
     found = Findings(arguments=arguments)
-    found.recipe = compose(arguments) if arguments.overrides else None
+    if arguments.overrides:
+        config = validate(arguments)
+        found.recipe = Recipe(config.hydra.runtime.choices.get("recipe") or "unnamed", plain(config, Path("outputs")))
     try:
         for check in CHECKS if found.recipe is None else CHECKS_OF_RECIPE:
             check(found)
@@ -204,8 +204,8 @@ def check_memory(found: Findings) -> None:
     if told.missed:
         settings = "; ".join(f"{name} ({gain})" for name, gain in told.missed.items())
         found.remark(f"Left on the table on a GPU: {settings}. tuning=fast turns on what is safe.")
-    found.facts["host_waits"] = [vars(wait) | {"instead": wait.instead} for wait in told.waits]
-    rows = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in told.waits]
+    found.facts["host_waits"] = [vars(wait) | {"instead": wait.instead} for wait in told.waits.values()]
+    rows = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in told.waits.values()]
     found.tables.append(
         Table("Lines that make the host wait for a GPU in each step", ("line", "code", "instead"), rows)
     )
@@ -389,14 +389,14 @@ def _disks(found: Findings) -> list[list[str]]:
 
 def show(found: Findings) -> None:
     """Print what was found for a person; with ``--quiet`` the verdict, and what is wrong."""
-    for title, header, rows, numbers, spare in found.tables:
-        if rows and not is_quiet():
-            print_table(title, header, rows, [name for name in header if name not in numbers], spare)
+    for table in found.tables:
+        if table.rows:
+            table.show()
     remarks = [(f"Note: {remark}", "") for remark in found.facts["remarks"]]
     problems = [(f"Broken: {problem}", "red") for problem in found.facts["problems"]]
     verdict = [(found.facts["verdict"], "bold")] if found.facts["verdict"] else []
     for line, style in [*remarks, *problems, *verdict]:
-        console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        tell(line, style)
 
 
 def _rate(value: float | None) -> str:

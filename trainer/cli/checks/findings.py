@@ -1,35 +1,56 @@
-"""What the checks have found, as facts and as tables. Imports no torch."""
+"""What the checks look at, and what they have found, as facts and as tables. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.cli.arguments import Arguments
+from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.tables import Table
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer.cli.checks.recipe import Recipe
 
-
-class Table(NamedTuple):
-    """What is printed of a check.
+class Loaded(NamedTuple):
+    """What has come of a dataloader.
 
     Args:
-        title: above it.
-        header: names of its columns; none for a list of facts.
-        rows: the cells.
-        numbers: names of the columns that are aligned to the right.
-        spare: names of the columns that a narrow terminal does without, the first one first.
+        batch: the first.
+        first: seconds until it was there: workers start, files are opened.
+        seconds: for each batch after it; None where there is no other.
+        timed: how many these were.
+        workers: processes that load; None where the loader does not tell.
     """
 
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: Sequence[str] = ()
-    spare: Sequence[str] = ()
+    batch: Any
+    first: float
+    seconds: float | None
+    timed: int
+    workers: int | None
+
+
+@dataclass
+class Recipe:
+    """A recipe.
+
+    Args:
+        name: such as ``mine``; ``unnamed`` for a config that the command line has put together.
+        settings: its config, resolved, of a short training.
+        data: the data module that `loaded` came from, or the module where that has the data itself.
+        loaded: a batch, and how long it took.
+        peak: bytes that a step takes on one device; None where that could not be predicted.
+        operations: floating-point operations of a forward pass; None where they could not be counted.
+        failure: why the memory could not be predicted.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    data: Any = None
+    loaded: Loaded | None = None
+    peak: int | None = None
+    operations: int | None = None
+    failure: UsageError | None = None
 
 
 @dataclass

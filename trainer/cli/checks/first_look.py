@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import machine
 from trainer.cli import failure
-from trainer.cli.checks.findings import Findings, Table
+from trainer.cli.checks.findings import Findings, Loaded, Recipe
+from trainer.cli.tables import Table
 from trainer.errors import ConfigurationError
 from trainer.machine import readable
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.cli.checks.layers import Layer, Layers
-    from trainer.cli.checks.recipe import Loaded, Recipe
     from trainer.cli.checks.steps import Step
 
 _PICTURES = Path("outputs", "checks")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from trainer.cli import failure
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
-from trainer.cli.checks.recipe import Loaded, Recipe
+from trainer.cli.checks.findings import Loaded, Recipe
 from trainer.cli.folders import merge_recipes
 from trainer.cli.schema import describe
 from trainer.cli.targets import Allowlist
@@ -38,7 +38,7 @@ def draw(recipe: Recipe) -> Loaded:
     try:
         loader = recipe.data.train_dataloader()
     except Exception as error:
-        if any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__):  # Lightning's
+        if failure.is_about_settings(error):
             raise UsageError(failure.one_line(error)) from error
         raise
     if not hasattr(loader, "__iter__"):
@@ -65,19 +65,12 @@ def load(
     Raises:
         UsageError: it has no batch.
     """
-    each = (
-        list(loader)
-        if isinstance(loader, (list, tuple))
-        else list(loader.values())
-        if isinstance(loader, dict)
-        else [loader]
-    )
-    workers = [getattr(one, "num_workers", None) for one in each]
-    ready = max(
-        (number or 0) * (getattr(one, "prefetch_factor", None) or 0) for one, number in zip(each, workers, strict=True)
-    )
+    combined = CombinedLoader(loader)
+    workers = [getattr(one, "num_workers", None) for one in combined.flattened]
+    ahead = [getattr(one, "prefetch_factor", None) or 0 for one in combined.flattened]
+    ready = max((number or 0) * many for number, many in zip(workers, ahead, strict=True))
     begun = clock()
-    batches = _batches(loader)
+    batches = (batch for batch, *_ in combined)
     try:
         batch = next(batches)
     except StopIteration:
@@ -96,9 +89,3 @@ def load(
     known = [number for number in workers if number is not None]
     each_took = (marks[-1] - marks[skipped]) / timed if timed else None
     return Loaded(batch, first, each_took, timed, max(known) if known else None)
-
-
-def _batches(loader: Any) -> Iterator[Any]:
-    if isinstance(loader, (list, tuple, dict)):  # several, as Lightning combines them
-        return (batch for batch, *_ in CombinedLoader(loader))
-    return iter(loader)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.arguments import WHOLE
-from trainer.cli.arguments import UsageError
-from trainer.cli.settings import read_settings
+from trainer.arguments import SWITCH, WHOLE
+from trainer.cli.arguments import COMPARED, UsageError
+from trainer.cli.checks.findings import Recipe
+from trainer.cli.settings import read_settings, setting
 from trainer.cli.tune import SIZE, bytes_in
 from trainer.machine import readable
 
@@ -17,29 +18,20 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.callbacks.sync_detector import Wait
-    from trainer.cli.checks.fake_step import Memory
-    from trainer.cli.checks.recipe import Recipe
 
 OVERHEAD = 2**30
 """Left for what no tensor of the training is in: CUDA's context, workspaces of its libraries, fragments."""
 
 _ASSUMED_DEVICES = 8
-_COMPARED = ("32-true", "16-mixed", "bf16-mixed")
-"""Precisions whose memory is told beside that of the run's own."""
-_ACCEPTS: dict[str, tuple[Any, ...]] = {
-    "gpu_memory": (SIZE, None),
-    "devices": (WHOLE.at_least(1), None),
-    "steps": (True, False),
-}
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings ``checks.*``; conf/checks/default.yaml says what they mean."""
 
-    gpu_memory: int | str | None = None
-    devices: int | None = None
-    steps: bool = True
+    gpu_memory: int | str | None = setting(None, SIZE, None)
+    devices: int | None = setting(None, WHOLE.at_least(1), None)
+    steps: bool = setting(True, *SWITCH)
 
 
 class UnpredictableError(UsageError):
@@ -64,29 +56,30 @@ class Need(NamedTuple):
     precision: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prediction:
     """What a recipe needs.
 
     Args:
-        needs: of each strategy.
-        parameters: of the module.
         memory: of a device; None where nobody has said it.
         assumptions: what was taken for granted, as sentences.
-        waits: lines that make the host wait for a GPU.
-        missed: settings that would make the run faster on a GPU, and what each is good for.
-        ops: operations that CUDA's autocast computes in another dtype than the CPU's here, by name: the two dtypes.
+        needs: of each strategy.
         others: what one device needs in other precisions than the run's.
+        parameters: of the module, how many; and the bytes of all gradients.
+        waits: lines that make the host wait for a GPU.
+        ops: operations that CUDA's autocast computes in another dtype than the CPU's here, by name: the two dtypes.
+        missed: settings that would make the run faster on a GPU, and what each is good for.
     """
 
-    needs: list[Need]
-    parameters: int
     memory: int | None
-    assumptions: list[str]
-    waits: list[Wait] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+    needs: list[Need] = field(default_factory=list)
+    others: list[Need] = field(default_factory=list)
+    parameters: int = 0
+    gradients: int = 0
+    waits: dict[tuple[str, int, str], Wait] = field(default_factory=dict)
     ops: dict[str, tuple[str, str]] = field(default_factory=dict)
     missed: dict[str, str] = field(default_factory=dict)
-    others: list[Need] = field(default_factory=list)
 
     @property
     def fitting(self) -> list[Need]:
@@ -118,7 +111,7 @@ def read(recipe: Recipe) -> Settings:
     Raises:
         UsageError: one that does not exist, or makes no sense.
     """
-    return read_settings(Settings, "checks", recipe.settings["checks"], _ACCEPTS)
+    return read_settings(Settings, "checks", recipe.settings["checks"])
 
 
 def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
@@ -154,47 +147,16 @@ def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
     )
     if not IS_SUPPORTED:
         assumptions.append(f"FSDP needs torch 2.13 or newer; this is {torch.__version__}.")
-    waits: dict[tuple[str, int, str], Wait] = {}
-    missed: dict[str, str] = {}
+    told = Prediction(memory, assumptions)
     with undisturbed(devices[0]):
-        measured = _measure(recipe, devices[0], number, waits, missed)
-    name, gradients = measured.precision, measured.gradients
-    single, sharded = measured.by_precision[name], measured.sharded
-    needs = [
-        Need("single", 1, single.peak, single.after, name),
-        Need("ddp", number, single.peak + gradients, single.after + gradients, name),
-    ]
-    if sharded is not None:
-        needs.append(Need("fsdp", number, sharded.peak, sharded.after, name))
-    others = [Need("single", 1, *found, other) for other, found in measured.by_precision.items() if other != name]
-    recipe.peak = single.peak
-    return Prediction(
-        needs, measured.parameters, memory, assumptions, list(waits.values()), measured.ops, missed, others
-    )
+        _measure(recipe, devices[0], number, told)
+    recipe.peak = told.needs[0].peak
+    return told
 
 
-class _Measured(NamedTuple):
-    """What was counted: in each precision on one device; sharded, in the run's own; the bytes of all gradients; the
-    number of parameters; operations that differ on CUDA.
-    """
-
-    precision: str
-    by_precision: dict[str, Memory]
-    sharded: Memory | None
-    gradients: int
-    parameters: int
-    ops: dict[str, tuple[str, str]]
-
-
-def _measure(
-    recipe: Recipe,
-    device: torch.device,
-    number: int,
-    waits: dict[tuple[str, int, str], Wait],
-    missed: dict[str, str],
-) -> _Measured:
-    from trainer.callbacks import fast_settings
-    from trainer.callbacks.sync_detector import told
+def _measure(recipe: Recipe, device: torch.device, number: int, told: Prediction) -> None:
+    """Fill in what a step without values shows."""
+    from trainer.callbacks import fast_settings, sync_detector
     from trainer.cli.build import make
     from trainer.cli.checks.fake_step import look, measure
     from trainer.cli.fused import fusing
@@ -209,7 +171,6 @@ def _measure(
     allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
     trainer_class = allowlist.locate(settings["trainer"]["_target_"], "trainer")
     precision = make(settings["precision"], "precision", allowlist).for_device(device)
-    seen: dict[str, int] = {}
     nodes = (settings["callbacks"] or {}).items()
 
     def checkpoint(module: Any) -> None:
@@ -221,26 +182,30 @@ def _measure(
 
     def prepare(module: Any) -> None:
         parameters = list(module.parameters())
-        seen["parameters"] = sum(parameter.numel() for parameter in parameters)
-        seen["gradients"] = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        told.parameters = sum(parameter.numel() for parameter in parameters)
+        told.gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
         ours = [n for _, n in nodes if n and str(n.get("_target_", "")).endswith(".FastSettings")]
         chosen = make(ours[0], "callbacks", allowlist) if ours else None
-        missed.update(fast_settings.missed(module, chosen, precision=precision.name))
+        told.missed = dict(fast_settings.missed(module, chosen, precision=precision.name))
         if settings["trainer"].get("benchmark") or settings["trainer"].get("deterministic"):
-            missed.pop("cudnn.benchmark", None)
+            told.missed.pop("cudnn.benchmark", None)
         checkpoint(module)
 
     fuse = fusing(trainer_class, "cpu")  # where the tensors without values say they are
     build: Callable[[], Any] = partial(make, settings["model"], "model", allowlist, fuse)
     try:
         with FlopCounter() as counter:
-            ops = look(build, batch, precision, waits)
+            ops = look(build, batch, precision, told.waits)
         recipe.operations = counter.total
-        found = {precision.name: measure(build, batch, precision, prepare, None)}
-        sharded = measure(build, batch, precision, prepare, number) if IS_SUPPORTED else None
-        for name in _COMPARED:
-            if name not in found:
-                found[name] = measure(build, batch, resolve_precision(name), checkpoint, None)
+        peak, after = measure(build, batch, precision, prepare, None)
+        told.needs.append(Need("single", 1, peak, after, precision.name))
+        told.needs.append(Need("ddp", number, peak + told.gradients, after + told.gradients, precision.name))
+        if IS_SUPPORTED:
+            told.needs.append(Need("fsdp", number, *measure(build, batch, precision, prepare, number), precision.name))
+        for name in COMPARED:
+            if name != precision.name:
+                others = measure(build, batch, resolve_precision(name), checkpoint, None)
+                told.others.append(Need("single", 1, *others, name))
     except UsageError:
         raise
     except Exception as error:
@@ -248,7 +213,7 @@ def _measure(
             f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. Its"
             " training_step is run on tensors without values, so it may not depend on them (x[mask], mask.nonzero())"
             " or train by itself (manual optimization). `python -m trainer tune batch_size` measures instead."
-            + "".join(f" It looks at them in {line}." for line in told(list(waits.values())))
+            + "".join(f" It looks at them in {line}." for line in sync_detector.told(list(told.waits.values())))
         ) from error
     is_rehearsed = getattr(precision, "autocast_ops", "") == "cuda" or device.type != "cpu"
-    return _Measured(precision.name, found, sharded, seen["gradients"], seen["parameters"], {} if is_rehearsed else ops)
+    told.ops = {} if is_rehearsed else ops

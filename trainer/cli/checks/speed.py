@@ -160,14 +160,14 @@ def _time(cell: _Cell, device: torch.device, clock: Callable[[], float]) -> None
 
 
 def _seconds(call: Call, device: torch.device, clock: Callable[[], float], repeats: int = 1) -> float:
-    _synchronize(device)
-    begun = clock()
+    begun = now(device, clock)
     for _ in range(repeats):
         call()
-    _synchronize(device)
-    return clock() - begun
+    return now(device, clock) - begun
 
 
-def _synchronize(device: torch.device) -> None:
+def now(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """The time, when ``device`` has done all that it was given to do."""
     if device.type in ("cuda", "mps", "xpu"):
         torch.get_device_module(device).synchronize()  # host-device synchronisation: that is what is measured
+    return clock()

@@ -22,8 +22,9 @@ import torch
 from lightning.pytorch import Callback
 
 from trainer import machine
+from trainer.cli.checks.findings import Recipe
 from trainer.cli.checks.layers import Done, Layers
-from trainer.cli.checks.recipe import Recipe
+from trainer.cli.checks.speed import now
 from trainer.cli.processes import environment
 from trainer.cli.run import assemble
 from trainer.data.samples import batch_size, part_of
@@ -141,19 +142,13 @@ class _Clock(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Starts the clock."""
-        self._started = self._now(trainer)
+        self._started = now(trainer.strategy.root_device, self._clock)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stops it."""
-        self.seconds.append(self._now(trainer) - self._started)
+        self.seconds.append(now(trainer.strategy.root_device, self._clock) - self._started)
         if len(self.seconds) >= _STEPS or sum(self.seconds) > _SECONDS:
             raise Done
-
-    def _now(self, trainer: Any) -> float:
-        device = trainer.strategy.root_device
-        if device.type in ("cuda", "mps", "xpu"):
-            torch.get_device_module(device).synchronize()  # host-device synchronisation: this is a measurement
-        return self._clock()
 
 
 class _Again:

@@ -17,12 +17,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.compare.verdict import ACCEPTS, Run, Thresholds, Verdict, choose_metric, judge
+from trainer.cli.compare.verdict import Run, Thresholds, Verdict, choose_metric, judge
 from trainer.cli.help import versions
 from trainer.cli.processes import is_quiet
 from trainer.cli.settings import read_settings
 from trainer.cli.sweep import MEASURING, common_overrides, shown
-from trainer.cli.tables import console, four_digits, markdown_table, print_table
+from trainer.cli.tables import Table, four_digits, markdown_table, tell
 from trainer.record.reader import jobs_of
 
 _FEW_BATCHES = 20
@@ -88,7 +88,7 @@ def thresholds(config: DictConfig) -> Thresholds:
     """
     node: Any = OmegaConf.select(config, "compare")
     settings: Any = {} if node is None else OmegaConf.to_container(node, resolve=True)
-    return read_settings(Thresholds, "compare", settings, ACCEPTS)
+    return read_settings(Thresholds, "compare", settings)
 
 
 def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), since: float = 0.0) -> int:
@@ -119,7 +119,9 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
     numbers = {"command": command, **comparison.as_dict()}
     (folder / "compare.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     comparison.print(folder)
-    return comparison.failed + (comparison.missed if limits.strict else 0)
+    failed = sum(not run.completed for run in runs)
+    missed = sum(not verdict.met for verdict in comparison.verdicts if verdict is not None)
+    return failed + (missed if limits.strict else 0)
 
 
 def read_runs(folder: Path, since: float = 0.0) -> list[Run]:
@@ -159,17 +161,7 @@ class Comparison:
             for run in runs
         ]
         self.conditions = [*([remark] if remark else []), *unequal(runs), *_circumstances(runs)]
-        self.title = f"{first.record.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
-
-    @property
-    def failed(self) -> int:
-        """How many runs did not complete."""
-        return sum(not run.completed for run in self.runs)
-
-    @property
-    def missed(self) -> int:
-        """How many runs miss a threshold."""
-        return sum(not verdict.met for verdict in self.verdicts if verdict is not None)
+        self.title = f"{first.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
 
     def markdown(self, command: str, picture: str | None) -> str:
         """The report.
@@ -196,16 +188,14 @@ class Comparison:
 
     def print(self, folder: Path) -> None:
         """Print the report, with ``--quiet`` a line for each run; ``folder`` is where it is."""
-        quiet = is_quiet()
-        shown_in = console() if quiet else print_table(self.title, *self._table(), ("run", "verdict"), _SPARE)
+        header, rows = self._table()
+        Table(self.title, header, rows, [name for name in header if name not in ("run", "verdict")], _SPARE).show()
         for label, text, advice in self._findings():
-            for line in (f"{label}: {text}", *(() if quiet else (f"  - {line}" for line in advice))):
-                shown_in.print(line, markup=False, highlight=False, soft_wrap=True)
-        if not quiet:
-            shown_in.print()
-            for condition in self.conditions:
-                shown_in.print(condition, style="dim", markup=False, highlight=False, soft_wrap=True)
-        shown_in.print(f"The report is {folder / 'compare.md'}", markup=False, highlight=False, soft_wrap=True)
+            for line in (f"{label}: {text}", *(() if is_quiet() else (f"  - {line}" for line in advice))):
+                tell(line)
+        for condition in () if is_quiet() else ("", *self.conditions):
+            tell(condition, "dim")
+        tell(f"The report is {folder / 'compare.md'}")
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers."""
@@ -216,17 +206,17 @@ class Comparison:
             "runs": [
                 {
                     "label": run.label,
-                    "precision": run.record.precision,
-                    "status": run.record.status,
-                    "error": run.record.error or None,
+                    "precision": run.precision,
+                    "status": run.status,
+                    "error": run.error or None,
                     "final_loss": run.final_loss,
-                    "metric": run.record.metrics.get(self.metric.name) if self.metric else None,
-                    "train_seconds": run.record.throughput.get("train_seconds"),
-                    "samples_per_second": run.rate,
-                    "peak_memory": run.record.facts.get("peak_memory") or None,
-                    "skipped_steps": run.record.skipped_steps,
+                    "metric": run.metrics.get(self.metric.name) if self.metric else None,
+                    "train_seconds": run.throughput.get("train_seconds"),
+                    "samples_per_second": run.samples_per_second,
+                    "peak_memory": run.facts.get("peak_memory") or None,
+                    "skipped_steps": run.skipped_steps,
                     "verdict": asdict(verdict) if verdict else None,
-                    "run_dir": run.record.facts.get("run_dir"),
+                    "run_dir": run.facts.get("run_dir"),
                 }
                 for run, verdict in zip(self.runs, self.verdicts, strict=True)
             ],
@@ -268,7 +258,7 @@ def unequal(runs: Sequence[Run]) -> list[str]:
     found = []
     for run in others:
         for what in ("seed", "devices"):
-            own, of_first = run.record.facts.get(what), first.record.facts.get(what)
+            own, of_first = run.facts.get(what), first.facts.get(what)
             if own != of_first:
                 found.append(f"{run.label} has {what} {own}, {first.label} {of_first}.")
         if _length(run) != _length(first):
@@ -282,18 +272,18 @@ def unequal(runs: Sequence[Run]) -> list[str]:
             )
     if found:
         return [f"Not the same in all runs: {found[0]}", *found[1:]]
-    batches = "the first batch of every epoch" if all(run.record.throughput.get("batches") for run in done) else ""
-    same = (f"seed {first.record.facts.get('seed')}", first.record.devices, _length(first), batches)
+    batches = "the first batch of every epoch" if all(run.throughput.get("batches") for run in done) else ""
+    same = (f"seed {first.facts.get('seed')}", first.devices, _length(first), batches)
     return [f"The same in all runs: {', '.join(filter(None, same))}."]
 
 
 def _length(run: Run) -> str:
-    return f"{_count(run.record.epochs, 'epoch')} ({_count(run.record.steps, 'optimizer step')})"
+    return f"{_count(run.epochs, 'epoch')} ({_count(run.steps, 'optimizer step')})"
 
 
 def _first_difference(run: Run, first: Run) -> int | None:
     """The first epoch, counted from 1, whose first batches are known to differ."""
-    pairs = zip(run.record.throughput.get("batches", []), first.record.throughput.get("batches", []), strict=False)
+    pairs = zip(run.throughput.get("batches", []), first.throughput.get("batches", []), strict=False)
     for epoch, (ours, theirs) in enumerate(pairs, start=1):
         if any(a != b for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None):
             return epoch
@@ -303,11 +293,11 @@ def _first_difference(run: Run, first: Run) -> int | None:
 def _circumstances(runs: Sequence[Run]) -> list[str]:
     """What to bear in mind with the numbers."""
     found = []
-    batches = [measured for run in runs if (measured := run.record.throughput.get("measured_batches")) is not None]
+    batches = [measured for run in runs if (measured := run.throughput.get("measured_batches")) is not None]
     if batches and min(batches) < _FEW_BATCHES:
         few = _count(min(batches), "batch", "batches")
         found.append(f"The rates rest on {few}: train for longer before you rely on them.")
-    if not any(run.on_gpu for run in runs):
+    if not any(run.memory_is_the_gpus for run in runs):
         found.append(
             "On a CPU 16 bits are not expected to be faster: it has no Tensor Cores, and only some have instructions"
             " for float16 or bfloat16. The peak memory is that of the whole process and says little about the"
@@ -319,7 +309,7 @@ def _circumstances(runs: Sequence[Run]) -> list[str]:
 
 def _outcome(run: Run) -> str:
     """What became of a run that did not complete; empty for one that did."""
-    return "" if run.completed else f"{run.record.status}: {run.record.error or 'it did not say why'}"
+    return "" if run.completed else f"{run.status}: {run.error or 'it did not say why'}"
 
 
 def _count(number: int | None, one: str, many: str | None = None) -> str:

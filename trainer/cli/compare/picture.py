@@ -29,13 +29,13 @@ def draw(runs: Sequence[Run], metric: Metric | None, title: str) -> Figure | Non
     Returns:
         The figure, bound to no window, or None without anything to draw.
     """
-    losses = [run.record.losses for run in runs]
-    metrics = [run.record.metric_curve(metric.name) if metric else run.record.losses for run in runs]
+    losses = [run.losses for run in runs]
+    metrics = [run.metric_curve(metric.name) if metric else run.losses for run in runs]
     rows = [2.9] * any(losses) + [2.1] * (metric is not None and any(metrics))
-    memory = "Peak memory (GPU), MiB" if any(run.on_gpu for run in runs) else "Peak memory (whole process), MiB"
+    place = "GPU" if any(run.memory_is_the_gpus for run in runs) else "whole process"
     bars: dict[str, tuple[list[float], Callable[[float, float], str]]] = {
-        "Samples per second": ([run.rate or 0.0 for run in runs], _times),
-        memory: ([(run.memory or 0.0) / 2**20 for run in runs], _percent),
+        "Samples per second": ([run.samples_per_second or 0.0 for run in runs], _times),
+        f"Peak memory ({place}), MiB": ([(run.peak_memory or 0.0) / 2**20 for run in runs], _percent),
     }
     bars = {name: panel for name, panel in bars.items() if any(panel[0])}
     if not rows and not bars:
@@ -71,10 +71,10 @@ def draw(runs: Sequence[Run], metric: Metric | None, title: str) -> Figure | Non
 
 
 def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
-    style(axes, f"Training loss{' (x: a skipped step)' if any(run.record.skipped for run in runs) else ''}")
+    style(axes, f"Training loss{' (x: a skipped step)' if any(run.skipped for run in runs) else ''}")
     labels, shown = [], []
     for index, run in enumerate(runs):
-        losses, skipped = run.record.losses, run.record.skipped.steps
+        losses, skipped = run.losses, run.skipped.steps
         height = 0.03 + 0.05 * index
         axes.plot(
             skipped,

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.arguments import NUMBER, SWITCH, TEXT
-from trainer.cli.objective import is_lower_better
+from trainer.cli.settings import setting
 from trainer.errors import did_you_mean
-from trainer.record.reader import RunRecord
+from trainer.record.reader import RunRecord, direction_of
 
 MIN_SPEEDUP = 1.5
 """Times the samples per second of 32 bits: below it a GPU has hardly used its Tensor Cores, or had little to do."""
@@ -25,27 +25,15 @@ _SAME_SPEED = 1.05  # ratios nearer to 1 than this are called equal
 class Thresholds:
     """The settings ``compare.*``; conf/compare/default.yaml says what they mean."""
 
-    metric: str | None = None
-    mode: str | None = None
-    accuracy_tolerance: float | None = 1.0
-    min_speedup: float | str | None = "auto"
-    min_memory_saving: float | str | None = "auto"
-    strict: bool = False
+    metric: str | None = setting(None, TEXT._replace(words="the name of a metric"), None)
+    mode: str | None = setting(None, "max", "min", None)
+    accuracy_tolerance: float | None = setting(1.0, NUMBER, None)
+    min_speedup: float | str | None = setting("auto", NUMBER, "auto", None)
+    min_memory_saving: float | str | None = setting("auto", NUMBER, "auto", None)
+    strict: bool = setting(False, *SWITCH)
 
 
-ACCEPTS = {
-    "metric": (TEXT._replace(words="the name of a metric"), None),
-    "mode": ("max", "min", None),
-    "accuracy_tolerance": (NUMBER, None),
-    "min_speedup": (NUMBER, "auto", None),
-    "min_memory_saving": (NUMBER, "auto", None),
-    "strict": SWITCH,
-}
-"""What the settings ``compare.*`` may be."""
-
-
-@dataclass(frozen=True)
-class Run:
+class Run(RunRecord):
     """One run of a comparison.
 
     Args:
@@ -53,38 +41,19 @@ class Run:
         record: what it has left.
     """
 
-    label: str
-    record: RunRecord
-
-    @property
-    def completed(self) -> bool:
-        """Whether it came to its end."""
-        return self.record.completed
-
-    @property
-    def rate(self) -> float | None:
-        """Samples per second."""
-        return self.record.samples_per_second
-
-    @property
-    def memory(self) -> int | None:
-        """Peak, in bytes: of tensors on a GPU, of the whole process elsewhere."""
-        return self.record.peak_memory
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether its memory is that of a GPU."""
-        return self.record.memory_is_the_gpus
+    def __init__(self, label: str, record: RunRecord) -> None:
+        super().__init__(record.facts, record.folder, record.now)
+        self.label = label
 
     @property
     def is_half(self) -> bool:
         """Whether its precision computes in 16 bits."""
-        return str(self.record.precision).startswith(("16", "bf16", "fp8"))
+        return str(self.precision).startswith(("16", "bf16", "fp8"))
 
     @property
     def final_loss(self) -> float | None:
         """Mean training loss over the last tenth of the batches."""
-        losses = self.record.losses.values
+        losses = self.losses.values
         return statistics.fmean(losses[-math.ceil(len(losses) / 10) :]) if losses else None
 
 
@@ -136,7 +105,7 @@ def choose_metric(runs: Sequence[Run], thresholds: Thresholds) -> tuple[Metric |
     In this order: ``compare.metric``; what the run's checkpoints are chosen by; an accuracy; another score of the
     validation; a loss of the validation.
     """
-    logged = list(dict.fromkeys(name for run in runs for name in run.record.metrics))
+    logged = list(dict.fromkeys(name for run in runs for name in run.metrics))
     names = [name for name in logged if not name.endswith(("_step", "_epoch"))] or logged
     remark = None
     if thresholds.metric in logged:
@@ -147,19 +116,19 @@ def choose_metric(runs: Sequence[Run], thresholds: Thresholds) -> tuple[Metric |
             f"{did_you_mean(thresholds.metric, logged)} Logged: {', '.join(logged) or 'nothing'}."
         )
     for run in runs:
-        name, mode = run.record.monitor or (None, None)
+        name, mode = run.monitor or (None, None)
         if name in logged:
             return Metric(str(name), (thresholds.mode or mode) == "max"), remark
     validation = [name for name in names if name.startswith("val")]
     accuracies = [name for name in [*validation, *names] if "acc" in name.lower()]
-    scores = [name for name in validation if not is_lower_better(name)]
+    scores = [name for name in validation if direction_of(name) != "min"]
     found = [*accuracies, *scores, *validation]
     return (_metric(found[0], thresholds) if found else None), remark
 
 
 def _metric(name: str | None, thresholds: Thresholds) -> Metric:
     assert name is not None
-    return Metric(name, thresholds.mode == "max" if thresholds.mode else not is_lower_better(name))
+    return Metric(name, (thresholds.mode or direction_of(name)) != "min")
 
 
 def judge(run: Run, first: Run, metric: Metric | None, thresholds: Thresholds) -> Verdict:
@@ -170,16 +139,18 @@ def judge(run: Run, first: Run, metric: Metric | None, thresholds: Thresholds) -
         clause, missed = _judge_quality(run, first, metric, thresholds.accuracy_tolerance)
         clauses.append(clause)
         advice += [missed] if missed else []
-    speedup = run.rate / first.rate if run.rate and first.rate else None
+    rate, its_rate = run.samples_per_second, first.samples_per_second
+    speedup = rate / its_rate if rate and its_rate else None
     if speedup is not None:
         wanted = _wanted(thresholds.min_speedup, MIN_SPEEDUP, run, first)
         clauses.append(_speed(speedup, wanted))
         if wanted is not None and speedup < wanted:
             advice.append(" ".join([f"Less than {wanted:g}x as fast as {first.label}.", *_why_slow(run, first)]))
-    saving = 1 - run.memory / first.memory if run.memory and first.memory else None
+    memory, its_memory = run.peak_memory, first.peak_memory
+    saving = 1 - memory / its_memory if memory and its_memory else None
     if saving is not None:
         wanted = _wanted(thresholds.min_memory_saving, MIN_MEMORY_SAVING, run, first)
-        if wanted is not None or run.on_gpu:
+        if wanted is not None or run.memory_is_the_gpus:
             clauses.append(_memory(saving, wanted))
         if wanted is not None and saving < wanted:
             advice.append(" ".join([f"Saves less than {wanted:.0%} of the memory.", *_why_large(run)]))
@@ -190,14 +161,15 @@ def judge(run: Run, first: Run, metric: Metric | None, thresholds: Thresholds) -
 def _wanted(setting: float | str | None, on_gpu: float, run: Run, first: Run) -> float | None:
     """A threshold; None where nothing is asked for. "auto" asks for what 16 bits instead of 32 give on a GPU."""
     if setting == "auto":
-        return on_gpu if run.on_gpu and first.on_gpu and run.is_half and not first.is_half else None
+        on_gpus = run.memory_is_the_gpus and first.memory_is_the_gpus
+        return on_gpu if on_gpus and run.is_half and not first.is_half else None
     assert not isinstance(setting, str)
     return setting
 
 
 def _judge_quality(run: Run, first: Run, metric: Metric, tolerance: float | None) -> tuple[str, str | None]:
     """The clause on the metric and, if it is too far off, what that means."""
-    value, reference = run.record.metrics.get(metric.name), first.record.metrics.get(metric.name)
+    value, reference = run.metrics.get(metric.name), first.metrics.get(metric.name)
     if value is None or reference is None:
         return f"no {metric.name} to compare", f"{metric.name} was not logged by both runs."
     difference, unit = metric.difference(value, reference)
@@ -237,22 +209,22 @@ def _memory(saving: float, wanted: float | None) -> str:
 
 def _why_slow(run: Run, first: Run) -> Iterable[str]:
     """Why 16 bits may not be faster: first what the runs know of it, then what there is to look at."""
-    if not run.on_gpu:
+    if not run.memory_is_the_gpus:
         yield "A CPU has no Tensor Cores, and few have instructions for 16 bits: this is what is to be expected there."
         return
-    capability = run.record.gpu.get("capability")
+    capability = run.gpu.get("capability")
     if capability is not None and capability < [7, 0]:
         yield f"This GPU (compute capability {_dotted(capability)}) has no Tensor Cores."
         return
-    if capability is not None and capability < [8, 0] and str(run.record.precision).startswith("bf16"):
+    if capability is not None and capability < [8, 0] and str(run.precision).startswith("bf16"):
         yield f"The Tensor Cores of this GPU (compute capability {_dotted(capability)}) know no bfloat16: use 16-mixed."
-    waiting = run.record.throughput.get("waiting")
+    waiting = run.throughput.get("waiting")
     if waiting is not None and waiting > 0.2:
         yield (
             f"The loop waited for batches {waiting:.0%} of the time: the data are the bottleneck"
             " (data.num_workers, cheaper transforms)."
         )
-    if tf32 := first.record.gpu.get("tf32"):
+    if tf32 := first.gpu.get("tf32"):
         yield f"{first.label} used Tensor Cores too: TF32 in {' and '.join(tf32)}."
     yield (
         "Where Tensor Cores are not used, that is usually because dimensions of layers are no multiples of 8, because"
@@ -263,7 +235,7 @@ def _why_slow(run: Run, first: Run) -> Iterable[str]:
 
 def _why_large(run: Run) -> Iterable[str]:
     """Why 16 bits may not be smaller."""
-    if not run.on_gpu:
+    if not run.memory_is_the_gpus:
         yield "The figure is the size of the whole process, Python and its libraries included."
         return
     yield (

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli.arguments import UsageError
+from trainer.cli.arguments import Arguments, UsageError
 from trainer.files import write_text
 
 if TYPE_CHECKING:
-    from trainer.cli.arguments import Arguments
     from trainer.cli.report.folders import Chosen
 
 __all__ = ["PAGE", "command", "write_report"]

@@ -66,37 +66,24 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
         chart: what to draw.
         last_step: where the x-axis ends, if no line goes further: so that all charts of a page have the same.
     """
-    if chart.is_map:
-        return _draw_map(chart, last_step)
-    most = max(_FEWEST, min(_POINTS, _ALL_POINTS // max(1, len(chart.lines))))
-    lines = [(line, thin(line.curve, most)) for line in chart.lines]
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     with _axes(chart) as (axes, written):
-        scale = _draw(axes, chart, lines, last_step if chart.over == "step" else 0)
-        left, right = axes.get_xlim()
-        low, high = axes.get_ylim()
-    named = [(line, curve) for line, curve in lines if not line.faint]
-    data = {
-        "box": _BOX,
-        "over": chart.over,
-        "x": [left, right],
-        "y": [low, high],
-        "log": scale != "linear",
-        "lines": [
-            {
-                "name": line.label,
-                "color": line.color,
-                "x": [int(step) if chart.over == "step" else round(step, 2) for step in curve.steps],
-                "y": [_rounded(value) for value in curve.values],
-                **({"steps": True} if line.steps else {}),
-            }
-            for line, curve in named
-        ],
-    }
-    broken = sum(len(line.curve) - len(line.curve.finite) for line in chart.lines)
-    first = min((s for line in chart.lines for s, v in _points(line.curve) if not math.isfinite(v)), default=0)
-    remark = f"{broken:,} values are not finite, the first at step {first:,.0f} (red marks)." if broken else ""
-    legend = [(line.label, line.color, told(line.curve.last)) for line in chart.lines if not line.faint]
-    return Drawn(chart, legend, _in_page(written.getvalue(), chart), data, remark)
+        axes.tick_params(colors=_INK, labelsize=12, length=0, pad=5)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=chart.over == "step", min_n_ticks=2))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: _short(step)))
+        if chart.is_map:
+            data, shown, remark, ramp = _draw_map(axes, chart, last_step)
+        else:
+            data, shown, remark, ramp = _draw(axes, chart, last_step if chart.over == "step" else 0)
+        data = {"box": _BOX, "over": chart.over, "x": list(axes.get_xlim()), **data}
+    broken = [step for line in chart.lines for step, value in _points(line.curve) if not math.isfinite(value)]
+    if broken:
+        marks = "red" if chart.is_map else "red marks"
+        told_of = f"{len(broken):,} values are not finite, the first at step {min(broken):,.0f} ({marks})."
+        remark = f"{told_of} {remark}".strip()
+    legend = [(line.label, line.color, told(line.curve.last)) for line in shown]
+    return Drawn(chart, legend, _in_page(written.getvalue(), chart), data, remark, ramp)
 
 
 @contextmanager
@@ -117,11 +104,13 @@ def _axes(chart: Chart) -> Iterator[tuple[Axes, io.StringIO]]:
         figure.savefig(written, format="svg", transparent=True, metadata=nothing)
 
 
-def _draw_map(chart: Chart, last_step: float) -> Drawn:
+_Ramp = tuple[str, str] | tuple[()]
+
+
+def _draw_map(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any], Sequence[Line], str, _Ramp]:
     """A row for each line, in colours on a logarithmic scale; red where a value is not finite."""
     import numpy as np
     from matplotlib import colormaps
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     lines = sorted(chart.lines, key=lambda line: -max(line.curve.finite, default=0.0))[:_MOST_ROWS]
     lines = [line for line in chart.lines if line in lines]
@@ -146,46 +135,24 @@ def _draw_map(chart: Chart, last_step: float) -> Drawn:
     pixels = colormaps["viridis"](np.clip(np.nan_to_num(shares), 0.0, 1.0))
     pixels[np.isnan(values)] = 0.0  # transparent
     pixels[broken] = (0.86, 0.2, 0.12, 1.0)
-    with _axes(chart) as (axes, written):
-        axes.spines[:].set_visible(False)
-        axes.tick_params(colors=_INK, labelsize=12, length=0, pad=5)
-        axes.imshow(pixels, aspect="auto", interpolation="none", extent=(start, start + columns * width, len(lines), 0))
-        axes.set_xlim(min(start, -0.015 * last_step), max(start + columns * width, 1.015 * last_step))
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=2))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: _short(step)))
-        axes.set_yticks([0.5, len(lines) - 0.5] if len(lines) > 1 else [0.5])
-        axes.set_yticklabels(["first", "last"] if len(lines) > 1 else ["all"])
-        left, right = axes.get_xlim()
-    middles = [start + (column + 0.5) * width for column in range(columns)]
+    axes.spines[:].set_visible(False)
+    axes.imshow(pixels, aspect="auto", interpolation="none", extent=(start, start + columns * width, len(lines), 0))
+    axes.set_xlim(min(start, -0.015 * last_step), max(start + columns * width, 1.015 * last_step))
+    axes.set_yticks([0.5, len(lines) - 0.5] if len(lines) > 1 else [0.5])
+    axes.set_yticklabels(["first", "last"] if len(lines) > 1 else ["all"])
+    cells = [zip(*row, strict=True) for row in zip(values.tolist(), broken.tolist(), strict=True)]
     data = {
-        "box": _BOX,
-        "over": chart.over,
-        "x": [left, right],
-        "map": {
-            "names": [line.label for line in lines],
-            "steps": [round(middle) for middle in middles],
-            "from": start,
-            "width": width,
-            "values": [
-                [
-                    "not finite" if is_broken else None if math.isnan(value) else float(f"{value:.3g}")
-                    for value, is_broken in row
-                ]
-                for row in (
-                    list(zip(*each, strict=True)) for each in zip(values.tolist(), broken.tolist(), strict=True)
-                )
-            ],
-        },
+        "names": [line.label for line in lines],
+        "steps": [round(start + (column + 0.5) * width) for column in range(columns)],
+        "from": start,
+        "width": width,
+        "values": [
+            ["not finite" if bad else None if math.isnan(v) else float(f"{v:.3g}") for v, bad in row] for row in cells
+        ],
     }
-    count = sum(len(line.curve) - len(line.curve.finite) for line in chart.lines)
-    first = min((s for line in chart.lines for s, v in _points(line.curve) if not math.isfinite(v)), default=0)
-    remarks = [f"{count:,} values are not finite, the first at step {first:,.0f} (red)."] if count else []
-    if len(lines) < len(chart.lines):
-        remarks.append(f"The {len(lines)} layers with the largest values, of {len(chart.lines)}.")
+    few = f"The {len(lines)} layers with the largest values, of {len(chart.lines)}."
     largest = sorted(lines, key=lambda line: -(line.curve.finite or [0.0])[-1])[:3]
-    legend = [(line.label, line.color, told(line.curve.last)) for line in largest]
-    picture = _in_page(written.getvalue(), chart)
-    return Drawn(chart, legend, picture, data, " ".join(remarks), (told(low), told(high)))
+    return {"map": data}, largest, few if len(lines) < len(chart.lines) else "", (told(low), told(high))
 
 
 def told(value: float | None) -> str:
@@ -198,12 +165,13 @@ def told(value: float | None) -> str:
     return f"{value:,.0f}" if whole else f"{value:,.4g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.3g}"
 
 
-def _draw(axes: Axes, chart: Chart, lines: Sequence[tuple[Line, Curve]], last_step: float) -> str:
+def _draw(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any], Sequence[Line], str, _Ramp]:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+    most = max(_FEWEST, min(_POINTS, _ALL_POINTS // max(1, len(chart.lines))))
+    lines = [(line, thin(line.curve, most)) for line in chart.lines]
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_GRID)
-    axes.tick_params(colors=_INK, labelsize=12, length=0, pad=5)
     axes.grid(axis="y", color=_GRID, linewidth=1)
     axes.set_axisbelow(True)
     for line, curve in lines:
@@ -225,8 +193,6 @@ def _draw(axes: Axes, chart: Chart, lines: Sequence[tuple[Line, Curve]], last_st
     steps = [step for _, curve in lines for step in ((curve.steps[0], curve.steps[-1]) if curve else ())]
     end = max([*steps, last_step, 1 if chart.over == "step" else 0])
     axes.set_xlim(-0.015 * end, 1.015 * end)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=chart.over == "step", min_n_ticks=2))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: _short(step)))
     if scale == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
@@ -244,7 +210,22 @@ def _draw(axes: Axes, chart: Chart, lines: Sequence[tuple[Line, Curve]], last_st
     if not any(curve.finite for _, curve in lines):
         axes.set_yticks([])  # nothing can be read from them
     _mark_broken(axes, [curve for _, curve in lines])
-    return scale
+    named = [(line, curve) for line, curve in lines if not line.faint]
+    data = {
+        "y": list(axes.get_ylim()),
+        "log": scale != "linear",
+        "lines": [
+            {
+                "name": line.label,
+                "color": line.color,
+                "x": [int(step) if chart.over == "step" else round(step, 2) for step in curve.steps],
+                "y": [_rounded(value) for value in curve.values],
+                **({"steps": True} if line.steps else {}),
+            }
+            for line, curve in named
+        ],
+    }
+    return data, [line for line, _ in named], "", ()
 
 
 def _scale(chart: Chart, curves: Iterable[Curve]) -> str:

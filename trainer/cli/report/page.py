@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trainer.cli.help import versions
+from trainer.cli.keys import flatten
 from trainer.cli.report.charts import Section, sections_of
 from trainer.cli.report.drawing import Drawn, draw, told
 from trainer.cli.report.record import Run
@@ -209,19 +210,11 @@ def _settings(config: Mapping[str, Any], overrides: Sequence[str]) -> list[tuple
     return [(group, rows) for group, rows in found if rows]
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+def flat(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Keys with dots in them, and what they are set to, as text."""
-    for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", _value(value)
-
-
-def _value(value: Any) -> str:
-    if value is None:
-        return "null"
-    return value if isinstance(value, str) else json.dumps(value)
+    for name, value in flatten(dict(settings)):
+        if not (isinstance(value, dict) and value):
+            yield name, value if isinstance(value, str) else json.dumps(value)
 
 
 def environment_of(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:

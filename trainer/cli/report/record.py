@@ -5,6 +5,8 @@ Files that are missing, or half written, tell nothing, and are no error.
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,13 @@ from typing import Any
 from trainer import redaction
 from trainer.cli.report import private
 from trainer.cli.report.figures import Matrix, Picture, figures_in
-from trainer.cli.report.overflow import PATTERN, Overflow, read_overflow
 from trainer.cli.sweep import shown
 from trainer.record.reader import RunRecord, changed, read_run
 
 NOT_A_RUNS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading raises where files say something that no run writes."""
 
+_OVERFLOWS = "overflow_report_step_*.md"
 _LOG_LINES = 400
 _LOG_BYTES = 200_000
 _FILES = 60
@@ -29,6 +31,46 @@ def unreadable(folder: Path, error: Exception) -> str:
     return (
         f"The files in {folder} say something that a run does not write ({type(error).__name__}: {error}). They were"
         " changed, or come from another version."
+    )
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """What `trainer.callbacks.OverflowReport` has written of a step.
+
+    Args:
+        step: the optimizer step.
+        title: one line.
+        verdict: what happened.
+        advice: what to try, most promising first.
+        rows: labels and what stands beside them.
+    """
+
+    step: int
+    title: str
+    verdict: str
+    advice: list[str] = field(default_factory=list)
+    rows: list[tuple[str, str]] = field(default_factory=list)
+
+
+def read_overflow(file: Path) -> Overflow | None:
+    """Read a report; None where the file is none, cannot be read, or has nothing in it yet."""
+    number = re.fullmatch(r"overflow_report_step_(\d+)\.md", file.name)
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    title = next((line[2:] for line in lines if line.startswith("# ")), "")
+    if number is None or not title:
+        return None
+    cells = [line.strip("| ").split(" | ", 1) for line in lines if re.match(r"\| \S.* \| ", line)]
+    told = [line for line in lines if line and not line.startswith(("# ", "- ", "|"))]
+    return Overflow(
+        int(number[1]),
+        title,
+        "\n".join(told),
+        [line[2:] for line in lines if line.startswith("- ")],
+        [(label, value) for label, value in cells],
     )
 
 
@@ -115,8 +157,8 @@ class Run:
     @cached_property
     def overflows(self) -> list[Overflow]:
         """Its overflow reports, the first step first."""
-        files = [*self.folder.glob(PATTERN), *self.folder.glob(f"*/{PATTERN}")]
-        files += self.folder.glob(f"lightning_logs/*/{PATTERN}")
+        files = [*self.folder.glob(_OVERFLOWS), *self.folder.glob(f"*/{_OVERFLOWS}")]
+        files += self.folder.glob(f"lightning_logs/*/{_OVERFLOWS}")
         found = (read_overflow(self.record.inside(file)) for file in files)
         return sorted((report for report in found if report), key=lambda report: report.step)
 

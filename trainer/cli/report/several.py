@@ -92,11 +92,8 @@ def several_page(about: Chosen, out: Path) -> tuple[str, list[str]]:
         runs.sort(key=_order)
     comparison = _comparison(about.folder) if is_sweep else {}
     goal = None if is_sweep else _goal(runs)
-    winner = (best_of_sweep if is_sweep else best_of(goal))(runs)
-    labels = _labels(runs, any_runs=not is_sweep)
-    numbers = [run.folder.name if run.record.job is None else run.record.job for run in runs]
-    named = list(zip(map(str, numbers if is_sweep else range(1, len(runs) + 1)), labels, runs, strict=True))
-    jobs, header = _jobs(named, winner, goal, comparison)
+    winner = _winner(runs, goal)
+    jobs, header = _jobs(runs, is_sweep, winner, goal, comparison)
     best_job = next((job for job in jobs if job.is_best), None)
     sections = overlay([(job.label, job.run) for job in jobs], [job.color for job in jobs], winner)
     counts = {status: sum(job.run.record.status == status for job in jobs) for status in SAYS}
@@ -157,33 +154,27 @@ def _goal(runs: Sequence[Run]) -> tuple[str, str] | None:
     return next(((name, mode) for name in names if (mode := direction_of(name))), None)
 
 
-def best_of_sweep(runs: Sequence[Run]) -> Run | None:
-    """The best of a sweep's jobs, as its own table says it: by their last values."""
-    found = best([run.record for run in runs]) if len(runs) > 1 else None
-    return next((run for run in runs if run.record is found), None)
+def _winner(runs: Sequence[Run], goal: tuple[str, str] | None) -> Run | None:
+    """The run with the best value of ``goal``, at whatever step; without one, the one that a sweep's own table names.
 
-
-def best_of(goal: tuple[str, str] | None) -> Any:
-    """A function that returns the run with the best value of ``goal``, at whatever step; None where they have none."""
-
-    def find(runs: Sequence[Run]) -> Run | None:
-        if goal is None:
-            return None
-        rated = [(run, value) for run in runs if (value := best_point(run, *goal)[0]) is not None]
-        return (max if goal[1] == "max" else min)(rated, key=lambda each: each[1])[0] if len(rated) > 1 else None
-
-    return find
+    None where there is only one run, or they have no values.
+    """
+    if goal is None:
+        found = best([run.record for run in runs]) if len(runs) > 1 else None
+        return next((run for run in runs if run.record is found), None)
+    rated = [(run, value) for run in runs if (value := best_point(run, *goal)[0]) is not None]
+    return (max if goal[1] == "max" else min)(rated, key=lambda each: each[1])[0] if len(rated) > 1 else None
 
 
 def _jobs(
-    named: Sequence[tuple[str, str, Run]],
+    runs: Sequence[Run],
+    is_sweep: bool,
     winner: Run | None,
     goal: tuple[str, str] | None,
     comparison: Mapping[str, Any],
 ) -> tuple[list[Job], list[str]]:
     """The runs, each with its number and label, in the order of the table; and the header of its columns."""
-    runs = [run for _, _, run in named]
-    colors = _colors(runs, winner)
+    colors, labels = _colors(runs, winner), _labels(runs, any_runs=not is_sweep)
     objectives = [run.record.objective[0] for run in runs if run.record.objective]
     metrics = worth_showing({name for run in runs for name in run.metrics}, objectives)[:_METRICS]
     if goal is not None:
@@ -194,7 +185,8 @@ def _jobs(
         if isinstance(told_of, dict)
     }
     jobs = []
-    for index, (number, label, run) in enumerate(named):
+    for index, run in enumerate(runs):
+        number = index + 1 if not is_sweep else run.folder.name if run.record.job is None else run.record.job
         record, verdict = run.record, verdicts.get(run.folder.name, {}).get("verdict")
         value, step = best_point(run, *goal) if goal else (None, None)
         cells = [
@@ -207,8 +199,8 @@ def _jobs(
         ]
         jobs.append(
             Job(
-                f"job-{index}", label, number, run, colors[index], run is winner, cells, tiles_of(run), note_of(run),
-                verdict if isinstance(verdict, dict) else {},
+                f"job-{index}", labels[index], str(number), run, colors[index], run is winner, cells, tiles_of(run),
+                note_of(run), verdict if isinstance(verdict, dict) else {},
             )
         )  # fmt: skip
     first = [f"Best {goal[0]}", "at step"] if goal else []

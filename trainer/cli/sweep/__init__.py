@@ -13,8 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from trainer.cli.objective import best
-from trainer.cli.processes import is_quiet
-from trainer.cli.tables import console, markdown_table, print_table
+from trainer.cli.tables import Table, markdown_table, tell
 from trainer.record.reader import RunRecord, jobs_of, without_twins
 
 ENDED_WELL = ("completed", "pruned")
@@ -98,36 +97,24 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 def _rows(runs: Sequence[RunRecord], winner: RunRecord | None, folder: Path) -> tuple[list[str], list[list[str]]]:
     common, metrics = common_overrides(runs), _metrics(runs)
-    header = [
-        "job",
-        "overrides",
-        "status",
-        "epochs",
-        "time",
-        *metrics,
-        "skipped",
-        "scale",
-        "memory",
-        "run dir",
-    ]
     rows = []
     for run in runs:
         own = [override for override in shown(run.overrides) if override not in common]
         rows.append(
             [
-                f"{run.job}{' (best)' if run is winner else ''}",
-                " ".join(own),
-                run.status,
-                _number(run.epochs),
-                "-" if run.seconds is None else f"{run.seconds:.1f} s",
-                *(f"{run.metrics[name]:.4g}" if name in run.metrics else "-" for name in metrics),
-                _number(run.skipped_steps),
-                _number(run.scale),
-                "-" if run.peak_memory is None else f"{run.peak_memory / 2**20:,.0f} MiB",
-                os.path.relpath(run.folder, folder),
+                ("job", f"{run.job}{' (best)' if run is winner else ''}"),
+                ("overrides", " ".join(own)),
+                ("status", run.status),
+                ("epochs", _number(run.epochs)),
+                ("time", "-" if run.seconds is None else f"{run.seconds:.1f} s"),
+                *((name, f"{run.metrics[name]:.4g}" if name in run.metrics else "-") for name in metrics),
+                ("skipped", _number(run.skipped_steps)),
+                ("scale", _number(run.scale)),
+                ("memory", "-" if run.peak_memory is None else f"{run.peak_memory / 2**20:,.0f} MiB"),
+                ("run dir", os.path.relpath(run.folder, folder)),
             ]
         )
-    return header, rows
+    return [name for name, _ in rows[0]], [[cell for _, cell in row] for row in rows]
 
 
 def _metrics(runs: Sequence[RunRecord]) -> list[str]:
@@ -194,13 +181,11 @@ def _print(
     of_all = f" of {wanted}" if wanted and wanted > len(rows) else ""
     jobs = "1 job" if len(rows) == 1 and not of_all else f"{len(rows)}{of_all} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
-    title, left = f"Sweep of {jobs}", ("overrides", "status", "run dir")
-    shown_in = console() if is_quiet() else print_table(title, header, narrow, left, _SPARE)
+    numbers = [name for name in header if name not in ("overrides", "status", "run dir")]
+    Table(f"Sweep of {jobs}", header, narrow, numbers, _SPARE).show()
     if said:
-        style = "bold green" if "Best: job" in said else "yellow"
-        shown_in.print(said, style=style, soft_wrap=True, markup=False, highlight=False)
+        tell(said, "bold green" if "Best: job" in said else "yellow")
     for run in runs:
         if run.error:
-            told = f"Job {run.job} {run.status}: {run.error}"
-            shown_in.print(told, markup=False, highlight=False, soft_wrap=True)
-    shown_in.print(f"Everything is in {folder}", soft_wrap=True, markup=False, highlight=False)
+            tell(f"Job {run.job} {run.status}: {run.error}")
+    tell(f"Everything is in {folder}")

@@ -288,7 +288,7 @@ class Stop:
             raise ended_by(number)
 
 
-def waiting(hydra: Any, folder: Path) -> AbstractContextManager[None]:
+def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
     """For the time in which a sweep waits for its jobs: a signal to it reaches them also where they run elsewhere.
 
     Args:

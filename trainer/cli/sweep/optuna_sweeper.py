@@ -100,15 +100,25 @@ class OptunaSweeper(Sweeper):
         folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
-        fixed, space = self._space(arguments)
-        run = _Run(self, folder, fixed, space, *self._objective())
+        self._fixed, self._space = self._parameters(arguments)
+        self._metric, mode = self._objective()
+        written = OmegaConf.to_container(self.config.hydra.sweeper, resolve=False)
+        assert isinstance(written, dict)
+        own = f"sqlite:///{(folder / 'study.db').as_posix()}"
+        self._storage = str(written["storage"] or own)  # as it is written: what it is filled in with may be a secret
+        self._folder, self._study = folder, self._open(self.storage or own, mode)
+        self._take_over()
+        for trial in self._ours(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL):
+            if (run := self._jobs().get(trial.user_attrs[_JOB])) is not None:
+                (run.folder / RUN).touch()  # for the table at the end: it is part of this sweep
+        self._again = [(trial.user_attrs[_JOB], self._words(trial)) for trial in self._ours(TrialState.RUNNING)]
         returns = []
-        while batch := run.next():
+        while batch := self._next():
             assert self.launcher is not None
             try:
                 returns.append(self.launcher.launch([words for _, words in batch], initial_job_idx=batch[0][0]))
             finally:
-                run.take_over()
+                self._take_over()
         return returns
 
     def _objective(self) -> tuple[str, str]:
@@ -122,7 +132,7 @@ class OptunaSweeper(Sweeper):
             )
         return chosen
 
-    def _space(self, arguments: list[str]) -> tuple[list[str], dict[str, tuple[str, BaseDistribution]]]:
+    def _parameters(self, arguments: list[str]) -> tuple[list[str], dict[str, tuple[str, BaseDistribution]]]:
         """The overrides that all jobs have; and by name of each parameter, its key as it is written, and values."""
         assert self.hydra_context is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
@@ -148,75 +158,38 @@ class OptunaSweeper(Sweeper):
             )
         return list(fixed.values()), space
 
-
-class _Run:
-    """One run of a sweep: what of its study is still to be done.
-
-    Args:
-        sweeper: its settings.
-        folder: of the sweep.
-        fixed: the overrides that all jobs have.
-        space: key, as on the command line, and values of each parameter, by name.
-        metric: that is optimised.
-        mode: which way it is better.
-    """
-
-    def __init__(
-        self,
-        sweeper: OptunaSweeper,
-        folder: Path,
-        fixed: list[str],
-        space: dict[str, tuple[str, BaseDistribution]],
-        metric: str,
-        mode: str,
-    ) -> None:
-        assert sweeper.config is not None
-        self.folder, self.fixed, self.space, self.metric = folder, fixed, space, metric
-        self.n_trials, self.n_jobs = sweeper.n_trials, sweeper.n_jobs
-        self.pruner, self.study_name = sweeper.pruner, sweeper.study_name
-        written = OmegaConf.to_container(sweeper.config.hydra.sweeper, resolve=False)
-        assert isinstance(written, dict)
-        own = f"sqlite:///{(folder / 'study.db').as_posix()}"
-        self.storage = str(written["storage"] or own)  # as it is written: what it is filled in with may be a secret
-        self.study = self._open(sweeper.storage or own, sweeper.sampler, mode)
-        self.take_over()
-        for trial in self._ours(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL):
-            if (run := self._jobs().get(trial.user_attrs[_JOB])) is not None:
-                (run.folder / RUN).touch()  # for the table at the end: it is part of this sweep
-        self._again = [(trial.user_attrs[_JOB], self._words(trial)) for trial in self._ours(TrialState.RUNNING)]
-
-    def _open(self, storage: str, sampler: dict[str, Any], mode: str) -> optuna.Study:
+    def _open(self, storage: str, mode: str) -> optuna.Study:
         direction = StudyDirection.MINIMIZE if mode == "min" else StudyDirection.MAXIMIZE
         try:
             study = optuna.create_study(
                 storage=storage, study_name=self.study_name, direction=direction, load_if_exists=True
             )
         except ImportError as error:  # of a database
-            raise UsageError(f"hydra.sweeper.storage is {self.storage}, and its driver is missing: {error}") from error
+            raise UsageError(f"hydra.sweeper.storage is {self._storage}, and its driver is missing: {error}") from error
         except Exception as error:
             if type(error).__name__ == "ArgumentError":  # sqlalchemy's, of a URL
-                said = f"hydra.sweeper.storage is {self.storage}, expected a URL such as sqlite:///study.db."
+                said = f"hydra.sweeper.storage is {self._storage}, expected a URL such as sqlite:///study.db."
                 raise UsageError(said) from None
             raise
         if study.direction != direction:
             raise UsageError(
-                f"The study {self.study_name} in {self.storage} is to {study.direction.name.lower()}, and"
+                f"The study {self.study_name} in {self._storage} is to {study.direction.name.lower()}, and"
                 f" objective.mode asks to {direction.name.lower()}. Choose another name: hydra.sweeper.study_name=NAME."
             )
         trials = len(study.get_trials(deepcopy=False))
-        if sampler.get("name") == "cmaes":
+        if self.sampler.get("name") == "cmaes":
             check_pickles(study)
-        study.sampler, study.pruner = make_sampler(sampler, trials), make_pruner(self.pruner)
-        if sampler.get("name") == "grid":
+        study.sampler, study.pruner = make_sampler(self.sampler, trials), make_pruner(self.pruner)
+        if self.sampler.get("name") == "grid":
             points = self._grid()
             self.n_trials = min(self.n_trials, len(points))
             for point in points if trials == 0 else ():
-                study.enqueue_trial(dict(zip(self.space, point, strict=True)))
+                study.enqueue_trial(dict(zip(self._space, point, strict=True)))
         return study
 
     def _grid(self) -> list[tuple[Any, ...]]:
         values = []
-        for name, (_, distribution) in self.space.items():
+        for name, (_, distribution) in self._space.items():
             if isinstance(distribution, CategoricalDistribution):
                 values.append(list(distribution.choices))
             elif isinstance(distribution, IntDistribution) and not distribution.log:
@@ -230,13 +203,13 @@ class _Run:
 
     def _ours(self, *states: TrialState) -> list[FrozenTrial]:
         """Trials of this sweep: another one may work on the same study."""
-        trials = self.study.get_trials(deepcopy=False, states=states)
-        return [trial for trial in trials if trial.user_attrs.get(_FOLDER) == str(self.folder)]
+        trials = self._study.get_trials(deepcopy=False, states=states)
+        return [trial for trial in trials if trial.user_attrs.get(_FOLDER) == str(self._folder)]
 
     def _jobs(self) -> dict[int | None, RunRecord]:
-        return {run.job: run for run in jobs_of(self.folder)}
+        return {run.job: run for run in jobs_of(self._folder)}
 
-    def next(self) -> list[tuple[int, list[str]]]:
+    def _next(self) -> list[tuple[int, list[str]]]:
         """Numbers, one after the other, and overrides of the jobs to run next; none when there are none left."""
         if self._again:  # a sweep that was ended has left them
             end = 1
@@ -244,39 +217,39 @@ class _Run:
                 end += 1
             batch, self._again = self._again[:end], self._again[end:]
             return batch
-        every = self.study.get_trials(deepcopy=False)
+        every = self._study.get_trials(deepcopy=False)
         left = self.n_trials - sum(trial.state != TrialState.WAITING for trial in every)
         first = 1 + max(
-            (t.user_attrs[_JOB] for t in every if t.user_attrs.get(_FOLDER) == str(self.folder)), default=-1
+            (t.user_attrs[_JOB] for t in every if t.user_attrs.get(_FOLDER) == str(self._folder)), default=-1
         )
         return [self._begin(first + index) for index in range(min(left, self.n_jobs))]
 
     def _begin(self, job: int) -> tuple[int, list[str]]:
-        distributions = {name: distribution for name, (_, distribution) in self.space.items()}
+        distributions = {name: distribution for name, (_, distribution) in self._space.items()}
         try:
-            trial = self.study.ask(distributions)
+            trial = self._study.ask(distributions)
         except ValueError as error:  # a choice among other values than those of the trials before
             raise UsageError(
-                f"The study {self.study_name} in {self.storage} was made over another space: {error} Choose another"
+                f"The study {self.study_name} in {self._storage} was made over another space: {error} Choose another"
                 " name: hydra.sweeper.study_name=NAME."
             ) from error
-        trial.set_user_attr(_FOLDER, str(self.folder))
+        trial.set_user_attr(_FOLDER, str(self._folder))
         trial.set_user_attr(_JOB, job)
-        return job, self._words(self.study.get_trials(deepcopy=False)[trial.number])
+        return job, self._words(self._study.get_trials(deepcopy=False)[trial.number])
 
     def _words(self, trial: FrozenTrial) -> list[str]:
         """The overrides of a trial's job."""
-        chosen = [f"{self.space[name][0]}={value}" for name, value in trial.params.items() if name in self.space]
-        return [*self.fixed, *chosen, self._pruning(trial.number)]
+        chosen = [f"{self._space[name][0]}={value}" for name, value in trial.params.items() if name in self._space]
+        return [*self._fixed, *chosen, self._pruning(trial.number)]
 
     def _pruning(self, number: int) -> str:
         """The callback by which the job reports."""
         pruner = ",".join(f"{name}:{_quoted(v) if isinstance(v, str) else v}" for name, v in self.pruner.items())
-        told = {"storage": self.storage, "study_name": self.study_name, "metric": self.metric}
+        told = {"storage": self._storage, "study_name": self.study_name, "metric": self._metric}
         words = ",".join(f"{name}:{_quoted(value)}" for name, value in told.items())
         return f"{PRUNING}{words},trial:{number},pruner:{{{pruner}}}}}"
 
-    def take_over(self) -> None:
+    def _take_over(self) -> None:
         """Tell the study what has become of the jobs. One that was interrupted has not come to its end."""
         jobs = self._jobs()
         for trial in self._ours(TrialState.RUNNING):
@@ -284,11 +257,11 @@ class _Run:
             if run is None:
                 continue
             if (value := value_of(run)) is not None:
-                self.study.tell(trial.number, value)
+                self._study.tell(trial.number, value)
             elif run.status == "pruned":
-                self.study.tell(trial.number, state=TrialState.PRUNED)
+                self._study.tell(trial.number, state=TrialState.PRUNED)
             elif run.status in ("completed", "failed"):
-                self.study.tell(trial.number, state=TrialState.FAIL)
+                self._study.tell(trial.number, state=TrialState.FAIL)
 
 
 def _distribution(override: Override) -> BaseDistribution:

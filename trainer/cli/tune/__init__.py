@@ -23,8 +23,9 @@ from trainer import redaction
 from trainer.arguments import NUMBER, TEXT, WHOLE, Kind
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
+from trainer.cli.folders import from_here
 from trainer.cli.processes import is_quiet, under_torchrun
-from trainer.cli.settings import read_settings
+from trainer.cli.settings import read_settings, setting
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
 from trainer.errors import TrainerError, did_you_mean
@@ -66,26 +67,6 @@ class TuneError(TrainerError):
     """A training step failed, for another reason than memory. The message is that of its error."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings ``tune.*``; conf/tune/default.yaml says what they mean."""
-
-    batch_size_key: str = "data.batch_size"
-    memory: int | str | None = None
-    max_batch_size: int | None = None
-    multiple_of: int = 8
-    steps_per_try: int = 3
-    lr_key: str = "optimizer.lr"
-    min_lr: float = 1e-6
-    max_lr: float = 10.0
-    steps: int = 100
-
-    @property
-    def budget(self) -> int | None:
-        """``memory`` in bytes."""
-        return bytes_in(self.memory)
-
-
 def bytes_in(size: object) -> int | None:
     """How many bytes ``size`` is; None where it is no size.
 
@@ -106,18 +87,26 @@ _KEY = TEXT._replace(words="the name of a setting, such as data.batch_size")
 SIZE = Kind("a size such as 3GiB, 500MB or 4000000000", lambda value: bytes_in(value) is not None)
 """Of memory."""
 _RATE = NUMBER._replace(above=0)
-_ACCEPTS = {
-    "batch_size_key": (_KEY,),
-    "memory": (SIZE, None),
-    "max_batch_size": (WHOLE.at_least(1), None),
-    "multiple_of": (WHOLE.at_least(1),),
-    "steps_per_try": (WHOLE.at_least(2),),
-    "lr_key": (_KEY,),
-    "min_lr": (_RATE,),
-    "max_lr": (_RATE,),
-    "steps": (WHOLE.at_least(10),),
-}
-"""What the settings ``tune.*`` may be."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings ``tune.*``; conf/tune/default.yaml says what they mean."""
+
+    batch_size_key: str = setting("data.batch_size", _KEY)
+    memory: int | str | None = setting(None, SIZE, None)
+    max_batch_size: int | None = setting(None, WHOLE.at_least(1), None)
+    multiple_of: int = setting(8, WHOLE.at_least(1))
+    steps_per_try: int = setting(3, WHOLE.at_least(2))
+    lr_key: str = setting("optimizer.lr", _KEY)
+    min_lr: float = setting(1e-6, _RATE)
+    max_lr: float = setting(10.0, _RATE)
+    steps: int = setting(100, WHOLE.at_least(10))
+
+    @property
+    def budget(self) -> int | None:
+        """``memory`` in bytes."""
+        return bytes_in(self.memory)
 
 
 def command(arguments: Arguments) -> int:
@@ -138,9 +127,7 @@ def command(arguments: Arguments) -> int:
             f"{given} batch_size, for the largest batch that fits into memory, or lr, for a learning rate.{near}"
             " `python -m trainer tune batch_size +recipe=resnet50`"
         )
-    if arguments.shows or arguments.multirun:
-        flag = "--multirun" if arguments.multirun else next(iter(arguments.flags))
-        raise UsageError(f"{flag} does not go with tune. `python -m trainer fit ... --cfg job` shows the config.")
+    arguments.check_flags()
     if under_torchrun():
         raise UsageError("tune works on one device: run it without torchrun.")
     try:
@@ -163,8 +150,7 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
             "tune starts from the weights that the model is built with: leave ckpt_path out. For those of a run, write"
             " weights=RUN."
         )
-    node: Any = OmegaConf.to_container(config.tune, resolve=True)
-    settings = read_settings(Settings, "tune", node, _ACCEPTS)
+    settings = read_settings(Settings, "tune", OmegaConf.to_container(config.tune, resolve=True))
     if not settings.min_lr < settings.max_lr:
         raise UsageError(
             f"tune.min_lr is {settings.min_lr:g} and tune.max_lr is {settings.max_lr:g}: expected more than that."
@@ -218,17 +204,12 @@ def failure(message: Mapping[str, Any], where: str, folder: Path) -> TrainerErro
     said = str(message["error"]).rstrip(".")
     if message.get("is_usage"):
         return UsageError(redaction.text(f"{said}."))
-    return TuneError(redaction.text(f"{where}: {said}. What it printed is in {seen(folder) / LOG}"))
+    return TuneError(redaction.text(f"{where}: {said}. What it printed is in {from_here(folder) / LOG}"))
 
 
 def write(folder: Path, result: dict[str, Any]) -> None:
     """Write ``tune.json``."""
     (folder / RESULT).write_text(redaction.text(json.dumps(result, indent=2)) + "\n", encoding="utf-8")
-
-
-def seen(folder: Path) -> Path:
-    """A folder for messages: relative to the working folder, if it is inside of it."""
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def say(text: str) -> None:

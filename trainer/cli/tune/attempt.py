@@ -23,11 +23,12 @@ from torch.utils.data import DataLoader
 
 from trainer import callbacks as ours
 from trainer import machine
+from trainer.cli.failure import is_about_settings
 from trainer.cli.run import assemble
 from trainer.cli.tune.child import Message, Tell
 from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.data.samples import batch_size
-from trainer.errors import ConfigurationError, PrecisionError, is_out_of_memory
+from trainer.errors import PrecisionError, is_out_of_memory
 from trainer.record.recorder import RunRecorder
 
 # Callbacks that are left out of a try: they save, log, stop, or handle an out-of-memory error. All others stay, because
@@ -219,9 +220,7 @@ def _failure(error: BaseException) -> Message:
     text = f"{type(error).__name__}: {words}"
     if is_out_of_memory(error):
         return {"status": "out of memory", "error": text}
-    own = isinstance(error, ConfigurationError) or any(
-        kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__
-    )
+    own = is_about_settings(error)
     return {
         "status": "failed",
         "error": words if own else text,

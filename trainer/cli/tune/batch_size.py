@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from trainer import machine
 from trainer.cli import tune
 from trainer.cli.arguments import COMPARED, Arguments, UsageError
-from trainer.cli.processes import is_quiet
-from trainer.cli.tables import four_digits, print_table
+from trainer.cli.folders import from_here
+from trainer.cli.tables import Table, four_digits
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 
@@ -264,14 +264,14 @@ def _report(findings: Sequence[Finding], settings: Settings, folder: Path) -> No
                 _rate(fastest),
             ]
         )
-    if not is_quiet():
-        print_table("Batch sizes that fit", header, rows, left=("precision", "bound by"))
+    numbers = [name for name in header if name not in ("precision", "bound by")]
+    Table("Batch sizes that fit", header, rows, numbers).show()
     for finding in findings:
         if finding.largest:
             print(f"precision={finding.precision} {settings.batch_size_key}={finding.largest}")
         else:
             print(f"precision={finding.precision}: {finding.problem or 'not even one sample fits.'}")
-    tune.say(f"Everything is in {tune.seen(folder) / tune.RESULT}")
+    tune.say(f"Everything is in {from_here(folder / tune.RESULT)}")
 
 
 def _rate(tried: Tried | None) -> str:

@@ -1,22 +1,41 @@
-"""``trainer tune lr``: a learning-rate range test, its picture, and what it suggests."""
+"""``trainer tune lr``: a learning-rate range test, its picture, and what it suggests. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainer.callbacks.plotting import INK, PALETTE, fit_loss_axis, style
 from trainer.cli import tune
 from trainer.cli.arguments import Arguments
+from trainer.cli.folders import from_here
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
-from trainer.cli.tune.lr_picture import draw
-from trainer.cli.tune.lr_suggestion import suggest
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PICTURE = "lr.png"
+
+_CLEAR = 5  # times the standard deviation of a mean: a fall of less may be chance, among so many means
+_MEDIAN_OF_NORMAL = 0.6745  # of the absolute value of a standard normal variable
+
+_CURVE, _MARK = PALETTE[0], PALETTE[1]
+_FAINT = "#888888"
+_ENDS = {
+    "the last rate": "",
+    "divergence": ", until it diverged",
+    "overflows": ", until every update overflowed",
+    "the end of the fit": ", until the data ended",
+}
 
 
 def run(arguments: Arguments) -> int:
@@ -76,27 +95,17 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
     tune.write(folder, result)
     if points:
         name = OmegaConf.select(config, "hydra.runtime.choices.recipe") or "Learning rates"
-        figure = draw(
-            points,
-            found.smoothed,
-            suggestion=found.lr,
-            current=current,
-            ended_by=message["ended_by"],
-            title=f"{name}, {message['precision']}",
-        )
-        figure.savefig(folder / PICTURE)
-    *remarks, last = _lines(message, found.lr, found.why, found.lowest, current, settings)
+        draw(points, found, current, message["ended_by"], f"{name}, {message['precision']}").savefig(folder / PICTURE)
+    *remarks, last = _lines(message, found, current, settings)
     for remark in remarks:
         tune.say(remark)
     print(last)
-    seen = tune.seen(folder)
-    tune.say(f"The curve is in {seen / PICTURE}" if points else f"Everything is in {seen / tune.RESULT}")
+    written = from_here(folder / (PICTURE if points else tune.RESULT))
+    tune.say(f"{'The curve' if points else 'Everything'} is in {written}")
     return 0 if found.lr is not None else 1
 
 
-def _lines(
-    message: Message, lr: float | None, why: str, lowest: float | None, current: float | None, settings: Settings
-) -> list[str]:
+def _lines(message: Message, found: Suggestion, current: float | None, settings: Settings) -> list[str]:
     lines = []
     if message["ended_by"] == "divergence":
         last = message["points"][-1][0] if message["points"] else settings.min_lr
@@ -116,8 +125,121 @@ def _lines(
             f"{settings.lr_key} is {current:g}, but the optimizer was given {own[-1]:g}: the module takes its learning"
             " rate from elsewhere. Name the setting it comes from, such as tune.lr_key=model.lr."
         )
-    if lr is None:
-        return [*lines, f"No suggestion: {why}."]
-    lines.append(f"The loss was lowest at {lowest:.2g}; the largest rates that work lie below that.")
+    if found.lr is None:
+        return [*lines, f"No suggestion: {found.why}."]
+    lines.append(f"The loss was lowest at {found.lowest:.2g}; the largest rates that work lie below that.")
     now = f" (it is {current:.2g})" if current is not None else ""
-    return [*lines, f"Suggestion, {why}: {settings.lr_key}={lr:.2g}{now}"]
+    return [*lines, f"Suggestion, {found.why}: {settings.lr_key}={found.lr:.2g}{now}"]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What a curve suggests.
+
+    Args:
+        lr: the learning rate; None for none.
+        why: the rule, or why there is none.
+        smoothed: the losses as a centred moving mean, one for each point.
+        lowest: the rate at which these were lowest; None without points.
+    """
+
+    lr: float | None
+    why: str
+    smoothed: list[float]
+    lowest: float | None
+
+
+def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
+    """The learning rate at which the loss falls fastest, over the logarithm of the rate.
+
+    The slope at a point is that of the straight line (least squares) through it and its neighbours, an eighth of the
+    curve in all; points after the lowest loss do not count. fastai's ``lr_find`` offers the same rule ("steep"); beyond
+    it the loss still falls, but near its lowest point training is about to diverge.
+
+    Args:
+        points: pairs of a rate and a loss; rates grow by the same factor from one to the next.
+    """
+    losses, logs = [loss for _, loss in points], [math.log(rate) for rate, _ in points]
+    reach = max(2, len(points) // 16)
+    smoothed = [statistics.fmean(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))]
+    if len(points) < 4 * reach:
+        why = f"the curve has {len(points)} points, which is too few: use more tune.steps, or a smaller tune.min_lr"
+        return Suggestion(None, why, smoothed, None)
+    inner = range(reach, len(points) - reach)  # the means of as many points as any
+    lowest = min(inner, key=smoothed.__getitem__)
+    rate = points[lowest][0]
+    # The spread of the loss from one point to the next, as a standard deviation, where nothing diverges yet; a mean has
+    # less, by the root of their number.
+    calm = losses[: max(lowest + 1, len(losses) // 2)]
+    spread = statistics.median(abs(b - a) for a, b in pairwise(calm)) / (math.sqrt(2) * _MEDIAN_OF_NORMAL)
+    if smoothed[reach] - smoothed[lowest] <= _CLEAR * spread / math.sqrt(2 * reach + 1):
+        why = (
+            "the loss does not fall clearly: use other tune.min_lr and tune.max_lr, larger batches, or more tune.steps"
+        )
+        return Suggestion(None, why, smoothed, rate)
+    slopes = {
+        i: statistics.linear_regression(logs[i - reach : i + reach + 1], losses[i - reach : i + reach + 1]).slope
+        for i in range(reach, lowest + 1)
+    }
+    return Suggestion(points[min(slopes, key=slopes.__getitem__)][0], "where the loss falls fastest", smoothed, rate)
+
+
+def draw(
+    points: Sequence[tuple[float, float]], found: Suggestion, current: float | None, ended_by: str, title: str
+) -> Figure:
+    """Loss against learning rate.
+
+    Args:
+        points: pairs of a rate and the loss after an update with it; at least one.
+        found: what they suggest.
+        current: the config's own rate, marked faintly; None for none.
+        ended_by: how the test ended, as `trainer.cli.tune.lr_range.LearningRateSweep` says.
+        title: headline of the figure.
+
+    Returns:
+        The figure, bound to no window.
+    """
+    from matplotlib.figure import Figure
+
+    rates, losses, smoothed = [rate for rate, _ in points], [loss for _, loss in points], found.smoothed
+    figure = Figure(figsize=(8, 4.5), dpi=150, facecolor="white", layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=INK)
+    axes = figure.add_subplot()
+    style(axes, f"Training loss after a weight update with each learning rate{_ENDS[ended_by]}")
+    axes.set_xscale("log")
+    axes.plot(rates, losses, ".", color=_CURVE, alpha=0.35, markersize=4, label="one batch")
+    axes.plot(rates, smoothed, color=_CURVE, linewidth=2, solid_capstyle="round", label="smoothed")
+    fit_loss_axis(axes, _shown(losses, smoothed))
+    axes.set_xlabel("learning rate", color=INK)
+    axes.set_ylabel("loss", color=INK)
+    if current is not None and rates[0] <= current <= rates[-1]:
+        _mark(axes, current, 0.02, f"now {current:.2g}", ":", color=_FAINT)
+    if found.lr is not None:
+        height = smoothed[rates.index(found.lr)]
+        axes.plot([found.lr], [height], "o", color=_MARK, markersize=7, markeredgecolor="white", zorder=3)
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+        _mark(axes, found.lr, 0.95, f"suggestion {found.lr:.2g}", "--", color=_MARK, weight="bold", bbox=white)
+    axes.legend(loc="lower left", frameon=False, fontsize=9, labelcolor=INK)
+    return figure
+
+
+def _mark(axes: Axes, rate: float, height: float, text: str, line: str, *, color: str, **font: Any) -> None:
+    axes.axvline(rate, color=color, linewidth=1.1, linestyle=line, zorder=1)
+    axes.annotate(
+        text,
+        (rate, height),
+        xycoords=("data", "axes fraction"),
+        xytext=(5, 0),
+        textcoords="offset points",
+        fontsize=9,
+        color=color,
+        **font,
+    )
+
+
+def _shown(losses: Sequence[float], smoothed: Sequence[float]) -> list[float]:
+    """The losses to show: all up to the lowest mean, and of a rise behind it about as much as has fallen."""
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    fall = max(smoothed[: lowest + 1]) - smoothed[lowest]
+    rise = min(max(smoothed), smoothed[lowest] + 2 * fall)
+    return [*losses[: lowest + 1], *smoothed[: lowest + 1], rise, min(losses)]
