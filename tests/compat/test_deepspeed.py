@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeed
 from tests.parity import ours
 from trainer import CheckpointFiles, DeepSpeedStrategy
 from trainer.callbacks import (
+    Compile,
     GradientAccumulation,
     GradientCheck,
     GradientClipping,
@@ -172,6 +173,7 @@ def test_precisions_that_deepspeed_has_not_are_refused(precision: Any) -> None:
 @pytest.mark.parametrize(
     ("callback", "arguments"),
     [
+        (Compile(), {}),
         (GradientCheck(), {}),
         (HalveOnOutOfMemory(), {}),
         (LayerNorms(), {}),

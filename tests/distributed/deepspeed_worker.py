@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +62,11 @@ def loader(count: int, seed: int = 1) -> DataLoader[Any]:
 def fit(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: str | None = None) -> dict[str, Any]:
     """A fit, and what it has left behind; then a test and a prediction."""
     with only_these_warnings():
+        warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model that overrides")
         torch.manual_seed(3)
         arguments, watch = dict(arguments), Watch()
-        trainer = make(strategy, [watch, *arguments.pop("callbacks", ())], **arguments)
+        given = [one() if isinstance(one, partial) else one for one in arguments.pop("callbacks", ())]
+        trainer = make(strategy, [watch, *given], **arguments)
         module = Fitted(setup)
         module.test_step = module.predict_step = lambda batch, batch_idx: module.validation_step(batch, batch_idx)
         identity = {name: (id(p), p.dtype, p.device.type) for name, p in module.named_parameters()}
@@ -129,3 +133,28 @@ def save(setup: Setup, strategy: Any, form: str, folder: str, arguments: Mapping
     """The fit, which writes ``folder/batch_2.ckpt`` on the way: a ``"file"`` or a ``"folder"``."""
     more = {"plugins": [CheckpointFiles(sharded=form == "folder")], "enable_checkpointing": True}
     return fit(setup, strategy, {**arguments, **more, "callbacks": [Saves(folder, batches=[2])]})
+
+
+class OnMeta(Fitted):
+    """Made without memory."""
+
+    def __init__(self) -> None:
+        super().__init__(Setup(optimizer="adamw"))
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta"):
+                self.net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+    def init_weights(self) -> None:
+        for number, parameter in enumerate(self.parameters()):
+            values = torch.arange(parameter.numel(), dtype=torch.float32).view_as(parameter)
+            parameter.data.copy_(torch.sin(values + number))
+
+
+def fit_on_meta(strategy: Any) -> dict[str, Any]:
+    """The weights of a module that was made without memory."""
+    with only_these_warnings():
+        make(strategy, max_epochs=1).fit(module := OnMeta(), loader(4), loader(2, seed=2))
+    return {name: value.clone() for name, value in module.state_dict().items()}

@@ -7,17 +7,19 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.setups import Setup
 from tests.warm_python import WarmPython
-from trainer.callbacks import ScaleMonitor
+from trainer.callbacks import ActivationCheckpointing, ScaleMonitor, Throughput
 from trainer.checkpoint.conversion import consolidate
 from trainer.checkpoint.sharded_files import read_manifest, seal
 from trainer.cli import main
@@ -243,3 +245,37 @@ class Payload:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    ("stage", "callback"),
+    [
+        (1, partial(EMAWeightAveraging, decay=0.8)),  # which cannot be sent to a process
+        (3, ActivationCheckpointing("Block")),
+        (3, Throughput(warmup_batches=1)),
+    ],
+    ids=["EMA", "checkpointing", "throughput"],
+)
+def test_callbacks_do_what_they_do_under_ddp(ranks: Ranks, tmp_path: Path, stage: int, callback: Any) -> None:
+    ours, ddp = (
+        fit(
+            ranks, Setup(optimizer="adamw"), strategy, enable_checkpointing=True,
+            callbacks=[callback, ModelCheckpoint(tmp_path / name, "{epoch}", monitor="val_loss", save_top_k=2)],
+        )[0]
+        for name, strategy in (("ours", {"stage": stage}), ("ddp", "ddp"))
+    )  # fmt: skip
+    for name, value in ddp["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], value, rtol=0, atol=1e-5)
+    assert ours["metrics"].keys() == ddp["metrics"].keys()
+    assert ours["outcomes"] == ddp["outcomes"]
+    assert ours["left"] == ddp["left"] == []
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {"epoch=0.ckpt", "epoch=1.ckpt"}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_module_of_the_meta_device_is_filled(ranks: Ranks, stage: int) -> None:
+    first, second = ranks.call("tests.distributed.deepspeed_worker:fit_on_meta", {"stage": stage})
+    (expected, _) = ranks.call("tests.distributed.deepspeed_worker:fit_on_meta", "ddp")
+    for name, value in expected.items():
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-6)
+        assert torch.equal(first[name], second[name])

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from trainer.callbacks.anomaly_detection import AnomalyDetection
+from trainer.callbacks.compile import Compile
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_check import GradientCheck
 from trainer.callbacks.gradient_clipping import GradientClipping
@@ -41,6 +42,7 @@ from trainer.compat.callbacks import first_of, overrides
 from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
+from trainer.engine.initialisation import initialise
 from trainer.engine.optimizers import needs_closure
 from trainer.engine.zero import ZeroGradients, ZeroModule, ZeroScaler
 from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, UnsupportedError
@@ -519,6 +521,11 @@ class DeepSpeedEngine(LightningEngine):
             self.strategy.zero = None
             zero.put_back()
 
+    def convert_module(self) -> None:
+        """As usual; a module from the meta device is filled in the CPU's memory, of which DeepSpeed takes it."""
+        super().convert_module()
+        initialise(self.model, torch.device("cpu"))
+
     def setup(self, *, fitting: bool) -> None:
         """As usual."""
         super().setup(fitting=fitting)
@@ -640,6 +647,7 @@ class DeepSpeedEngine(LightningEngine):
 
 _NEED_GRADIENTS = {
     AnomalyDetection: "looks into the gradients of skipped steps, which DeepSpeed keeps to itself.",
+    Compile: "makes graphs of forward passes, which DeepSpeed's hooks break. Use strategy='fsdp'.",
     GradientCheck: "needs whole gradients. Check them on one device: strategy='auto', devices=1.",
     HalveOnOutOfMemory: "repeats a batch, which the other processes would wait for. Use smaller batches.",
     LayerNorms: "needs the gradients of each layer, which DeepSpeed keeps to itself.",

@@ -170,7 +170,9 @@ class ZeroModule:
 
     def whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
         """A parameter in float32 or, with a ``key``, what the optimizer keeps of it. All processes call it together."""
-        if (part := self._parts.get(parameter)) is None:
+        part = self._parts.get(parameter)
+        is_here = key is None and self.stage != 3 and parameter.dtype is torch.float32  # also what a callback put there
+        if part is None or is_here:
             with self.gathered([parameter]):
                 return parameter.detach().clone()
         source = part.flat.detach() if key is None else self._base.state[part.flat][key]
