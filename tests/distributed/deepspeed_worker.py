@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.distributed.setups import Fitted, Saves, Setup, batches_of, only_these_warnings
@@ -90,6 +94,13 @@ def fit(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: st
     }  # fmt: skip
 
 
+class Thaws(Callback):
+    """Trains what was frozen, from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.requires_grad_(trainer.current_epoch > 0)
+
+
 def refusals(folder: str) -> list[str]:
     """What is said of runs that cannot be done, each of which is followed by one that can."""
     said = []
@@ -99,6 +110,7 @@ def refusals(folder: str) -> list[str]:
         ({"stage": 2}, Setup(none=frozenset({(0, 0, 1), (1, 0, 1)})), {}),
         ({"stage": 3}, Setup(weighted="number"), {"accumulate_grad_batches": 2}),
         ({"stage": 2, "config": {"train_micro_batch_size_per_gpu": 3}}, Setup(), {}),
+        ({"stage": 2}, Setup(frozen=True), {"callbacks": [Thaws()]}),
         ({"stage": 1}, Setup(fewer=(0, 2)), {}),
     ):
         with only_these_warnings():
@@ -133,6 +145,33 @@ def save(setup: Setup, strategy: Any, form: str, folder: str, arguments: Mapping
     """The fit, which writes ``folder/batch_2.ckpt`` on the way: a ``"file"`` or a ``"folder"``."""
     more = {"plugins": [CheckpointFiles(sharded=form == "folder")], "enable_checkpointing": True}
     return fit(setup, strategy, {**arguments, **more, "callbacks": [Saves(folder, batches=[2])]})
+
+
+def evaluate(strategy: Any) -> float | str:
+    """The mean loss over three batches of one process and one of the other; or why there is none."""
+    count = 1 + 2 * (torch.distributed.get_rank() == 0)
+    with only_these_warnings():
+        trainer, seen = make(strategy), []
+        said = error_of(lambda: seen.extend(trainer.validate(Fitted(Setup()), loader(count, seed=2), verbose=False)))
+    return seen[0]["val_loss"] if seen else said
+
+
+def end_by_signal(folder: str) -> int:
+    """A fit that gets a signal in its second batch, in one process. Returns its steps."""
+
+    class Kill(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1 and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)  # the other process learns of it meanwhile
+
+    with only_these_warnings():
+        trainer = make({"stage": 2}, [Kill(), ModelCheckpoint(folder, every_n_epochs=5)], enable_checkpointing=True)
+        try:
+            trainer.fit(Fitted(Setup()), loader(5), loader(2, seed=2))
+        except BaseException as error:
+            print(repr(error), flush=True)
+    return trainer.global_step
 
 
 class OnMeta(Fitted):
