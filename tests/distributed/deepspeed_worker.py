@@ -65,7 +65,8 @@ def loader(count: int, seed: int = 1) -> DataLoader[Any]:
 
 def fit(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: str | None = None) -> dict[str, Any]:
     """A fit, and what it has left behind; then a test and a prediction."""
-    with only_these_warnings():
+    with only_these_warnings(), warnings.catch_warnings(record=True) as warned:
+        warnings.filterwarnings("always", "The checkpoint was written inside of an accumulation window")
         warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model that overrides")
         torch.manual_seed(3)
         arguments, watch = dict(arguments), Watch()
@@ -81,6 +82,7 @@ def fit(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: st
         (tested,) = trainer.validate(module, loader(2, seed=2), verbose=False)
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "warned": [str(one.message) for one in warned or ()],
         "outcomes": watch.outcomes, "norms": watch.norms, "counts": (trainer.global_step, trainer.skipped_steps),
         "val_loss": metrics["val_loss"], "metrics": metrics, "tested": tested["val_loss"],
         "scale": trainer.scaler.get_scale(),

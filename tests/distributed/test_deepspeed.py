@@ -299,6 +299,16 @@ def test_a_signal_ends_both_at_the_same_batch_and_saves(ranks: Ranks, tmp_path: 
     assert torch.load(saved, weights_only=True)["global_step"] == first
 
 
+def test_a_window_that_is_open_is_begun_again(ranks: Ranks, tmp_path: Path) -> None:
+    """Of batches 0 to 4 in windows of two; saved after batch 2."""
+    setup, strategy, arguments = Setup(), {"stage": 2}, {"accumulate_grad_batches": 2, "max_epochs": 1}
+    call = "tests.distributed.deepspeed_worker:save"
+    assert ranks.call(call, setup, strategy, "file", str(tmp_path), arguments)[0]["counts"] == (3, 0)
+    resumed = fit(ranks, setup, strategy, ckpt_path=str(tmp_path / "batch_2.ckpt"), **arguments)[0]
+    assert resumed["counts"] == (2, 0)  # batches 0 and 1; 3 and 4
+    assert any("begins another one" in said for said in resumed["warned"])
+
+
 def test_a_module_of_the_meta_device_is_filled(ranks: Ranks) -> None:
     first, second = ranks.call("tests.distributed.deepspeed_worker:fit_on_meta", {"stage": 3})
     (expected, _) = ranks.call("tests.distributed.deepspeed_worker:fit_on_meta", "ddp")

@@ -470,7 +470,10 @@ class DeepSpeedEngine(LightningEngine):
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """DeepSpeed's."""
         assert isinstance(scaler, ZeroScaler)
-        return ZeroGradients(scaler, self._zero, self.strategy.stage, lambda: self.world_size)
+        trainer = self._trainer
+        return ZeroGradients(
+            scaler, self._zero, self.strategy.stage, lambda: self.world_size, lambda: trainer.loop.window.reset()
+        )
 
     def _zero(self) -> ZeroModule:
         assert self.strategy.zero is not None

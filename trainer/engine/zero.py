@@ -12,6 +12,7 @@ DeepSpeed is imported when the first of them is made.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -422,6 +423,10 @@ class ZeroScaler(LossScaler):
             theirs.cur_hysteresis = int(state_dict.get("hysteresis", theirs.delayed_shift))
 
 
+_LOST = "gradients of DeepSpeed's"
+"""Stands for them in a checkpoint."""
+
+
 class ZeroGradients(Gradients):
     """DeepSpeed's gradients. They are nobody else's: no process has whole ones, or true ones before the step.
 
@@ -430,17 +435,24 @@ class ZeroGradients(Gradients):
         zero: returns the module that DeepSpeed has, in a run.
         stage: of ZeRO.
         processes: returns how many there are.
+        drop_window: forgets the accumulation window that is open.
     """
 
     scaler: ZeroScaler
 
     def __init__(
-        self, scaler: ZeroScaler, zero: Callable[[], ZeroModule], stage: int, processes: Callable[[], int]
+        self,
+        scaler: ZeroScaler,
+        zero: Callable[[], ZeroModule],
+        stage: int,
+        processes: Callable[[], int],
+        drop_window: Callable[[], None],
     ) -> None:
         super().__init__(scaler)
         self.are_parts = stage == 3
         self._zero = zero
         self._processes = processes
+        self._drop_window = drop_window
         self._waits = False  # gradients, for a step
         self._norm: Tensor | None = None
         self._outcome: UpdateOutcome | None = None
@@ -541,5 +553,15 @@ class ZeroGradients(Gradients):
     def state_dict(
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
     ) -> dict[str, Tensor]:
-        """None of a window that is open: DeepSpeed does not give them away."""
-        return {}
+        """None of a window that is open, only that there are some: DeepSpeed does not give them away."""
+        return {_LOST: torch.zeros(())} if list(optimizers) else {}
+
+    def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+        """Begin another window in the place of one that was open: its gradients cannot be given to DeepSpeed."""
+        if state:
+            warnings.warn(
+                "The checkpoint was written inside of an accumulation window. DeepSpeed keeps gradients to itself: those of"
+                " the window's first batches are lost, and the next batch begins another one.",
+                stacklevel=2,
+            )
+            self._drop_window()
