@@ -321,6 +321,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         if self.zero is not None and not self._failed:
             zero, self.zero, self.model = self.zero, None, self.lightning_module
             zero.put_back()
+            self.barrier()  # nobody leaves while another one still gathers
             if self._syncs:
                 assert self._layer_sync is not None
                 self._layer_sync.revert(zero.module)
