@@ -334,6 +334,44 @@ def test_a_gpu_says_what_was_alive_and_leaves_a_snapshot(cuda: Any, full: None, 
     assert (told["gradients"], told["unused"], told["total"]) == (780, 16 * GIBIBYTE, 80 * GIBIBYTE)
 
 
+class Asked(Regression):
+    """Somebody asks what is in memory, in the middle of the second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_gpu_says_what_is_alive_when_it_is_asked_and_goes_on(
+    cuda: Any, full: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    trainer = make_trainer(tmp_path, accelerator="gpu", logger=True, max_steps=3)
+    trainer.fit(Asked(), loader_of(make_batches(4)))
+    assert trainer.global_step == 3
+    assert signal.getsignal(signal.SIGUSR2) == before
+    file = tmp_path / "lightning_logs" / "version_0" / "memory_snapshot_step_1.pickle"
+    told = capfd.readouterr().err
+    assert (
+        "Memory at step 1, batch_idx 1 of epoch 0 (train_dataloader), on cuda:0 (at its peak tensors took 70.0 GiB, of"
+        " 80.0 GiB).\nAlive were: weights 780 bytes"
+    ) in told
+    assert f"Which blocks there were is in {file}: open it at" in told
+    assert file.read_text() == "blocks"
+
+
+def test_a_cpu_says_so_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_trainer(tmp_path, max_steps=2).fit(Asked(), loader_of(make_batches(4)))
+    told = capfd.readouterr().err
+    assert (
+        "trainer: Memory at step 1, batch_idx 1 of epoch 0 (train_dataloader), on cpu (at its peak the process" in told
+    )
+    assert "Alive were: weights 780 bytes" in told
+    assert "activations and all else in the process" in told
+    assert list(tmp_path.rglob("*.pickle")) == []
+
+
 def test_a_run_without_a_folder_leaves_no_snapshot(cuda: Any, full: None, tmp_path: Path) -> None:
     assert "memory_viz" not in fail_on_gpu(tmp_path).__notes__[0]
     assert list(tmp_path.rglob("*.pickle")) == []
@@ -379,6 +417,7 @@ def test_an_exchange_that_was_waited_for_in_vain(trainer: Any, stage: RunningSta
     error = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation")
     trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, stage
     trainer.eval_loops[RunningStage.VALIDATING].pace = SimpleNamespace(is_uneven=is_uneven)
-    assert explain(error, trainer) is None
+    assert explain(error, trainer, stall=lambda: "Rank 3 has not come.") is None
     told = " ".join(getattr(error, "__notes__", ()))
+    assert told.endswith("Rank 3 has not come.")
     assert ("Trainer(pad_evaluation=True)" in told) == (is_uneven and stage is RunningStage.VALIDATING)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer import machine
 from trainer.data.samples import batch_size, tensors_in
@@ -33,7 +34,9 @@ _SHAPES = re.compile(
 )
 
 
-def explain(error: BaseException, trainer: Any, folder: Folder | None = None) -> DataLoaderError | None:
+def explain(
+    error: BaseException, trainer: Any, folder: Folder | None = None, stall: Callable[[], str | None] | None = None
+) -> DataLoaderError | None:
     """Say more about ``error``, which has ended a run.
 
     Args:
@@ -43,6 +46,7 @@ def explain(error: BaseException, trainer: Any, folder: Folder | None = None) ->
             (:class:`~trainer.engine.memory.Usage`), and lets go of what its traceback held.
         trainer: whose run it was; still in the state in which the error found it.
         folder: says where the run writes, for a snapshot of a GPU's memory; None for none.
+        stall: says what was found out while the processes waited for one of them; None where nobody looks.
 
     Returns:
         What to raise in its place, where a worker process has died or does not answer; None for ``error`` itself.
@@ -56,11 +60,13 @@ def explain(error: BaseException, trainer: Any, folder: Folder | None = None) ->
         return _about_worker(trainer, [], f"have sent nothing for {found['seconds']} seconds")
     elif isinstance(error, RuntimeError) and _WAITED.search(text):
         _explain_waiting(error, trainer)
+        if stall is not None and (told := stall()) is not None:
+            add_note(error, told)
     elif is_out_of_memory(error):
         _explain_memory(error, trainer, folder)
         let_go(error)
     elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text):
-        batch = None if trainer.active_metrics is None else trainer.active_metrics.batch
+        batch = _batch_of(trainer)
         if batch is not None:  # there was one: an optimizer may have refused its parameters, for example
             add_note(error, f"It was raised by {_where(trainer)}: {describe_batch(batch)}.")
     return None
@@ -154,16 +160,12 @@ def describe_batch(batch: Any) -> str:
 
 def _explain_memory(error: BaseException, trainer: Any, folder: Folder | None) -> None:
     """Note when memory ran out, what was alive, and what to do. As far as can be told: nothing is raised."""
-    metrics, device = trainer.active_metrics, trainer.engine.device
-    batch = None if metrics is None else metrics.batch
+    device, batch, usage = trainer.engine.device, _batch_of(trainer), None
     size = (None if batch is None else batch_size(batch)) or None
-    usage = None
     with suppress(Exception):
-        usage = memory.measure(
-            device, trainer.lightning_module, trainer.engine.optimizers, [] if batch is None else tensors_in(batch)
-        )
+        usage = _usage(trainer, batch)
         error.__dict__["memory"] = usage
-    moment = _moment(error)
+    moment = _moment(frame for frame, _ in traceback.walk_tb(error.__traceback__))
     where = "before the first batch" if moment == _SET_UP else f"at {_where(trainer)}"
     samples = "" if size is None else f", which has {size} sample{'s' * (size != 1)}"
     during = f", in {moment}" if moment else ""
@@ -177,6 +179,27 @@ def _explain_memory(error: BaseException, trainer: Any, folder: Folder | None) -
     if advice := _advice(trainer, usage, size):
         lines.append(advice)
     add_note(error, "\n".join(lines))
+
+
+def memory_now(trainer: Any, folder: Folder) -> str:
+    """What is in memory at this moment, by kind; on CUDA torch's snapshot is left in ``folder()`` as well."""
+    usage, device = _usage(trainer, _batch_of(trainer)), trainer.engine.device
+    step = trainer.global_step
+    lines = [
+        f"Memory at step {step}, {_where(trainer)}, on {device}{_peak(usage)}.",
+        _alive(usage, device.type == "cpu"),
+    ]
+    return "\n".join(lines + _leave_snapshot(trainer, folder, f"memory_snapshot_step_{step}"))
+
+
+def _batch_of(trainer: Any) -> Any:
+    """The batch that runs; None for none."""
+    return None if trainer.active_metrics is None else trainer.active_metrics.batch
+
+
+def _usage(trainer: Any, batch: Any) -> Usage:
+    tensors = [] if batch is None else tensors_in(batch)
+    return memory.measure(trainer.engine.device, trainer.lightning_module, trainer.engine.optimizers, tensors)
 
 
 _SET_UP = "the set-up"
@@ -201,10 +224,10 @@ _ONLY_IN: dict[str, str | tuple[str, ...]] = {
 """The modules in which a name means that; others mean it everywhere."""
 
 
-def _moment(error: BaseException) -> str:
-    """What ran, by the innermost line of the traceback that tells; "" where none does."""
+def _moment(frames: Iterable[FrameType]) -> str:
+    """What runs, by the innermost frame that tells; "" where none does. The outermost comes first."""
     found = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+    for frame in frames:
         name, module = frame.f_code.co_name, str(frame.f_globals.get("__name__"))
         if module.startswith(_ONLY_IN.get(name, "")):
             found = _MOMENTS.get(name, found)
@@ -239,12 +262,12 @@ def _peak(usage: Usage | None) -> str:
     return f" (at its peak {what} took {readable(usage.peak)}, of {readable(usage.total)})"
 
 
-def _leave_snapshot(trainer: Any, folder: Folder) -> list[str]:
+def _leave_snapshot(trainer: Any, folder: Folder, name: str = "memory_snapshot") -> list[str]:
     """A line about torch's snapshot of the memory, where there is one."""
-    name = f"memory_snapshot_rank_{trainer.global_rank}.pickle" if trainer.world_size > 1 else "memory_snapshot.pickle"
+    rank = f"_rank_{trainer.global_rank}" if trainer.world_size > 1 else ""
     try:
         place = folder()
-        if place is not None and memory.write_snapshot(trainer.engine.device, file := place / name):
+        if place is not None and memory.write_snapshot(trainer.engine.device, file := place / f"{name}{rank}.pickle"):
             return [f"Which blocks there were is in {file}: open it at https://pytorch.org/memory_viz."]
     except Exception as problem:  # what the user has to see is that memory has run out
         return [f"A snapshot of the memory could not be written: {problem}."]
@@ -283,11 +306,28 @@ def _advice(trainer: Any, usage: Usage | None, size: int | None) -> str:
 # --- where a run is -------------------------------------------------------------------------------------------
 
 
-def _where(trainer: Any) -> str:
+def whereabouts(frames: list[FrameType], trainer: Any) -> str:
+    """What a process does, such as ``in the forward pass, in net.blocks.7 (Block), at step 20, batch_idx 17 of ...``.
+
+    Args:
+        frames: of its main thread, outermost first.
+        trainer: whose run it is.
+    """
+    module = trainer.lightning_module
+    names = {} if module is None else {id(one): name for name, one in module.named_modules()}
+    inside = [
+        own for frame in frames if isinstance(own := frame.f_locals.get("self"), nn.Module) and names.get(id(own))
+    ]
+    told = [f"in {moment}"] if (moment := _moment(frames)) else []
+    told += [f"in {names[id(own)]} ({type(own).__name__})" for own in inside[-1:]]
+    return ", ".join([*told, f"at step {trainer.global_step}, {_where(trainer, tells_rank=False)}"])
+
+
+def _where(trainer: Any, *, tells_rank: bool = True) -> str:
     """``batch_idx 17 of epoch 2 (train_dataloader)``."""
     epoch = f" of epoch {trainer.current_epoch}" if trainer.state.fn == "fit" else ""
     check = ", in the sanity check" if trainer.sanity_checking else ""
-    rank = f", on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+    rank = f", on rank {trainer.global_rank}" if tells_rank and trainer.world_size > 1 else ""
     return f"batch_idx {_batch_idx(trainer)}{epoch} ({_prefix(trainer)}_dataloader{check}{rank})"
 
 

@@ -109,6 +109,13 @@ class NonFiniteError(TrainerError):
         self.report = report
 
 
+class LossSpikeError(TrainerError):
+    """The loss has jumped more often than a run may go back to a checkpoint for it.
+
+    Raised by ``trainer.callbacks.RollBackOnLossSpike``. The checkpoints from before are good ones.
+    """
+
+
 class DataLoaderError(TrainerError, RuntimeError):
     """A worker process of a dataloader has died, or does not answer. What torch said is the ``__cause__``.
 

@@ -31,6 +31,8 @@ from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
 from trainer.compat.signals import Signals
 from trainer.data.prefetching import Prefetching
+from trainer.engine.processes import say
+from trainer.engine.stalls import StallWatch
 from trainer.errors import ConfigurationError
 from trainer.preparation import Preparation
 from trainer.record.measures import why_nothing_was_learned
@@ -60,6 +62,7 @@ class Run:
         session: what has to be undone when the run ends: locks, methods that are replaced, contexts.
         preparation: has given the loops what belongs to the run. None until the strategy is set up.
         process_state: what the checkpoint has of this process; None without one, and once it is restored.
+        stalls: looks whether the processes wait for one of them; None where there is only one.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Run:
         self.session = ExitStack()
         self.preparation: Preparation | None = None
         self.process_state: dict[str, Any] | None = None
+        self.stalls: StallWatch | None = None
 
     # --- in the process that calls fit, validate, test or predict ---------------------------------------------
 
@@ -99,7 +103,8 @@ class Run:
                 self._trainer.engine.kill()
             sys.exit(1)
         except BaseException as error:
-            named = diagnosis.explain(error, self._trainer, self._folder)
+            stall = None if self.stalls is None else self.stalls.found
+            named = diagnosis.explain(error, self._trainer, self._folder, stall)
             with self._signals.ending(error):
                 self._fail(named or error)
             if named is not None:
@@ -192,6 +197,7 @@ class Run:
         attach_log(module, trainer)
         self.session.callback(detach_log, module, trainer.callbacks)
         engine.setup_environment()
+        self.stalls = self._watch_for_stalls()
         if fitting and trainer.resume and not trainer.fast_dev_run:
             self._connector.find_newest(self.session)  # before a logger chooses its folder
         modules.set_up_profiler(trainer, module)
@@ -229,9 +235,31 @@ class Run:
             self.process_state = self._connector.restore_fit()
         self._connector.forget()
         self._signals.register_signal_handlers()
+        self._signals.call_on_demand(self._tell_memory)
         engine.barrier("run-stage")
         module.zero_grad()
         return preparation
+
+    def _watch_for_stalls(self) -> StallWatch | None:
+        trainer, engine = self._trainer, self._trainer.engine
+        if engine.world_size == 1 or not torch.distributed.is_initialized():
+            return None
+        loops = [one.progress for one in set(trainer.eval_loops.values())]
+        watch = StallWatch(
+            (engine.global_rank, engine.world_size),
+            engine.timeout,
+            lambda: (trainer.progress.batches_started, trainer.progress.batches, *(one.batches for one in loops)),
+            lambda frames: diagnosis.whereabouts(frames, trainer),
+            self._folder,
+        )
+        return self.session.enter_context(watch)
+
+    def _tell_memory(self) -> None:
+        """Say what is in the memory of this process. Called by a signal, between two lines of whatever runs."""
+        try:
+            say(diagnosis.memory_now(self._trainer, self._folder))
+        except Exception as error:  # not for whatever runs
+            say(f"What is in memory could not be told: {type(error).__name__}: {error}")
 
     def _default_max_epochs(self) -> int:
         limits = self._trainer.loop.limits

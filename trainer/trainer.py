@@ -38,7 +38,7 @@ from trainer.compat import (
 )
 from trainer.compat.averaging import training_weights
 from trainer.compat.base import TrainerBase, shown_as_lightnings
-from trainer.compat.checkpoints import CheckpointConnector
+from trainer.compat.checkpoints import CheckpointConnector, RolledBack
 from trainer.compat.data import DataSource
 from trainer.compat.environment import defaults_from_environment, log_devices, registered_names
 from trainer.compat.logging import LoggerConnector, no_log
@@ -382,6 +382,23 @@ class Trainer(TrainerBase):
                 resuming.note_places(self, checkpoint)
             checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
             self.engine.save(checkpoint, filepath, storage_options)
+
+    def roll_back(self, max_step: int) -> RolledBack | None:
+        """Put back the newest good checkpoint of this run that has at most ``max_step`` optimizer steps.
+
+        What follows is the run that goes on from there without the batches between: weights, optimizers, schedules,
+        loss scale, random states and the states of callbacks are the checkpoint's, and the data goes on where it is.
+        ModelCheckpoints and Timers keep their states. To be called by all processes, at a batch that closes an
+        accumulation window, in ``on_train_batch_end`` of a callback that is a Lightning ``Checkpoint``: these come
+        last. :class:`~trainer.callbacks.RollBackOnLossSpike` does it by itself.
+
+        Args:
+            max_step: as ``global_step`` counts them.
+
+        Returns:
+            Which it is; None where there is none in the ModelCheckpoints' folders, and nothing has changed.
+        """
+        return self._checkpoint_connector.roll_back(max_step)
 
     def reload_dataloaders(self, train: bool = True, val: bool = False) -> None:
         """Make dataloaders again, by the same methods: for a curriculum, or after a change of the datamodule.

@@ -19,9 +19,11 @@ from trainer.callbacks import (
     GradientCheck,
     GradientClipping,
     HalveOnOutOfMemory,
+    InferenceSpeed,
     LayerNorms,
     NonFiniteGuard,
     OverflowReport,
+    RollBackOnLossSpike,
     ScaleMonitor,
 )
 from trainer.compat import deepspeed
@@ -176,8 +178,10 @@ def test_precisions_that_deepspeed_has_not_are_refused(precision: Any) -> None:
         (Compile(), {}),
         (GradientCheck(), {}),
         (HalveOnOutOfMemory(), {}),
+        (InferenceSpeed(), {}),
         (LayerNorms(), {}),
         (OverflowReport(), {}),
+        (RollBackOnLossSpike(), {}),
         (NonFiniteGuard("stop"), {}),
         (GradientClipping(clip_value=1.0), {}),
         (GradientClipping(1.0, norm_type=float("inf")), {}),

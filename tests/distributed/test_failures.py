@@ -22,7 +22,8 @@ def run(python: WarmPython, *arguments: str, children: bool = False) -> tuple[in
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     with python.start(
         str(Path(__file__).with_name("failing_worker.py")), *arguments, env=environment | {"OMP_NUM_THREADS": "1"},
-        children=children, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,  # which ends with the last process
+        children=children, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,  # which ends with the last process
     ) as process:  # fmt: skip
         said, _ = process.communicate(timeout=TIMEOUT)
     return process.returncode, said

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.optuna_pruning import OptunaPruning
     from trainer.callbacks.overflow_report import OverflowReport
     from trainer.callbacks.progress_bar import ProgressBar
+    from trainer.callbacks.roll_back_on_loss_spike import RollBackOnLossSpike
     from trainer.callbacks.run_summary import RunSummary
     from trainer.callbacks.scale_monitor import ScaleMonitor
     from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
@@ -50,6 +51,7 @@ __all__ = [
     "OptunaPruning",
     "OverflowReport",
     "ProgressBar",
+    "RollBackOnLossSpike",
     "RunSummary",
     "ScaleMonitor",
     "ScalerCheckpoint",
@@ -76,6 +78,7 @@ _HOMES = {
     "OptunaPruning": "trainer.callbacks.optuna_pruning",
     "OverflowReport": "trainer.callbacks.overflow_report",
     "ProgressBar": "trainer.callbacks.progress_bar",
+    "RollBackOnLossSpike": "trainer.callbacks.roll_back_on_loss_spike",
     "RunSummary": "trainer.callbacks.run_summary",
     "ScaleMonitor": "trainer.callbacks.scale_monitor",
     "ScalerCheckpoint": "trainer.callbacks.scaler_checkpoint",

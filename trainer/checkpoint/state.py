@@ -20,6 +20,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -38,6 +39,7 @@ from trainer.errors import (
     UnsafeCheckpointError,
 )
 from trainer.precision.fp32_modules import plain_name
+from trainer.state.metric_objects import MetricObjects
 
 FORMAT = 2
 """Version of what stands under ``amp_trainer``."""
@@ -140,6 +142,12 @@ def restore_module_and_callbacks(run: Any, checkpoint: dict[str, Any]) -> None:
     if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
         with run.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.load_state_dict"):
             datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+    restore_callbacks(run, checkpoint, run.callbacks)
+
+
+def restore_callbacks(run: Any, checkpoint: dict[str, Any], callbacks: Iterable[Any]) -> None:
+    """Put back the states of ``callbacks``, which are among the run's."""
+    callbacks = list(callbacks)
     states = checkpoint.get("callbacks")
     if states is None:
         return
@@ -150,10 +158,10 @@ def restore_module_and_callbacks(run: Any, checkpoint: dict[str, Any]) -> None:
             f" `Trainer` instantiation. Please add the following callbacks: {sorted(missing)}.",
             stacklevel=2,
         )
-    for callback in run.callbacks:
-        callback.on_load_checkpoint(run, module, checkpoint)
+    for callback in callbacks:
+        callback.on_load_checkpoint(run, run.lightning_module, checkpoint)
     states = {**states, **checkpoint.get("loops", {}).get(OUR_KEY, {}).get("callbacks", {})}
-    for callback in run.callbacks:
+    for callback in callbacks:
         if state := states.get(callback.state_key):
             callback.load_state_dict(deepcopy(state))
 
@@ -211,6 +219,45 @@ def restore_training(run: Any, checkpoint: dict[str, Any], progress_from: Callab
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
         if waits and run.progress.epoch % config.frequency == 0:
             run.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
+
+
+def roll_back(
+    run: Any, checkpoint: dict[str, Any], process: dict[str, Any], callbacks: Iterable[Any], from_: Callable[..., None]
+) -> None:
+    """Have the weights, and all that follows them, be those of an earlier checkpoint; the data goes on where it is.
+
+    The run is then the one that goes on from the checkpoint without the batches between. To be called by all processes
+    at the end of a batch that closes a window, behind the row for the loggers.
+
+    Args:
+        run: whose state; with its ``loop``.
+        checkpoint: from :func:`read`, of this run.
+        process: what it has of this process.
+        callbacks: whose states follow the weights.
+        from_: as for :func:`restore_training`.
+    """
+    loop, progress, module = run.loop, run.progress, run.lightning_module
+    loop.resolve_outcome()
+    before = replace(progress)
+    module.on_load_checkpoint(checkpoint)
+    run.engine.load_module_state(checkpoint, strict=module.strict_loading)
+    restore_callbacks(run, checkpoint, callbacks)
+    restore_training(run, checkpoint, from_)
+    is_same_epoch, closing = progress.epoch == before.epoch, progress.closing
+    epochs = progress.epoch + (progress.is_last_batch and progress.batches_this_epoch > 0)
+    progress.roll_back(before)
+    for epoch in range(epochs, before.epoch + before.is_last_batch):  # their ends have come between
+        loop.schedules.advance("epoch", epoch + 1)
+    loop.metrics.clear()
+    for metric in MetricObjects(module).by_name.values():
+        metric.reset()
+    process = {**process, "seen_batches": {}, "has_updated": process["has_updated"] and closing}  # those count batches
+    if not is_same_epoch:  # what was logged in an epoch that is over
+        logged = {one["metric"] for one in process["metrics"]["entries"]}
+        objects = {name: state for name, state in process["metric_objects"].items() if name not in logged}
+        process |= {"metrics": {**process["metrics"], "entries": []}, "metric_objects": objects}
+    run.process.load(process, stops=False)
+    progress.updates += not loop.window.is_last  # the checkpoint's window is open
 
 
 def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[str, Any]]:

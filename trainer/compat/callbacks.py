@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.arguments import refuse_other_package
+from trainer.callbacks.roll_back_on_loss_spike import RollBackOnLossSpike
 from trainer.compat.averaging import follows_outcomes
 from trainer.errors import ConfigurationError
 
@@ -40,8 +41,8 @@ def monitors(callback: Any) -> bool:
 
 
 def saves(callback: Any) -> bool:
-    """Whether a callback writes checkpoints, and so has to run last."""
-    return isinstance(callback, Checkpoint)
+    """Whether a callback writes checkpoints, or puts one back, and so has to run last."""
+    return isinstance(callback, (Checkpoint, RollBackOnLossSpike))
 
 
 def in_order(callbacks: Sequence[Any]) -> list[Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -18,11 +20,12 @@ from lightning.pytorch.utilities.model_registry import _is_registry, download_mo
 from lightning_utilities.core.imports import module_available
 
 from trainer import redaction
+from trainer.checkpoint import files
 from trainer.checkpoint import state as checkpoints
 from trainer.compat import averaging, cluster, elastic, hparams, loop_state, model_checkpoints, resuming
-from trainer.compat.checkpoint_io import local_path
+from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.compat.logging import ModuleScope
-from trainer.errors import ConfigurationError, ResumeError
+from trainer.errors import CheckpointError, ConfigurationError, ResumeError
 from trainer.record.checkpoints import find_weights
 from trainer.weights import load_into
 
@@ -36,6 +39,21 @@ def up_to_date(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     """``checkpoint`` as the installed Lightning would have written it, where an older one did; in place."""
     is_lightnings = isinstance(checkpoint, dict) and VERSION_KEY in checkpoint
     return _pl_migrate_checkpoint(checkpoint, path) if is_lightnings else checkpoint
+
+
+class RolledBack(NamedTuple):
+    """The checkpoint that a run has gone back to.
+
+    Attributes:
+        path: of it.
+        step: optimizer steps that it has.
+        epoch, batch_idx: of the first batch that it has not seen.
+    """
+
+    path: str
+    step: int
+    epoch: int
+    batch_idx: int
 
 
 class CheckpointConnector(_CheckpointConnector):
@@ -198,6 +216,34 @@ class CheckpointConnector(_CheckpointConnector):
         trainer.data.give_up_order()
         rank_zero_warn(f"{problem} The run goes on, but not exactly.")
         return _FAILED
+
+    def roll_back(self, max_step: int) -> RolledBack | None:
+        """See ``Trainer.roll_back``."""
+        trainer, to = self.trainer, model_checkpoints.on_first_rank(self.trainer, partial(self._newest_until, max_step))
+        if to is None:
+            return None
+        checkpoint = checkpoints.read(trainer.engine.load, to.path, None)
+        states = checkpoints.process_states_in(checkpoint, exact=True)
+        apart = (Checkpoint, Timer)  # these count what was written, and the time
+        callbacks = [one for one in trainer.callbacks if not isinstance(one, apart)]
+        state = states[trainer.global_rank]
+        checkpoints.roll_back(trainer, checkpoint, state, callbacks, loop_state.progress_from)
+        return to
+
+    def _newest_until(self, max_step: int) -> RolledBack | None:
+        """The newest good checkpoint in the folders of this run with at most so many optimizer steps."""
+        if (own := files_of(self.trainer.strategy)) is not None:
+            own.wait()
+        for path in files.in_order(model_checkpoints.folders_of(self.trainer)):
+            progress = resuming.loops_in(path).get(checkpoints.OUR_KEY, {}).get("progress")
+            if progress is None or progress["optimizer_steps"] > max_step:
+                continue
+            with suppress(CheckpointError):  # a damaged one, or one of weights alone
+                if files.verify(path):
+                    return RolledBack(
+                        str(path), progress["optimizer_steps"], progress["epoch"], progress["batch_idx"] + 1
+                    )
+        return None
 
     def forget(self) -> None:
         """After everything is restored: say so, and free the memory."""

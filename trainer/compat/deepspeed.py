@@ -36,6 +36,7 @@ from trainer.callbacks.inference_speed import InferenceSpeed
 from trainer.callbacks.layer_norms import LayerNorms
 from trainer.callbacks.nonfinite_guard import NonFiniteGuard
 from trainer.callbacks.overflow_report import OverflowReport
+from trainer.callbacks.roll_back_on_loss_spike import RollBackOnLossSpike
 from trainer.callbacks.scale_monitor import ScaleMonitor
 from trainer.checkpoint import zero as parts
 from trainer.checkpoint.sharded_files import read_manifest
@@ -655,8 +656,9 @@ _NEED_GRADIENTS = {
     Compile: "makes graphs of forward passes, which DeepSpeed's hooks break. Use strategy='fsdp'.",
     GradientCheck: "needs whole gradients. Check them on one device: strategy='auto', devices=1.",
     HalveOnOutOfMemory: "repeats a batch, which the other processes would wait for. Use smaller batches.",
-    InferenceSpeed: "compares precisions on whole weights of float32. Measure on one device: strategy='auto', devices=1.",
+    InferenceSpeed: "compares precisions on whole weights. Measure on one device: strategy='auto', devices=1.",
     LayerNorms: "needs the gradients of each layer, which DeepSpeed keeps to itself.",
     ModelPruning: "changes parameters that DeepSpeed keeps to itself: prune with strategy='ddp'.",
+    RollBackOnLossSpike: "loads a checkpoint in the middle of a run, for which DeepSpeed's parameters are not made.",
     OverflowReport: "runs the batches of a skipped step again, for gradients that DeepSpeed keeps to itself.",
 }

@@ -10,6 +10,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -42,6 +44,7 @@ from trainer.engine.initialisation import initialise
 from trainer.engine.processes import children, leave_group_at_exit
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.engine.sharding.wrap import put_back
+from trainer.engine.stalls import record_collectives
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
@@ -155,6 +158,11 @@ class LightningEngine:
         return 1 if self._ddp is None else self._ddp.world_size
 
     @property
+    def timeout(self) -> timedelta:
+        """How long a process waits for the others in a collective."""
+        return (self._ddp and self._ddp._timeout) or default_pg_timeout
+
+    @property
     def data_parallel_size(self) -> int:
         """How many processes have batches of their own: all of them."""
         return self.world_size
@@ -201,6 +209,8 @@ class LightningEngine:
 
     def setup_environment(self) -> None:
         """Select the device and join the process group."""
+        if self.world_size > 1 and self.device.type == "cuda":
+            record_collectives()
         try:
             cluster.join_process_group(self.strategy)
             self.strategy.setup_environment()

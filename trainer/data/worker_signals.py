@@ -26,7 +26,7 @@ class Outliving:
 
     def __call__(self, worker: int) -> None:
         """The worker starts."""
-        for name in ("SIGINT", "SIGUSR1"):
+        for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
             if (number := getattr(signal, name, None)) is not None:
                 signal.signal(number, _do_nothing)  # SIG_IGN would be inherited by what the worker starts
         signal.signal(signal.SIGTERM, _do_nothing_once)

@@ -82,7 +82,7 @@ class ChildProcesses:
     def kill(self) -> None:
         """Kill those that still run."""
         for rank, process in self._alive().items():
-            _say(f"Rank {rank} (process {process.pid}) has not ended by itself, and is killed.")
+            say(f"Rank {rank} (process {process.pid}) has not ended by itself, and is killed.")
             process.kill()
 
     def _alive(self) -> dict[int, Popen[Any]]:
@@ -107,7 +107,7 @@ class ChildProcesses:
         for rank, process in failed.items():
             if rank not in self._reported:
                 self._reported.add(rank)
-                _say(f"Rank {rank} (process {process.pid}) {_how(process.returncode)}. The others end, too.")
+                say(f"Rank {rank} (process {process.pid}) {_how(process.returncode)}. The others end, too.")
         return bool(failed)
 
 
@@ -136,7 +136,7 @@ def deadline_after(error: BaseException, *, waited_for: bool) -> Iterator[None]:
 
 
 def _give_up(error: BaseException, code: int) -> None:
-    _say(
+    say(
         f"This process has not come to its end within {LAST_WORDS:.0f} s of its error: it may wait for others."
         f" The error was:\n{''.join(traceback.format_exception(error))}"
     )
@@ -190,7 +190,7 @@ def parent_watched() -> Iterator[None]:
 
 def _end_without(parent: int) -> None:
     rank = os.environ.get("LOCAL_RANK", "?")
-    _say(f"Rank 0 (process {parent}) has died in the middle of the run. Rank {rank} cannot go on without it, and ends.")
+    say(f"Rank 0 (process {parent}) has died in the middle of the run. Rank {rank} cannot go on without it, and ends.")
     time.sleep(GRACE)
     _exit(1)
 
@@ -206,7 +206,8 @@ def _how(code: int) -> str:
     return f"was killed by {name}"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Write a message of ours to standard error at once, also where the interpreter is about to end."""
     with contextlib.suppress(OSError):
         os.write(2, f"\ntrainer: {text}\n".encode())
 

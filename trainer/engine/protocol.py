@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -96,6 +97,10 @@ class Engine(Protocol):
     @property
     def world_size(self) -> int:
         """The number of processes."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a process waits for the others in a collective."""
 
     @property
     def data_parallel_size(self) -> int:

@@ -313,6 +313,8 @@ class RunRecorder(Callback):
         for stage, metrics in state_dict["metrics"].items():
             for name, state in metrics.items():
                 self._metric(stage, name).load_state_dict(state)
+        for series in (self.seconds, self.memory):  # of a run that has gone back to the checkpoint
+            series.truncate(max(self.losses.steps, default=0))
 
     # --- how ----------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,10 @@ _AS_THEY_ARE = (
     "is_last_batch",
 )  # fmt: skip
 """Counters that a checkpoint keeps by their names."""
+_OF_STEPS = (
+    "optimizer_steps", "own_steps", "skipped_steps", "has_learned", "updates", "zero_grads", "schedule_steps",
+)  # fmt: skip
+"""What is counted of the weights; all else is about the data."""
 
 
 @dataclass
@@ -136,6 +140,19 @@ class FitProgress:
         self.epoch_start = replace(self.epoch_start, batches_started=self.batches_started - trained)
         self.batch_idx = self.batches_trained_this_epoch - 1
         self.in_batch, self.is_trained = False, True
+
+    def roll_back(self, before: FitProgress) -> None:
+        """Count the steps as in the checkpoint that was just loaded, while the data goes on where it was.
+
+        Args:
+            before: these counters before that, at the end of a batch that closes a window.
+        """
+        start, self.updates = before.epoch_start, self.updates + self.closing - 1  # which will be counted once more
+        for name in _OF_STEPS:
+            setattr(before, name, getattr(self, name))
+        vars(self).update(vars(before))
+        counts = {name: min(getattr(start, name), getattr(self, name)) for name in _OF_STEPS if hasattr(start, name)}
+        self.epoch_start = replace(start, **counts)
 
     def start_anew(self) -> None:
         """After an interrupted run: what was trained counts, and the epoch that was not starts from its beginning."""

@@ -1,0 +1,216 @@
+"""After a spike of the loss the run is the one that never saw the batches since the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from tests.support import (
+    Regression,
+    adamw,
+    loader_of,
+    loss_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    momentum,
+    native_fp16,
+    train_by_hand,
+)
+from trainer.callbacks import RollBackOnLossSpike
+from trainer.errors import ConfigurationError, LossSpikeError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The number of training batches")
+NUMBER, SPIKE = 24, 17
+STEPPED = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.9)
+SPIKES = {SPIKE: 50.0}
+TELLS = "The loss of step .* is .*, more than 5 times .*, the median of the last 4"
+
+
+def callbacks_of(folder: Path, every: int, **options: Any) -> list[Any]:
+    return [
+        RollBackOnLossSpike(**{"threshold": 5.0, "window": 4} | options),
+        ModelCheckpoint(folder / "checkpoints", every_n_train_steps=every, save_top_k=-1, filename="{step}"),
+    ]
+
+
+def fit(folder: Path, module: Any, batches: Any, callbacks: list[Any], path: Any = None, **arguments: Any) -> Any:
+    trainer = make_trainer(folder, callbacks=callbacks, **{"enable_checkpointing": True} | arguments)
+    trainer.fit(module, loader_of(batches) if isinstance(batches, list) else batches, ckpt_path=path)
+    return trainer
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("precision", "window", "optimizer"), [
+    ("32-true", 1, momentum), ("32-true", 3, adamw), ("16-mixed", 1, adamw), ("16-mixed", 3, momentum),
+])  # fmt: skip
+def test_the_run_is_to_the_bit_the_one_without_these_batches(
+    tmp_path: Path, precision: str, window: int, optimizer: Callable[..., Any]
+) -> None:
+    """Checkpoints every 3 steps: the spike is in the 18th, or with windows of 3 batches in the 6th."""
+    half = precision == "16-mixed"
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3, enabled=half)
+    given: Any = native_fp16(init_scale=256.0, growth_interval=3) if half else precision
+    batches = make_batches(NUMBER, gains=SPIKES)
+    module = Regression(make_net(), optimizer, STEPPED, interval="step")
+    callbacks = callbacks_of(tmp_path, 3)
+    with pytest.warns(UserWarning, match=TELLS):
+        trainer = fit(tmp_path, module, batches, callbacks, precision=given, accumulate_grad_batches=window)
+    first = {1: 15, 3: 9}[window]
+    (done,) = callbacks[0].rollbacks
+    assert (done["first"], done["last"]) == ([0, first], [0, SPIKE])
+    assert (done["step"], done["to_step"]) == (SPIKE // window, first // window)
+    left = batches[:first] + batches[SPIKE + 1 :]
+    oracle = train_by_hand(
+        net := make_net(), left, precision=precision, optimizer=optimizer, scaler=scaler, window=window,
+        schedule=STEPPED,
+    )  # fmt: skip
+    assert_equal(module.net, net)
+    assert trainer.global_step == len(left) // window
+    assert trainer.optimizers[0].param_groups[0]["lr"] == oracle.rates[-1]
+    assert trainer.scaler.get_scale() == (scaler.get_scale() if half else 1.0)
+    assert trainer.progress.updates == len(left) // window
+    assert trainer.progress.batches_started == NUMBER
+
+
+class Noisy(Regression):
+    """Draws random numbers, has a buffer that follows the data, and logs."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)
+        super().__init__(nn.Sequential(*layers), momentum)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = loss_of(self.net, batch)
+        self.log("loss", loss, on_epoch=True, batch_size=4)
+        return loss
+
+
+def noisy(folder: Path, batches: Any, *more: Any, path: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(1)
+    average = EMAWeightAveraging(decay=0.7)
+    trainer = fit(folder, module := Noisy(), batches, [*more, average, *callbacks_of(folder, 3, **options)], path)
+    return trainer, module, average
+
+
+def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    batches = make_batches(NUMBER, gains=SPIKES)
+    with pytest.warns(UserWarning, match=TELLS):
+        trainer, module, average = noisy(tmp_path, batches)
+    other, without, its = noisy(tmp_path / "without", batches[:15] + batches[18:])
+    assert_equal(module, without)
+    assert_equal(average._average_model, its._average_model)
+    for a, b in zip(module.buffers(), without.buffers(), strict=True):
+        assert torch.equal(a, b)
+    assert trainer.callback_metrics["loss_epoch"] == other.callback_metrics["loss_epoch"]
+
+
+@pytest.mark.parametrize("step", [12, 18])
+def test_a_run_that_is_resumed_ends_in_the_same_way(tmp_path: Path, step: int) -> None:
+    """From before the spike, which comes again; and from after it."""
+    batches = make_batches(NUMBER, gains=SPIKES)
+    with pytest.warns(UserWarning, match=TELLS):
+        _, whole, _ = noisy(tmp_path, batches)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer, module, _ = noisy(tmp_path, batches, path=tmp_path / "checkpoints" / f"step={step}.ckpt")
+    assert_equal(module, whole)
+    assert sum(re.search(TELLS, str(one.message)) is not None for one in told) == (step == 12)
+    assert trainer.global_step == 21
+    assert len(next(one for one in trainer.callbacks if isinstance(one, RollBackOnLossSpike)).rollbacks) == 1
+
+
+class PerEpoch(Regression):
+    """The loss of one batch of the second epoch is a spike; logged by name, and by a metric object."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = loss_of(self.net, batch) * (50.0 if (self.current_epoch, batch_idx) == (1, 2) else 1.0)
+        self.mean(loss)
+        self.log("object", self.mean, on_epoch=True, on_step=False)
+        self.log("loss", loss, on_epoch=True, on_step=False, batch_size=4)
+        return loss
+
+
+def test_epochs_that_have_ended_since_are_counted(tmp_path: Path) -> None:
+    schedule, batches = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), make_batches(6)
+    module = PerEpoch(make_net(), momentum, schedule, interval="epoch")
+    with pytest.warns(UserWarning, match="from batch_idx 5 of epoch 0 to batch_idx 2 of epoch 1"):
+        trainer = fit(tmp_path, module, batches, callbacks_of(tmp_path, 5), max_epochs=2)
+    net = make_net()
+    optimizer, losses = momentum(net.parameters()), []
+    for index in (0, 1, 2, 3, 4, 9, 10, 11):
+        if index == 9:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.zero_grad()
+        loss = loss_of(net, batches[index % 6])
+        losses.append(loss.detach())
+        loss.backward()
+        optimizer.step()
+    assert_equal(module.net, net)
+    assert trainer.global_step == 8
+    for name in ("loss", "object"):
+        assert torch.allclose(trainer.callback_metrics[name], torch.stack(losses[-3:]).mean())
+    assert trainer.current_epoch == 2
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**2
+
+
+def test_it_goes_back_as_often_as_it_may_and_as_far_as_it_is_told(tmp_path: Path) -> None:
+    batches = make_batches(NUMBER, gains={10: 50.0, 16: 50.0})
+    callbacks = callbacks_of(tmp_path, 3, margin=3, max_rollbacks=1)
+    with (
+        pytest.warns(UserWarning, match=TELLS),
+        pytest.raises(LossSpikeError, match=r"The loss of step 11 .* The run has gone back 1 times before"),
+    ):
+        fit(tmp_path, Regression(), batches, callbacks, logger=True)
+    assert [(one["step"], one["to_step"]) for one in callbacks[0].rollbacks] == [(10, 6)]
+    record = json.loads(next(tmp_path.rglob("run.json")).read_text())
+    assert record["rollbacks"] == json.loads(json.dumps(callbacks[0].rollbacks))
+    assert record["rollbacks"][0]["checkpoint"].endswith("step=6.ckpt")
+
+
+def test_without_a_checkpoint_from_before_it_goes_on(tmp_path: Path) -> None:
+    module, batches = Regression(), make_batches(8, gains={6: 50.0})
+    with pytest.warns(UserWarning, match=TELLS + ". There is no checkpoint from before, so"):
+        fit(tmp_path, module, batches, callbacks_of(tmp_path, 100))
+    train_by_hand(net := make_net(), batches)
+    assert_equal(module.net, net)
+
+
+def test_on_a_gpu_the_loss_is_looked_at_an_update_later(cuda: Any, tmp_path: Path) -> None:
+    callbacks = callbacks_of(tmp_path, 3)
+    with pytest.warns(UserWarning, match=TELLS):
+        trainer = fit(tmp_path, Regression(), make_batches(NUMBER, gains=SPIKES), callbacks, accelerator="gpu")
+    (done,) = callbacks[0].rollbacks
+    assert (done["step"], done["to_step"], done["last"]) == (SPIKE, 15, [0, SPIKE + 1])
+    assert trainer.global_step == NUMBER - 4
+
+
+@pytest.mark.parametrize("options", [{"threshold": 1.0}, {"window": 0}, {"margin": -1}, {"max_rollbacks": -1}])
+def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"Got .*{next(iter(options))}="):
+        RollBackOnLossSpike(**options)
+
+
+def test_there_has_to_be_something_to_go_back_to(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="without a ModelCheckpoint"):
+        fit(tmp_path, Regression(), make_batches(2), [RollBackOnLossSpike()], enable_checkpointing=False)

@@ -1,0 +1,70 @@
+"""What goes wrong on several processes: one does not come to where the others wait; the loss of one jumps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.ranks import Ranks
+from tests.support import needs_fsdp2
+from tests.warm_python import WarmPython
+from trainer.engine.stalls import Place, missing_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+
+
+@pytest.fixture(scope="module")
+def ranks(python: WarmPython) -> Iterator[Ranks]:
+    with Ranks(python, 2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+def test_all_go_back_when_the_loss_of_one_jumps_and_are_as_if_the_batches_had_not_been(
+    ranks: Ranks, tmp_path: Path, engine: str
+) -> None:
+    """Under DDP in 16-mixed, with its scaler; under FSDP from a sharded checkpoint."""
+    found = ranks.call("tests.distributed.trouble_worker:spike", tmp_path, engine, None)
+    oracle = ranks.call("tests.distributed.trouble_worker:spike", tmp_path, engine, (8, 12))
+    for (done, weights, step), (nothing, without, steps) in zip(found, oracle, strict=True):
+        assert [(one["step"], one["to_step"], one["first"], one["last"]) for one in done] == [(11, 8, [0, 8], [0, 11])]
+        assert nothing == []
+        assert step == steps == 12
+        for mine, other in zip(weights, without, strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_the_process_that_does_not_come_is_named_with_the_layer_that_it_is_in(ranks: Ranks, tmp_path: Path) -> None:
+    (said, weight), (nothing, same) = ranks.call("tests.distributed.trouble_worker:stall", tmp_path, 1, 3.0, 3.0)
+    assert nothing == []
+    (text,) = said
+    first, late, *stack, other, file = text.splitlines()
+    assert first == "The run has not moved for 1 s."
+    assert late.startswith("Rank 1 (process ")
+    assert "has not come to where the others wait. It is in the forward pass, in net.1 (Stuck), at step 2, " in late
+    assert "batch_idx 2 of epoch 0 (train_dataloader), since 1 s; the last collective" in late
+    assert stack[-1] == "    time.sleep(self.seconds)"
+    assert other.startswith("Rank 0: it is in ")
+    assert ", waiting in " in other or "the backward pass" in other
+    assert file == f"The stacks of all are in {tmp_path / 'stall.txt'}."
+    stacks = (tmp_path / "stall.txt").read_text()
+    assert stacks.count("training_step") >= 1
+    assert "Rank 0:\n" in stacks
+    assert "Rank 1:\n" in stacks
+    assert weight == same
+
+
+def place(rank: int, **begun: int) -> Place:
+    return Place(rank, "node", rank, 600.0, "", "", {group: (number, "") for group, number in begun.items()}, [])
+
+
+def test_of_those_that_lag_behind_it_is_the_one_that_waits_for_nobody() -> None:
+    # 3 does not come to 2, with which it shares shards; 2 therefore not to 0, with which it shares copies
+    assert missing_ranks([place(0, copies=6), place(1), place(2, shards=11, copies=5), place(3, shards=10)]) == [3]
+    assert missing_ranks([place(rank, world=121 - (rank == 700)) for rank in range(1024)]) == [700]
+    assert missing_ranks([place(rank, world=121) for rank in range(8)]) == []
+    # each has begun what the other has not: two orders
+    assert missing_ranks([place(0, one=2, other=1), place(1, one=1, other=2)]) == [0, 1]

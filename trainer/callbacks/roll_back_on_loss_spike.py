@@ -1,0 +1,185 @@
+"""Go back to the last checkpoint when the loss jumps, and leave the batches out that came since."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from trainer.errors import ConfigurationError, LossSpikeError
+from trainer.precision.readback import Readback
+
+
+class RollBackOnLossSpike(Callback):
+    """When the loss of an update is a spike, goes back to the last checkpoint and skips the batches since then.
+
+    A spike is a loss of more than ``threshold`` times the median of the last ``window`` updates' losses, or one that is
+    not finite, unless the step is skipped for that (:class:`~trainer.callbacks.NonFiniteGuard`, a loss scaler). The
+    loss of an update is the mean of what it learns from: over its accumulation window and all processes.
+
+    Weights, optimizers, schedules, the loss scale, random states and other callbacks are then those of the newest good
+    checkpoint of this run's ModelCheckpoints from before the spike, and the run goes on with the next batch: to the
+    bit as a run that goes on from that checkpoint without those batches. ``trainer.global_step`` is that of the
+    checkpoint; epochs and batches are counted on. PaLM was trained so, by hand (https://arxiv.org/abs/2204.02311,
+    section 5.1: some 100 steps back, and 200 to 500 batches left out).
+
+    Loggers keep the rows of the steps that were undone, and get others of the same steps. A schedule that watches a
+    metric does not see the validations between. Where a sample draws random numbers in the process that trains
+    (``num_workers=0``), those that follow draw from the checkpoint's random state.
+
+    Costs an addition for each batch, a median of ``window`` numbers for each update, and on several processes an
+    exchange of one number. On a GPU a loss is looked at an update later, and nothing waits for it.
+
+    Args:
+        threshold: how many times the median; losses have to be positive.
+        window: updates. Until there are as many, nothing is a spike.
+        margin: optimizer steps that lie between the checkpoint and the spike, at least: a spike may begin before it
+            shows. Without ``save_top_k=-1`` there may be no checkpoint as old.
+        max_rollbacks: how often a run may go back; None for any number.
+
+    Attributes:
+        rollbacks: what was done, for each time; also in ``run.json`` and in checkpoints. ``step``, ``loss`` and
+            ``median`` of the spike; the ``checkpoint`` and its step, ``to_step``; and the first and the last batch that
+            were left out, each as an epoch and an index in it.
+
+    Raises:
+        ConfigurationError: a number out of range; when a fit starts, a Trainer without a ModelCheckpoint, or manual
+            optimization.
+        LossSpikeError: there is one spike more than ``max_rollbacks``.
+    """
+
+    def __init__(
+        self, threshold: float = 2.0, window: int = 100, margin: int = 0, max_rollbacks: int | None = 3
+    ) -> None:
+        if not threshold > 1:
+            raise ConfigurationError(f"Got threshold={threshold!r}, expected more than 1: how many times the median.")
+        if window < 1 or margin < 0 or (max_rollbacks is not None and max_rollbacks < 0):
+            raise ConfigurationError(
+                f"Got window={window!r}, margin={margin!r} and max_rollbacks={max_rollbacks!r}, expected at least 1"
+                " update, 0 steps and 0 rollbacks, or None for any number of these."
+            )
+        self.threshold, self.window = threshold, window
+        self.margin, self.max_rollbacks = margin, max_rollbacks
+        self.rollbacks: list[dict[str, Any]] = []
+        self._losses: deque[float] = deque(maxlen=window)
+        self._sum: Tensor | None = None  # of the open window
+        self._step = 0  # before it
+        self._readback = Readback("cpu")
+        self._last: tuple[int, float | None] | None = None  # not looked at yet: its step, and the loss if it was read
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy belongs to no run
+        return {**vars(self), "_sum": None, "_last": None, "_readback": Readback("cpu")}
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Refuse fits in which nothing can be rolled back."""
+        if not pl_module.automatic_optimization:
+            raise ConfigurationError(
+                "Got RollBackOnLossSpike and a module that optimizes by hand, expected automatic optimization: nobody"
+                " else knows which loss an update is made of."
+            )
+        if not any(isinstance(one, ModelCheckpoint) for one in trainer.checkpoint_callbacks):
+            raise ConfigurationError(
+                "Got RollBackOnLossSpike without a ModelCheckpoint: there is nothing to go back to. Expected one, such"
+                " as ModelCheckpoint(every_n_train_steps=500, save_top_k=-1)."
+            )
+        self._readback, self._step = Readback(trainer.engine.device.type), trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Add the batch's share of the loss; at the end of an update look at the loss, and perhaps go back."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if loss is not None:
+            self._sum = loss.detach().float().clone() if self._sum is None else self._sum + loss.detach()
+        if trainer.loop.window.is_open:
+            return
+        total, self._sum, step, self._step = self._sum, None, self._step, trainer.global_step
+        before = self._take()  # on a GPU, the update before
+        engine = trainer.engine
+        numbers: list[Any] = [] if total is None else [total]
+        if engine.data_parallel_size > 1:
+            numbers = engine.begin_sum(0.0 if total is None else total, float(total is not None))()
+        if numbers:
+            self._readback.start([torch.as_tensor(number) for number in numbers])
+            self._last = step, None
+            before = self._take() if self._readback.arrives_at_once else before
+        if before is not None:
+            self._judge(trainer, batch_idx, *before)
+
+    def _take(self) -> tuple[int, float] | None:
+        """The update that was not looked at yet: its step, and its loss; None where there is none, or no loss."""
+        if self._last is None:
+            return None
+        (step, loss), self._last = self._last, None
+        if loss is None:
+            total, *count = self._readback.wait()
+            if count == [0.0]:
+                return None
+            loss = total / count[0] if count else total
+        return step, loss
+
+    def _judge(self, trainer: Any, batch_idx: int, step: int, loss: float) -> None:
+        """Note the loss of the update that began at ``step``; where it is a spike, go back."""
+        is_known, is_finite = len(self._losses) == self.window, math.isfinite(loss)
+        middle = median(self._losses) if is_known else math.inf
+        if not is_known or (loss <= self.threshold * middle if is_finite else trainer.scaler.skips_steps):
+            if is_finite:
+                self._losses.append(loss)
+            return
+        spike = (
+            f"The loss of step {step} is {loss:.5g}, more than {self.threshold:g} times {middle:.5g}, the median of the"
+            f" last {self.window}."
+        )
+        if len(self.rollbacks) == self.max_rollbacks:
+            raise LossSpikeError(
+                f"{spike} The run has gone back {self.max_rollbacks} times before, as often as it may:"
+                " RollBackOnLossSpike(max_rollbacks=...). Try a lower learning rate, gradient clipping, or an older"
+                " checkpoint to go back to (margin=...)."
+            )
+        done, epoch = self.rollbacks, trainer.current_epoch
+        to = trainer.roll_back(step - self.margin)
+        if to is None:
+            self._losses.append(loss)
+            at_least = f", {self.margin} steps before it" if self.margin else ""
+            rank_zero_warn(f"{spike} There is no checkpoint from before{at_least}, so the run goes on.")
+            return
+        self._step = trainer.global_step
+        self.rollbacks = [
+            *done,
+            {
+                "step": step, "loss": loss, "median": middle, "to_step": to.step, "checkpoint": to.path,
+                "first": [to.epoch, to.batch_idx], "last": [epoch, batch_idx],
+            },
+        ]  # fmt: skip
+        rank_zero_warn(
+            f"{spike} The run has gone back to step {to.step} ({to.path}), and leaves out the batches from batch_idx"
+            f" {to.batch_idx} of epoch {to.epoch} to batch_idx {batch_idx} of epoch {epoch}. That was time"
+            f" {len(self.rollbacks)} of {self.max_rollbacks or 'any number'}."
+        )
+
+    def run_facts(self) -> dict[str, Any]:
+        """For the run's record."""
+        return {"rollbacks": self.rollbacks} if self.rollbacks else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses of the window, what was not looked at yet, and what was done. May wait for a GPU."""
+        if (last := self._take()) is not None:
+            self._last = last
+        total = None if self._sum is None else float(self._sum)
+        return {"losses": list(self._losses), "last": last, "sum": total, "rollbacks": self.rollbacks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from these."""
+        self._losses = deque(state_dict["losses"], maxlen=self.window)
+        last, total = state_dict["last"], state_dict["sum"]
+        self._last = None if last is None else (int(last[0]), float(last[1]))
+        self._sum = None if total is None else torch.tensor(total)
+        self.rollbacks = list(state_dict["rollbacks"])

@@ -1,0 +1,283 @@
+"""Say which of several processes the others wait for, while they wait: what it does, and since when.
+
+Who waits in a collective for a process that does not come waits until the collective's timeout, half an hour, and what
+is raised then names nobody. Here a thread of each process looks now and then whether the run goes on. Where it has not
+for a third of that time, each process tells the others, by the store through which they have found each other, where
+it is: its batch, its line, and which collectives it has begun, by torch's flight recorder. One of them puts it
+together. While a run goes on, nobody is asked anything, and a step does nothing for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as distributed
+
+from trainer.engine.processes import say
+from trainer.files import write_text
+
+_KEY = "amp_trainer/stall"
+_LOOKS = 20
+"""In the time after which nothing has moved for too long."""
+_LINES = 4
+"""Of the stack of a process that is waited for, in the message; a file has all."""
+_TORCHS = os.path.join("torch", "nn", "modules")
+_INTERNAL = ("torch.distributed", "trainer.engine.agreement")
+"""Where one waits for other processes."""
+
+
+class Place(NamedTuple):
+    """Where a process is.
+
+    Attributes:
+        rank, host, pid: which one.
+        seconds: since when it has not moved.
+        doing: such as ``in the forward pass, in net.blocks.7 (Block), at step 120, batch_idx 20 of epoch 1``.
+        waits_in: the function in which it waits for others; "" for none.
+        begun: by the name of a process group the number of the last collective that it has begun there, and which.
+        stack: its lines, the innermost last.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    seconds: float
+    doing: str
+    waits_in: str
+    begun: dict[str, tuple[int, str]]
+    stack: list[str]
+
+
+class StallWatch:
+    """Looks whether a run goes on, in a thread; a context manager.
+
+    Args:
+        process: this process's rank, and the number of all.
+        timeout: of collectives. Nothing has to have moved for a third of it.
+        counters: returns what changes as long as the run goes on. Called in the thread.
+        describe: says what the main thread does, from its frames, outermost first.
+        folder: where the file with all stacks goes; None for no file.
+    """
+
+    def __init__(
+        self,
+        process: tuple[int, int],
+        timeout: timedelta,
+        counters: Callable[[], Any],
+        describe: Callable[[list[FrameType]], str],
+        folder: Callable[[], Path | None],
+    ) -> None:
+        self._rank, self._processes = process
+        self._patience = timeout.total_seconds() / 3
+        self._counters, self._describe, self._folder = counters, describe, folder
+        self._watched = threading.get_ident()
+        self._ends = threading.Event()
+        self._store: Any = None
+        self._collects = False
+
+    def __enter__(self) -> StallWatch:
+        threading.Thread(target=self._look, daemon=True, name="stalls").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+
+    def found(self) -> str | None:
+        """What some process has said of the stall that this one is in, or was in last; None for nothing."""
+        with suppress(Exception):
+            if self._store is not None and self._store.check([f"{_KEY}/said"]):
+                said: str = self._store.get(f"{_KEY}/said").decode()
+                return said
+        return None
+
+    def _look(self) -> None:
+        interval, seen, since, has_told = self._patience / _LOOKS, self._counters(), time.monotonic(), False
+        while not self._ends.wait(interval):
+            if (now := self._counters()) != seen:
+                seen, since = now, time.monotonic()
+                if has_told:
+                    has_told = False
+                    with suppress(Exception):
+                        self._forget()
+            elif not has_told and (seconds := time.monotonic() - since) >= self._patience:
+                has_told = True
+                place = self._place(seconds)
+                try:
+                    self._tell(place, interval)
+                except Exception as problem:  # the store is in the memory of a process, which may have died
+                    say(f"{_told([place])}\nThe others could not be asked: {problem}")
+
+    # --- this process -----------------------------------------------------------------------------------------
+
+    def _place(self, seconds: float) -> Place:
+        frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[self._watched])][::-1]
+        summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
+        stack = [line.rstrip() for line in summary.format()]
+        doing = ""
+        with suppress(Exception):  # of objects that the main thread may be changing
+            doing = self._describe(frames)
+        host, pid = socket.gethostname(), os.getpid()
+        return Place(self._rank, host, pid, seconds, doing, _waits_in(frames), begun_collectives(), stack)
+
+    # --- all of them ------------------------------------------------------------------------------------------
+
+    def _tell(self, place: Place, interval: float) -> None:
+        """Tell the others; and everybody, what all have told, unless another process does that."""
+        if self._store is None:
+            store = distributed.distributed_c10d._get_default_store()
+            with suppress(Exception):  # a connection of its own: another may be waiting by that of the process
+                store = store.clone()
+            self._store = store
+        store, everyone = self._store, range(self._processes)
+        store.set(f"{_KEY}/{self._rank}", json.dumps(place))
+        if self._rank and self._ends.wait(2 * interval):  # the first process, if it can
+            return
+        self._collects = store.add(f"{_KEY}/collects", 1) == 1
+        if not self._collects:
+            return
+        deadline, missing = time.monotonic() + self._patience / 2, set(everyone)
+        while missing and time.monotonic() < deadline:
+            missing = {rank for rank in missing if not store.check([f"{_KEY}/{rank}"])}
+            if missing and self._ends.wait(interval):
+                return
+        came = [f"{_KEY}/{rank}" for rank in everyone if rank not in missing]
+        places = [_read(text) for text in store.multi_get(came)]
+        text = _told(places, sorted(missing))
+        with suppress(OSError):
+            if (folder := self._folder()) is not None:
+                write_text(file := folder / "stall.txt", f"{text}\n\n{_stacks(places)}\n")
+                text += f"\nThe stacks of all are in {file}."
+        store.set(f"{_KEY}/said", text)
+        say(text)
+
+    def _forget(self) -> None:
+        """It goes on."""
+        for key in [str(self._rank), *(["collects", "said"] if self._collects else [])]:
+            self._store.delete_key(f"{_KEY}/{key}")
+        self._collects = False
+
+
+def record_collectives() -> None:
+    """Have torch's flight recorder keep NCCL's last collectives, and write them to a file where one times out.
+
+    To be called before there is a process group. What the environment says goes first.
+    """
+    for name, value in (("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
+        os.environ.setdefault(name, value)
+
+
+def begun_collectives() -> dict[str, tuple[int, str]]:
+    """By the name of a process group, the number of the last collective that this process has begun there, and which.
+
+    By torch's flight recorder: it keeps the last 2,000 (``TORCH_NCCL_TRACE_BUFFER_SIZE``). Without it, numbers alone,
+    of the group of all processes.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        with suppress(Exception):
+            for one in json.loads(getattr(torch._C._distributed_c10d, name)())["entries"]:
+                group, number = str(one["process_group"][0]), int(one["collective_seq_id"])
+                if not one["is_p2p"] and number > found.get(group, (0, ""))[0]:
+                    found[group] = number, f"{one['profiling_name']} of {one['input_sizes']}, number {number}"
+    if not found:
+        with suppress(Exception):
+            group_of_all: Any = distributed.group.WORLD
+            number = group_of_all._get_sequence_number_for_group()
+            found["0"] = number, f"collective number {number}"
+    return found
+
+
+def missing_ranks(places: list[Place]) -> list[int]:
+    """Those which others wait for, and which wait for nobody themselves; all that lag behind if there are none."""
+    ahead: dict[str, int] = {}
+    for place in places:
+        for group, (number, _) in place.begun.items():
+            ahead[group] = max(number, ahead.get(group, 0))
+    late = {
+        group: {p.rank for p in places if group in p.begun and p.begun[group][0] < most}
+        for group, most in ahead.items()
+    }
+    lag = set[int]().union(*late.values())
+    waiting = {p.rank for p in places for group in p.begun if late[group] and p.rank not in late[group]}
+    return sorted(lag - waiting or lag)
+
+
+def _waits_in(frames: list[FrameType]) -> str:
+    """The function of torch.distributed that the main thread has called and not come back from; "" for none."""
+    found = ""
+    for frame in reversed(frames):
+        module = str(frame.f_globals.get("__name__"))
+        if not module.startswith(_INTERNAL):
+            break
+        if frame.f_code.co_name != "wrapper":
+            found = frame.f_code.co_name
+    return found
+
+
+def _told(places: list[Place], silent: Sequence[int] = ()) -> str:
+    late, by_rank = missing_ranks(places), {place.rank: place for place in places}
+    lines = [f"The run has not moved for {min(place.seconds for place in places):.0f} s."]
+    for rank in late:
+        one = by_rank[rank]
+        lines.append(
+            f"Rank {rank} (process {one.pid} on {one.host}) has not come to where the others wait. {_is(one)}:"
+        )
+        lines += [line for line in one.stack if _TORCHS not in line][-_LINES:]
+    if silent:
+        lines.append(
+            f"{_ranks(list(silent))} did not say anything: dead, stopped, in code that does not let Python run; or busy"
+            " with something of its own, such as a validation, while the others wait."
+        )
+    others: dict[str, list[int]] = {}
+    for place in places:
+        if place.rank not in late:
+            others.setdefault(_is(place), []).append(place.rank)
+    lines += [f"{_ranks(ranks)}: {what[0].lower()}{what[1:]}." for what, ranks in others.items()]
+    if len(places) > 1 and not late and not silent:
+        lines.append("None of them lacks a collective that another has begun.")
+    return "\n".join(lines)
+
+
+def _is(place: Place) -> str:
+    last = max(place.begun.values(), default=(0, ""))[1]
+    waits = f", waiting in {place.waits_in}" if place.waits_in else ""
+    return f"It is {place.doing or 'in code of its own'}{waits}, since {place.seconds:.0f} s" + (
+        f"; the last collective that it has begun is {last}" if last else ""
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``Rank 3``, ``Ranks 0-2, 4-7``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return f"Rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, part)) for part in parts)}"
+
+
+def _stacks(places: list[Place]) -> str:
+    """Each stack once, with the ranks that have it."""
+    found: dict[str, list[int]] = {}
+    for place in places:
+        found.setdefault("\n".join(place.stack), []).append(place.rank)
+    return "\n\n".join(f"{_ranks(ranks)}:\n{stack}" for stack, ranks in found.items())
+
+
+def _read(text: bytes) -> Place:
+    place = Place(*json.loads(text))
+    return place._replace(begun={group: (number, what) for group, (number, what) in place.begun.items()})
