@@ -82,7 +82,8 @@ class Trainer(TrainerBase):
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``; an epoch's last short window is
             averaged over what it holds.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``.
-        strategy: how several processes work together: ``"ddp"``, ``"fsdp"``, or an object such as ``FSDP2Strategy()``.
+        strategy: how several processes work together: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or an object such as
+            ``FSDP2Strategy()``.
         detect_anomaly: where the loss is scaled, overflows are none: ``AnomalyDetection`` looks into skipped steps.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler; None costs nothing.
         resume: not Lightning's. ``"auto"``: a ``fit`` without ``ckpt_path`` goes on from the newest good checkpoint in
