@@ -560,8 +560,8 @@ class ZeroGradients(Gradients):
         """Begin another window in the place of one that was open: its gradients cannot be given to DeepSpeed."""
         if state:
             warnings.warn(
-                "The checkpoint was written inside of an accumulation window. DeepSpeed keeps gradients to itself: those"
-                " of the window's first batches are lost, and the next batch begins another one.",
+                "The checkpoint was written inside of an accumulation window. DeepSpeed keeps gradients to itself:"
+                " those of the window's first batches are lost, and the next batch begins another one.",
                 stacklevel=2,
             )
             self._drop_window()
