@@ -67,8 +67,8 @@ class Pace:
         if uneven and not engine.evaluates_unevenly:
             raise ConfigurationError(
                 f"Got {uneven[0].fewest:.0f} to {uneven[0].most:.0f} batches of {stage} in a process. At stage 3 of"
-                " DeepSpeed's ZeRO each forward pass exchanges weights, so that all processes need as many. Divide the data"
-                " evenly."
+                " DeepSpeed's ZeRO each forward pass exchanges weights, so that all processes need as many. Divide"
+                " the data evenly."
             )
         if watches and uneven:
             for name, metric in objects.by_name.items():
