@@ -9,7 +9,6 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import ShardingStrategy
 
 from trainer.arguments import deepspeed_settings
-from trainer.compat.deepspeed import DeepSpeedEngine, DeepSpeedStrategy
 from trainer.compat.engine import LightningEngine
 from trainer.compat.fsdp import FSDP2Strategy, ParallelStrategy, ShardedEngine
 from trainer.errors import UnsupportedError
@@ -26,7 +25,9 @@ def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: An
     kind: type[LightningEngine] = LightningEngine
     if isinstance(given, FSDP2Strategy):
         kind = ShardedEngine
-    elif isinstance(given, DeepSpeedStrategy):
+    elif isinstance(given, LightningDeepSpeedStrategy):
+        from trainer.compat.deepspeed import DeepSpeedEngine
+
         kind = DeepSpeedEngine
     return kind(trainer, precision, plugins, **options)
 
@@ -37,10 +38,13 @@ def _ours(strategy: Any) -> Any:
         return FSDP2Strategy()
     if strategy == "fsdp_cpu_offload":
         return FSDP2Strategy(cpu_offload=True)
-    if (settings := deepspeed_settings(strategy)) is not None:
-        return DeepSpeedStrategy(**settings)
-    if isinstance(strategy, LightningDeepSpeedStrategy) and not isinstance(strategy, DeepSpeedStrategy):
-        return DeepSpeedStrategy.of(strategy)
+    settings = deepspeed_settings(strategy)
+    if settings is not None or isinstance(strategy, LightningDeepSpeedStrategy):
+        from trainer.compat.deepspeed import DeepSpeedStrategy
+
+        if settings is not None:
+            return DeepSpeedStrategy(**settings)
+        return strategy if isinstance(strategy, DeepSpeedStrategy) else DeepSpeedStrategy.of(strategy)
     if isinstance(strategy, FSDPStrategy):
         raise UnsupportedError(
             f"Got strategy={type(strategy).__name__}(...), which is FSDP's first version; expected its second. With its"
