@@ -209,10 +209,14 @@ def counts_of(mode: CommDebugMode) -> dict[str, int]:
     """By the names of collectives."""
     found: Counter[str] = Counter()
     for operation, number in mode.get_comm_counts().items():
-        name = str(operation).rpartition(".")[2]
-        kinds = {"gather": "all-gather", "scatter": "reduce-scatter", "reduce": "all-reduce"}
-        found[next((kind for part, kind in kinds.items() if part in name), name)] += number
+        found[kind_of(str(operation).rpartition(".")[2])] += number
     return {name: number for name, number in sorted(found.items()) if number}
+
+
+def kind_of(name: str) -> str:
+    """What a collective is called, by the name of torch's operation."""
+    kinds = {"gather": "all-gather", "scatter": "reduce-scatter", "reduce": "all-reduce"}
+    return next((kind for part, kind in kinds.items() if part in name), name)
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

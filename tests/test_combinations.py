@@ -299,6 +299,6 @@ def test_processes_agree_when_it_is_time_to_validate(tmp_path):
         asked.append(decision)
         return True
 
-    limits._agree = agree
+    limits.agree = agree
     assert limits.validation_is_due()
     assert asked == [False]

@@ -413,8 +413,15 @@ def test_which_errors_are_about_memory() -> None:
 
 @pytest.mark.parametrize("stage", [RunningStage.VALIDATING, RunningStage.TRAINING])
 @pytest.mark.parametrize("is_uneven", [True, False])
-def test_an_exchange_that_was_waited_for_in_vain(trainer: Any, stage: RunningStage, is_uneven: bool) -> None:
-    error = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation")
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation",
+        "Application timeout caused pair closure",
+    ],
+)
+def test_an_exchange_that_was_waited_for_in_vain(trainer: Any, stage: RunningStage, is_uneven: bool, said: str) -> None:
+    error = RuntimeError(said)
     trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, stage
     trainer.eval_loops[RunningStage.VALIDATING].pace = SimpleNamespace(is_uneven=is_uneven)
     assert explain(error, trainer, stall=lambda: "Rank 3 has not come.") is None

@@ -250,7 +250,9 @@ _TABLE = (
     Argument("accelerator", "auto", "the kind of device; auto: the best there is", (*ACCELERATORS, OBJECT)),
     Argument("strategy", "auto", "how several processes work together: auto, ddp, ...", (*STRATEGIES, OBJECT)),
     Argument("devices", "auto", "how many, or a list of their indices; -1 for all", (DEVICES, "auto")),
-    Argument("num_nodes", 1, "how many machines", (COUNT.at_least(1),)),
+    Argument(
+        "num_nodes", 1, "how many machines; auto: as many as torchrun or Slurm has started", (COUNT.at_least(1), "auto")
+    ),
     Argument("precision", None, "of the arithmetic: 32-true, 16-mixed, bf16-mixed, ..."),
     Argument("logger", None, "what records the logged values"),
     Argument("callbacks", None, "callbacks beside the default ones"),

@@ -55,8 +55,6 @@ class Run:
         trainer: the parts, and the settings.
         signals: ends a run when a signal comes.
         connector: chooses and restores checkpoints.
-        inference_mode: whether evaluation runs in ``torch.inference_mode``, where possible.
-        detect_anomaly: whether a fit runs in torch's anomaly mode, unless the loss is scaled.
 
     Attributes:
         session: what has to be undone when the run ends: locks, methods that are replaced, contexts.
@@ -65,20 +63,10 @@ class Run:
         stalls: looks whether the processes wait for one of them; None where there is only one.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerBase,
-        signals: Signals,
-        connector: CheckpointConnector,
-        *,
-        inference_mode: bool,
-        detect_anomaly: bool,
-    ) -> None:
+    def __init__(self, trainer: TrainerBase, signals: Signals, connector: CheckpointConnector) -> None:
         self._trainer = trainer
         self._signals = signals
         self._connector = connector
-        self._inference_mode = inference_mode
-        self._detect_anomaly = detect_anomaly
         self.session = ExitStack()
         self.preparation: Preparation | None = None
         self.process_state: dict[str, Any] | None = None
@@ -303,7 +291,7 @@ class Run:
         if not trainer.loop.limits.ends_fit():
             modules.warn_of_eval_mode(trainer.lightning_module)
         trainer.process.begin_fit()
-        if self._detect_anomaly and not trainer.scaler.is_enabled():  # if it is, AnomalyDetection does this
+        if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # if it is, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
         preparation.fit(
             validate=self._validate if trainer.enable_validation else None,
@@ -355,7 +343,7 @@ class Run:
     def _may_infer(self) -> bool:
         """Whether evaluation may run in ``torch.inference_mode``, whose tensors gloo cannot send."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return self._inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
+        return self._trainer.inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
 
     # --- the end ----------------------------------------------------------------------------------------------
 

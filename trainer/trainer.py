@@ -64,7 +64,7 @@ Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 _ATTRIBUTES = (
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval",
     "num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "enable_autolog_hparams", "resume", "exact_resume",
-    "dataloader_timeout", "pad_evaluation", "prefetch_batches", "barebones",
+    "dataloader_timeout", "pad_evaluation", "prefetch_batches", "barebones", "inference_mode", "detect_anomaly",
 )  # fmt: skip
 """The arguments that are attributes of the same name, as `arguments.parse_limits` returns them."""
 
@@ -119,7 +119,7 @@ class Trainer(TrainerBase):
         accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
         devices: list[int] | str | int = "auto",
-        num_nodes: int = 1,
+        num_nodes: int | str = 1,
         precision: str | int | Precision | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
         callbacks: list[Callback] | Callback | None = None,
@@ -196,7 +196,6 @@ class Trainer(TrainerBase):
         self.data = DataSource(self)
         self.process = ProcessState(self)
         self.loaded_weights: LoadedWeights | None = None
-        self._detect_anomaly = detect_anomaly
         self._gradient_clip_val = gradient_clip_val
         self._gradient_clip_algorithm = gradient_clip_algorithm
 
@@ -253,16 +252,10 @@ class Trainer(TrainerBase):
         self.validate_loop = EvalLoopView(self, RunningStage.VALIDATING, TrainerFn.VALIDATING)
         self.test_loop = EvalLoopView(self, RunningStage.TESTING, TrainerFn.TESTING)
         self.predict_loop = PredictLoopView(self, RunningStage.PREDICTING, TrainerFn.PREDICTING)
-        self._signal_connector = Signals(self, self.loop.limits, list(self.eval_loops.values()))
+        self._signal_connector = Signals(self)
         self._checkpoint_connector = CheckpointConnector(self)
         self._logger_connector = LoggerConnector(self)
-        self._runner = Run(
-            self,
-            self._signal_connector,
-            self._checkpoint_connector,
-            inference_mode=inference_mode,
-            detect_anomaly=detect_anomaly,
-        )
+        self._runner = Run(self, self._signal_connector, self._checkpoint_connector)
         self._announce()
 
     # --- what users call --------------------------------------------------------------------------------------
@@ -530,7 +523,7 @@ class Trainer(TrainerBase):
                 + ", ".join(f"`{name}`" for name in arguments.BAREBONES)
                 + ", `LightningModule.log(...)` and `LightningModule.log_dict(...)`, and the reports on overflows."
             )
-        if self._detect_anomaly:
+        if self.detect_anomaly:
             rank_zero_info(
                 "You have turned on `Trainer(detect_anomaly=True)`. This will significantly slow down compute speed and"
                 " is recommended only for model debugging."

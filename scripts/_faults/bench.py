@@ -234,22 +234,25 @@ class Bench:
 
         One torchrun for each node; two nodes have a process each.
         """
+        words = [f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", f"--rdzv-endpoint=localhost:{free_port()}"]
         arguments = options.pop("trainer", {}) | ({"devices": 1, "num_nodes": 2} if nodes == 2 else {})
-        given = {"who": who, "folder": str(folder), "ranks": 2, "trainer": arguments, **options}
+        words, options = [*words, f"--max-restarts={restarts}"], {**options, "trainer": arguments}
+        return [self.agent(who, folder, *words, environment=environment, **options) for _ in range(nodes)]
+
+    def agent(self, who: str, folder: Path, *words: str, environment: Any = None, **options: Any) -> Run:
+        """Start one torchrun with these words, for a program that is meant for two processes."""
+        given = {"who": who, "folder": str(folder), "ranks": 2, **options}
         given["setup"] = asdict(given["setup"])
-        words = [f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", f"--max-restarts={restarts}"]
-        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--monitor-interval=0.1"]
+        words = ("--rdzv-backend=c10d", "--monitor-interval=0.1", *words)
         environment = self.environment | {"PYTHON_EXEC": self.warm_python} | (environment or {})
-        for _ in range(nodes):
-            where = self.new_folder("run")
-            with (where / "log").open("ab") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "torch.distributed.run", *words, "-m", "_faults.program", json.dumps(given)],
-                    cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )  # fmt: skip
-            self.runs.append(Run(where, process, folder))
-        return self.runs[-nodes:]
+        where = self.new_folder("run")
+        with (where / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *words, "-m", "_faults.program", json.dumps(given)],
+                cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        self.runs.append(Run(where, process, folder))
+        return self.runs[-1]
 
     def srun(self, cwd: Path, *words: str, job: int = 4711, again: int = 0) -> list[Run]:
         """Start the command line once on each of two nodes, with the variables that Slurm's srun sets.
@@ -337,6 +340,22 @@ class Bench:
         if found == ["no end"]:
             return Outcome("lost", "no result")
         return Outcome("inexact", "other " + summary(found)) if found else Outcome("exact", detail)
+
+    def close_to(self, folder: Path, reference: Reference, detail: str = "") -> Outcome:
+        """``exact``, to the rounding of sums over other processes: the weights, the steps taken, the schedules."""
+        import torch
+
+        from _faults.training import parts
+
+        ends = sorted(folder.glob("final_*.pt"))
+        for end in ends:
+            one, other = (torch.load(file, weights_only=True) for file in (end, reference.folder / end.name))
+            mine, theirs = parts(one["weights"]), parts(other["weights"])
+            difference = max((mine[name] - theirs[name]).abs().max().item() for name in theirs)
+            if difference > 1e-5 or one["steps"] != other["steps"] or one["schedules"] != other["schedules"]:
+                return Outcome("inexact", f"weights differ by {difference:.2g} after {one['steps']} steps")
+            detail += f"; weights of rank {end.stem.partition('_')[2]} to {difference:.1g}"
+        return Outcome("exact", detail) if ends else Outcome("lost", "no result")
 
 
 class RefusedError(Exception):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -515,6 +518,70 @@ case("torchrun-kills-sharded", f"{_KILLED} FSDP, sharded checkpoints, in the bac
 _NODES = "torchrun on two nodes, the process of one is killed:"
 case("torchrun-nodes", f"{_NODES} DDP", compares=False)(node_killed(TWO))
 case("torchrun-nodes-fsdp", f"{_NODES} FSDP", compares=False)(node_killed(TWO, trainer={"strategy": "fsdp"}))
+
+
+ELASTIC = Setup(batches=24, epochs=4, schedule="step", metrics=True, validate_every=6, pace=0.05, batch_norm=False)
+"""Without random numbers and batch norms: these are of single batches, and other processes have others."""
+
+NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Or torch (2.10 to 2.15) does not tell a node that comes later where the others are, and ends all after a minute."""
+
+
+def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_call: int = 10, **options: Any) -> Body:
+    """torchrun on one node or two: the second one is lost with all that runs there, comes back, and so on.
+
+    ``last_call``: seconds that a start waits for the second one.
+    """
+
+    def body(bench: Bench, who: str) -> Outcome:
+        reference, folder = bench.reference(who, setup=setup, ranks=2, **options), bench.new_folder("elastic")
+        words = [
+            "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=100",
+            f"--rdzv-endpoint=localhost:{tools.free_port()}",
+            f"--rdzv-conf=last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=3",
+        ]  # fmt: skip
+        given = {**options, "trainer": {**options.get("trainer", {}), "devices": 1, "num_nodes": "auto"}}
+
+        def node() -> Run:
+            return bench.agent(who, folder, *words, environment=NO_SHARED_STORE, setup=setup, **given)
+
+        def trains(rank: int) -> None:
+            """Wait until a process that has not trained yet has trained some batches as this rank."""
+            diary, some = folder / f"batches_{rank}.jsonl", bench.random.randint(1, 6)
+            before = {line[4] for line in read_diary(diary)}
+
+            def has() -> bool:
+                return sum(line[4] not in before for line in read_diary(diary)) >= some
+
+            if not tools.wait_until(lambda: has() or first.status is not None, END, fails=False):
+                raise HungError(f"rank {rank} did not go on; {tools.last_line(first.log)[:90]}")
+
+        first = node()
+        tools.wait_until(lambda: "rdzv" in first.log or time.monotonic() > first.started + 2, END)  # it is the host
+        second = node()
+        trains(1)
+        for number in range(times):
+            for process in [*second.children, second.pid]:
+                os.kill(process, signal.SIGKILL)
+            second.kill()
+            trains(0)
+            if comes_back or number < times - 1:
+                second = node()
+                trains(1)
+        ends = [run.wait(2 * END) for run in ((first, second) if comes_back else (first,))]
+        if any(ends):
+            return Outcome("lost", f"torchrun ends with {ends}: {tools.last_line(first.log)}")
+        starts = len({line[4] for line in read_diary(folder / "batches_0.jsonl")})
+        return bench.close_to(folder, reference, f"lost {times} times, {starts} starts")
+
+    return body
+
+
+_ELASTIC = "`torchrun --nnodes=1:2`: a node of two is lost and comes back:"
+case("torchrun-elastic", f"{_ELASTIC} DDP", compares=False)(node_lost(ELASTIC))
+case("torchrun-elastic-sharded", f"{_ELASTIC} FSDP, sharded checkpoints", compares=False)(
+    node_lost(ELASTIC, trainer={"strategy": "fsdp"}, files={"sharded": True})
+)
 
 
 @case("rank-raises", "One rank of two raises")

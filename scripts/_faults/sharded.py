@@ -146,6 +146,16 @@ def _evil(folder: Path, name: str, owned: Path) -> None:
         (folder / name).write_bytes(pickle.dumps(strangers.Payload(owned)))
 
 
+def _process(folder: Path, name: str, owned: Path) -> None:
+    """In the place of what a process had for itself, which stands among the tensors."""
+    from trainer.checkpoint import sharded_files, shards
+
+    facts = dict(sharded_files.read_manifest(folder).facts)
+    tree, tensors, own = shards.taken_apart(shards.read_whole(folder))
+    own[int(name.split()[1])] = strangers.Payload(owned)
+    shards.write(folder, tree, tensors, own, {key: facts[key] for key in facts if key != "name"}, None)
+
+
 def _entries(folder: Path, name: str, owned: Path) -> None:
     """Metadata as torch writes them, with entries that are no tensors: those it reads without restriction."""
     import torch.distributed.checkpoint as dcp
@@ -167,8 +177,8 @@ def _per_rank(folder: Path, name: str, owned: Path) -> None:
 POISONS: dict[str, Callable[[Path, str, Path], None]] = {
     ".metadata": _evil,
     "state.ckpt": _evil,
-    "process_0.ckpt": _evil,
-    "process_1.ckpt": _evil,
+    "process 0": _process,
+    "process 1": _process,
     "__0_0.distcp": _evil,
     "__1_0.distcp": _evil,
     "entries that are no tensors": _entries,

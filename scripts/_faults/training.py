@@ -42,6 +42,7 @@ class Setup:
         validate_every: batches between two validations; 0 for none at all.
         ballast: megabytes that a checkpoint weighs in addition.
         pace: seconds that a batch takes in addition.
+        batch_norm: whether the net looks across the samples of a batch; else it has a LayerNorm.
     """
 
     batches: int = 12
@@ -63,6 +64,7 @@ class Setup:
     validate_every: int = 0
     ballast: int = 0
     pace: float = 0.0
+    batch_norm: bool = True
 
     def for_lightning(self) -> Setup:
         """The nearest that Lightning can do on a CPU: it has no fp16 there, and would not skip what overflows."""
@@ -148,7 +150,8 @@ class Classifier(LightningModule):
         super().__init__()
         generator_state = torch.get_rng_state()
         torch.manual_seed(5)
-        self.first = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(setup.dropout))
+        norm = nn.BatchNorm1d(16) if setup.batch_norm else nn.LayerNorm(16)
+        self.first = nn.Sequential(nn.Linear(FEATURES, 16), norm, nn.ReLU(), nn.Dropout(setup.dropout))
         self.last = nn.Linear(16, CLASSES)
         torch.set_rng_state(generator_state)
         self.setup_, self.diary = setup, diary

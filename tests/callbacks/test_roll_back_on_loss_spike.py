@@ -188,6 +188,17 @@ def test_it_goes_back_as_often_as_it_may_and_as_far_as_it_is_told(tmp_path: Path
     assert record["rollbacks"][0]["checkpoint"].endswith("step=6.ckpt")
 
 
+def test_a_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
+    batches = make_batches(NUMBER, gains={SPIKE: float("nan")})
+    module, callbacks = Regression(), callbacks_of(tmp_path, 3)
+    with pytest.warns(UserWarning, match="The loss of step 17 is nan"):
+        fit(tmp_path, module, batches, callbacks, logger=True)
+    train_by_hand(net := make_net(), batches[:15] + batches[18:])
+    assert_equal(module.net, net)
+    record = json.loads(next(tmp_path.rglob("run.json")).read_text())
+    assert record["rollbacks"][0]["to_step"] == 15
+
+
 def test_without_a_checkpoint_from_before_it_goes_on(tmp_path: Path) -> None:
     module, batches = Regression(), make_batches(8, gains={6: 50.0})
     with pytest.warns(UserWarning, match=TELLS + ". There is no checkpoint from before, so"):

@@ -46,9 +46,10 @@ def checkpoint(value: float = 1.0) -> dict[str, Any]:
     }
 
 
-def write(path: Path, value: float = 1.0) -> dict[str, Any]:
+def write(path: Path, value: float = 1.0, process: Any = None) -> dict[str, Any]:
     made = checkpoint(value)
     tree, tensors, own = shards.taken_apart(made)
+    own = own if process is None else {0: process}
     shards.write(path, tree, tensors, own, {"epoch": 0, "weights_only": False}, None)
     return made
 
@@ -88,7 +89,7 @@ def names(folder: Path) -> list[str]:
 
 def test_all_comes_back_and_in_its_order(tmp_path: Path) -> None:
     made = write(tmp_path / "a.ckpt")
-    assert names(tmp_path / "a.ckpt") == [".metadata", "__0_0.distcp", "manifest.json", "process_0.ckpt", "state.ckpt"]
+    assert names(tmp_path / "a.ckpt") == [".metadata", "__0_0.distcp", "manifest.json", "state.ckpt"]
     assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
 
 
@@ -167,7 +168,7 @@ def test_weights_as_safetensors(tmp_path: Path) -> None:
 # --- whole or not at all ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json", "process_0.ckpt", "state.ckpt"])
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json", "state.ckpt"])
 @pytest.mark.parametrize("damage", ["a bit", "cut", "longer", "missing", "a link"])
 def test_damage_is_found(tmp_path: Path, file: str, damage: str) -> None:
     write(tmp_path / "a.ckpt")
@@ -308,15 +309,15 @@ def sealed_again(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("file", [".metadata", "state.ckpt", "process_0.ckpt", "__0_0.distcp", "__0.metadata"])
+@pytest.mark.parametrize("file", [".metadata", "state.ckpt", "process 0", "__0_0.distcp", "__0.metadata"])
 def test_a_strangers_pickle_is_not_run(tmp_path: Path, file: str) -> None:
     folder, mark = tmp_path / "a.ckpt", tmp_path / "ran"
-    write(folder)
+    write(folder, process=Evil(mark) if file == "process 0" else None)
     if file == "__0.metadata":  # which torch reads where there is no other
         (folder / ".metadata").unlink()
     if file.endswith(".ckpt"):
         torch.save({"state_dict": {}, "loops": {}, "evil": Evil(mark)}, folder / file)
-    else:
+    elif file != "process 0":
         (folder / file).write_bytes(pickle.dumps(Evil(mark)))
     sealed_again(folder)
     files.verify(folder)

@@ -16,7 +16,7 @@ MISTAKES = {
     "accelerator": {"gpuu": "Did you mean 'gpu'?", 3: "auto, cpu, gpu, cuda, mps or tpu."},
     "strategy": {"dpp": "expected auto, ddp, ddp_find_unused_parameters_true or another of Lightning's."},
     "devices": {0: "a number of devices of at least 1", "two": "-1 for all or auto.", 1.5: "devices is 1.5,"},
-    "num_nodes": {0: "at least 1.", "two": "a whole number."},
+    "num_nodes": {0: "at least 1", "two": "or auto."},
     "fast_dev_run": {-1: "at least 0.", "ture": "true, false, a whole number or null. Did you mean 'true'?"},
     "max_epochs": {-2: "at least 0, or -1 for no end.", "ten": "a whole number or null."},
     "min_epochs": {-1: "at least 0.", 1.5: "a whole number or null."},

@@ -40,6 +40,21 @@ def build(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **argume
 
 
 @pytest.mark.parametrize(
+    ("environment", "nodes"),
+    [({}, 1), (TORCHRUN, 2), (TORCHRUN | {"GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2"}, 1), (SRUN, 2)],
+)
+def test_auto_takes_as_many_nodes_as_were_started(
+    environment: dict[str, str], nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(monkeypatch, environment, devices=2, num_nodes="auto", strategy="ddp")
+    assert trainer.num_nodes == nodes
+    assert trainer.world_size == 2 * nodes
+    assert trainer.engine.may_change_size
+    alone = build(monkeypatch, environment, devices=2, num_nodes="auto", strategy="ddp", plugins=LightningEnvironment())
+    assert alone.num_nodes == 1
+
+
+@pytest.mark.parametrize(
     ("environment", "devices", "num_nodes", "said"),
     [
         (TORCHRUN, 2, 1, "2 processes, but torchrun has started 4 processes: WORLD_SIZE=4"),
@@ -137,6 +152,9 @@ class Engine:
 
     def broadcast(self, value: Any) -> Any:
         return value
+
+    def any_rank(self, decision: bool) -> bool:
+        return decision or not all(self.found)
 
     def gather(self, mine: tuple[str, bool]) -> list[tuple[str, bool]]:
         return [mine, *((f"node{rank}", found) for rank, found in enumerate(self.found, 1))]

@@ -150,6 +150,17 @@ def test_a_signal_finishes_the_step_saves_and_ends_the_fit(
     assert path.exists(), "it may be the newest that there is"
 
 
+@pytest.mark.parametrize(("num_nodes", "batches"), [(1, 3), ("auto", 4)])
+def test_a_run_that_others_may_go_on_with_ends_at_an_update(tmp_path: Path, num_nodes: Any, batches: int) -> None:
+    does = Does("train", terminate)
+    arguments = {"num_nodes": num_nodes, "accumulate_grad_batches": 2, "max_epochs": 1}
+    trainer = ours(default_root_dir=tmp_path, callbacks=[does], **arguments)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Learner(), data(8))
+    assert len(does.seen) == batches
+    assert trainer.loop.window.is_open == (num_nodes == 1)
+
+
 def test_a_second_ctrl_c_ends_the_fit_at_once(tmp_path: Path) -> None:
     does = Does("train", lambda: send(signal.SIGINT, signal.SIGINT))
     with pytest.raises(SystemExit) as raised:

@@ -1,27 +1,31 @@
-"""Many processes, one of which exists: what a sharded step exchanges does not grow with their number."""
+"""Many processes, one of which exists: what a step exchanges, and what we do, does not grow with their number."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.distributed import fake_worker
+from tests.distributed import fake_worker, growth_worker
 from tests.support import needs_fsdp2
 from tests.warm_python import ROOT, WarmPython
 
 pytestmark = [pytest.mark.slow, needs_fsdp2]
 
 
+def run(python: WarmPython, worker: Any, folder: Path, *words: str) -> None:
+    names = {"LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment = os.environ | names | {"PYTHONPATH": str(ROOT)}
+    done = python.run(worker.__file__, *words, env=environment, cwd=folder, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("size", [8, 64])
 def test_a_step_of_many_processes(python: WarmPython, tmp_path: Path, size: int) -> None:
-    started = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PYTHONPATH": str(ROOT)}
-    done = python.run(
-        fake_worker.__file__, str(size), str(tmp_path / "found"), env=os.environ | started, cwd=tmp_path, timeout=100
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(python, fake_worker, tmp_path, str(size), str(tmp_path / "found"))
     found = json.loads((tmp_path / "found").read_text())
     assert found["counts"] == {"all-gather": 10, "all-reduce": 2, "reduce-scatter": 5}
     assert found["by hand"] == {"all-gather": 9, "all-reduce": 2, "reduce-scatter": 5}
@@ -29,3 +33,36 @@ def test_a_step_of_many_processes(python: WarmPython, tmp_path: Path, size: int)
     state = found["state"]
     assert state["optimizer"] == 2 * state["parameters"]
     assert state["parameters"] == pytest.approx(552_256 / size, rel=0.05)  # weights of fewer rows than there are ranks
+
+
+@pytest.mark.parametrize("engine", ["ddp", "hsdp"])
+def test_what_the_table_says_of_a_model_without_values(python: WarmPython, tmp_path: Path, engine: str) -> None:
+    run(python, fake_worker, tmp_path, "16", str(tmp_path / "found"), engine)
+    found = json.loads((tmp_path / "found").read_text())
+    whole, window = 4 * found["parameters"], 12  # a window's sums are three numbers
+    if engine == "ddp":
+        assert found["bytes"] == {"all-reduce": whole + window}
+        assert found["after"] >= 5 * whole  # weights, gradients and their buckets, two states
+        return
+    blocks = whole - 2 * 50304 * 64 * 4 - 2 * 64 * 4  # without embedding, head and the last normalisation
+    assert found["counts"] == {"all-gather": 3 + 3 + 1 + 1, "reduce-scatter": 4, "all-reduce": 4 + 1}
+    assert found["bytes"]["all-gather"] == pytest.approx(whole + blocks, rel=1e-4)  # blocks twice; the norm
+    assert found["bytes"]["reduce-scatter"] == pytest.approx(whole, rel=1e-4)
+    assert found["bytes"]["all-reduce"] == pytest.approx(whole / 8 + window, rel=1e-4)
+    assert whole / 8 * 4 <= found["after"] < whole / 8 * 5
+
+
+def test_nothing_of_ours_grows_with_their_number(python: WarmPython, tmp_path: Path) -> None:
+    """A fit on several nodes that looks for a checkpoint, agrees, logs, validates, and saves sharded ones."""
+    sizes = 8, 8, 512  # the first time, modules are imported
+    run(python, growth_worker, tmp_path, str(tmp_path / "found"), *map(str, sizes))
+    _, few, many = json.loads((tmp_path / "found").read_text())
+    assert many["files"] == few["files"]
+    assert sum(name.endswith("state.ckpt") for name in few["files"]) == 2
+    assert few["ours"]["calls"] > 10_000
+    assert many["ours"]["calls"] == pytest.approx(few["ours"]["calls"], abs=250)  # half a call for each process
+    for kind in few["collectives"]:  # how often processes ask each other depends on the time
+        assert many["collectives"][kind] == pytest.approx(few["collectives"][kind], abs=20)
+    saves = 4  # the manifest of each has the sum of the file of each process
+    objects = [one["ours"]["objects received"] - saves * size for one, size in zip((few, many), sizes[1:], strict=True)]
+    assert objects[0] == objects[1] < 50

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from _faults.bench import Bench
-from _faults.cases import CASES, TWO, node_killed, run_case, sigterm_one_rank
+from _faults.cases import CASES, ELASTIC, TWO, node_killed, node_lost, run_case, sigterm_one_rank
 
 from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
@@ -33,6 +33,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
 )
 def test_a_job_of_two_nodes_whose_process_is_killed_ends_to_the_bit(bench: Bench, options: dict[str, Any]) -> None:
     outcome = node_killed(SHORT, **options)(bench, "ours")
+    assert outcome.word == "exact", str(outcome)
+
+
+def test_a_job_whose_node_is_lost_goes_on_with_those_that_there_are(bench: Bench) -> None:
+    setup = replace(ELASTIC, batches=12, epochs=1, validate_every=0)
+    outcome = node_lost(setup, times=1, comes_back=False, last_call=4)(bench, "ours")
     assert outcome.word == "exact", str(outcome)
 
 

@@ -8,15 +8,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.callbacks.choice import Choice, as_choices, choose
+from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.forwards import OwnForward
 
 
-class ActivationCheckpointing(Callback):
+class ActivationCheckpointing(RunCallback):
     """Applies ``torch.utils.checkpoint`` to the named modules while a fit lasts.
 
     A chosen module keeps its inputs only; in the backward pass its forward runs a second time, under the same autocast
@@ -55,13 +56,9 @@ class ActivationCheckpointing(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Leave the modules as they were; before the precision does, which may have exchanged a forward earlier."""
-        self._put_back()
+        self._let_go(trainer)
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the modules as they were."""
-        self._put_back()
-
-    def _put_back(self) -> None:
+    def _let_go(self, trainer: Any) -> None:
         for checkpointed in self._checkpointed:
             checkpointed.undo()
         self._checkpointed = []

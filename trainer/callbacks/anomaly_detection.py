@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callbacks.of_run import OfRun
+from trainer.callbacks.run_callback import RunCallback
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, run, undisturbed
 from trainer.state.outcome import StepOutcome
@@ -20,7 +20,7 @@ _SCALE = 2.0**-100
 """Well inside of float32, and small enough for any gradient of a float32 loss to fit float16, be it as zero."""
 
 
-class AnomalyDetection(OfRun):
+class AnomalyDetection(RunCallback):
     """Raises where a backward pass makes nan, with the traceback of the operation's forward; not on overflows.
 
     Torch's anomaly mode cannot be on while the loss is scaled: the first overflow, by which a loss scale finds its
@@ -53,7 +53,7 @@ class AnomalyDetection(OfRun):
         if outcome.skipped:
             _replay(trainer, batches)
 
-    def let_go(self, trainer: Any) -> None:
+    def _let_go(self, trainer: Any) -> None:
         """Drop the recorded batches."""
         if self._recorder is not None:
             self._recorder.stop()

@@ -13,7 +13,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from trainer.callbacks.choice import Choice, as_choices, choose
-from trainer.callbacks.of_run import OfRun
+from trainer.callbacks.run_callback import RunCallback
 from trainer.engine import compilation
 from trainer.errors import ConfigurationError, expect
 from trainer.precision.fp32_modules import has_forward, plain_class
@@ -25,7 +25,7 @@ _REASONS = 5  # in the record
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
-class Compile(OfRun):
+class Compile(RunCallback):
     """Has ``torch.compile`` compile the module's network while a run lasts: training, validation, test, prediction.
 
     What is compiled are forward passes: the LightningModule's own ``forward``, and each of its parts (``self.net``)
@@ -130,20 +130,16 @@ class Compile(OfRun):
 
     # --- each step --------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A step begins."""
-        if self._marks:
-            compilation.begin_step()
-
-    def on_validation_batch_start(
+    def on_train_batch_start(
         self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """A step begins."""
         if self._marks:
             compilation.begin_step()
 
-    on_test_batch_start = on_validation_batch_start
-    on_predict_batch_start = on_validation_batch_start
+    on_validation_batch_start = on_train_batch_start
+    on_test_batch_start = on_train_batch_start
+    on_predict_batch_start = on_train_batch_start
 
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep gradients that outlive the step: the next backward pass of a CUDA graph would write over them."""
@@ -175,7 +171,7 @@ class Compile(OfRun):
                 stacklevel=2,
             )
 
-    def let_go(self, trainer: Any) -> None:
+    def _let_go(self, trainer: Any) -> None:
         """Leave the module as it was."""
         while self._undo:
             self._undo.pop()()

@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.callbacks.plotting import INK, PALETTE, fit_loss_axis, label_ends, smooth, style, without_spikes
+from trainer.callbacks.plotting import INK, PALETTE, canvas, fit_loss_axis, label_ends, smooth, style, without_spikes
 from trainer.record.curve import Curve
 from trainer.record.reader import RunRecord, without_twins
 from trainer.record.recorder import RecordView
@@ -73,11 +73,7 @@ def figure_of(record: RunRecord) -> "Figure | None":
     panels = [panel for panel in panels if panel[-1]]
     if not panels:
         return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 0.8 + 2.3 * len(panels)), dpi=150, facecolor="white", layout="constrained")
-    title = f"{record.module}, {record.precision}"
-    figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=INK)
+    figure = canvas(f"{record.module}, {record.precision}", 9, 0.8 + 2.3 * len(panels))
     column = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (name, draw_panel, _) in zip(column, panels, strict=True):
         style(axes, name)

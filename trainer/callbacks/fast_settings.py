@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from trainer.callbacks.of_run import OfRun
+from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.memory import ALLOCATOR, expands_segments
 
 _TF32, _BENCHMARK, _LAYOUT, _SEGMENTS = "TF32", "cudnn.benchmark", "channels_last", "expandable segments"
@@ -24,7 +24,7 @@ _GAINS = {
 }
 
 
-class FastSettings(OfRun):
+class FastSettings(RunCallback):
     """Turns on, while a run lasts, settings that make it faster on a GPU; says which.
 
     What a user has set stays as it is, and afterwards all is as before. A setting that would have no effect is not
@@ -68,7 +68,7 @@ class FastSettings(OfRun):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Turn them on."""
-        self.let_go(trainer)
+        self._let_go(trainer)
         device, precision = trainer.strategy.root_device, getattr(getattr(trainer, "engine", None), "precision", None)
         has_convolutions = bool(_convolutions(pl_module))
         self.on = []
@@ -107,7 +107,7 @@ class FastSettings(OfRun):
             of_parameters = state.get("state", {})
             state["state"] = {key: {n: _usual(v) for n, v in one.items()} for key, one in of_parameters.items()}
 
-    def let_go(self, trainer: Any) -> None:
+    def _let_go(self, trainer: Any) -> None:
         """Put back what there was."""
         while self._undo:
             self._undo.pop()()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.gradients import Gradients
 from trainer.errors import UnsupportedError, expect, is_count
 from trainer.precision.readback import Readback
@@ -19,7 +20,7 @@ LOGGED = "grad_norm/"
 """What the names of the logged values begin with."""
 
 
-class LayerNorms(Callback):
+class LayerNorms(RunCallback):
     """Logs the gradient norm of each layer every ``every_n_steps`` optimizer steps, as ``grad_norm/LAYER``.
 
     A layer is a module that has parameters of its own; its norm is the L2 norm of all their gradients together. These
@@ -42,6 +43,8 @@ class LayerNorms(Callback):
         UnsupportedError: at the start of a fit by a Trainer of another library.
     """
 
+    of_no_run: ClassVar = {"_layers": {}, "_seen": [], "_numbers": [], "_readback": None}
+
     def __init__(self, every_n_steps: int = 50) -> None:
         expect(is_count(every_n_steps), "a number of steps, at least 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
@@ -51,10 +54,6 @@ class LayerNorms(Callback):
         self._numbers: list[Tensor] = []
         self._seen_at = 0
         self._readback: Readback | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy is of no run
-        return {**vars(self), "_layers": {}, "_seen": [], "_numbers": [], "_readback": None}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Find out which parameter belongs to which layer."""

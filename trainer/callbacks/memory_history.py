@@ -8,10 +8,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from trainer.callbacks.of_run import OfRun
+from trainer.callbacks.run_callback import RunCallback
 
 
-class MemoryHistory(OfRun):
+class MemoryHistory(RunCallback):
     """Records each allocation on a CUDA device, with the lines of Python that asked for it.
 
     Where memory runs out, the run leaves a snapshot of it in its folder, ``memory_snapshot.pickle``, for
@@ -44,7 +44,7 @@ class MemoryHistory(OfRun):
         record(max_entries=self.max_entries, stacks="python")
         self._record = record
 
-    def let_go(self, trainer: Any) -> None:
+    def _let_go(self, trainer: Any) -> None:
         """Ends; where memory has run out, once the snapshot is written."""
         if self._record is not None:
             self._record(enabled=None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from trainer.callbacks.of_run import OfRun
+from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.optimizers import needs_closure
 from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count
@@ -26,7 +26,7 @@ from trainer.state import random_states
 from trainer.state.outcome import StepOutcome
 
 
-class NonFiniteGuard(OfRun):
+class NonFiniteGuard(RunCallback):
     """Decides what becomes of a step whose loss or gradients are not finite; in float32 and bfloat16, too.
 
     The gradients of every step are looked at, and one that is not finite has the step skipped, exactly as the loss
@@ -158,7 +158,7 @@ class NonFiniteGuard(OfRun):
                 " says where they come from."
             )
 
-    def let_go(self, trainer: Any) -> None:
+    def _let_go(self, trainer: Any) -> None:
         """Restore the Trainer's scaler and training step."""
         if self._watch is not None:
             self._watch.stop()

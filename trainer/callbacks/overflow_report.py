@@ -15,7 +15,7 @@ from rich import get_console
 from rich.console import Console
 from torch.optim import Optimizer
 
-from trainer.callbacks.of_run import OfRun
+from trainer.callbacks.run_callback import RunCallback
 from trainer.errors import LossScaleCollapse, expect
 from trainer.files import write_text
 from trainer.postmortem.examine import examine
@@ -28,7 +28,7 @@ _HISTORY = 40
 """Changes of the scale that are remembered: more than it takes from 2**24 down to 1."""
 
 
-class OverflowReport(OfRun):
+class OverflowReport(RunCallback):
     """Says which layer overflows when steps are skipped, and stops a run that does nothing but skip.
 
     On by default where the loss is scaled. After ``after`` skipped steps in a row the batch is run again, with the
@@ -99,7 +99,7 @@ class OverflowReport(OfRun):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget an earlier run."""
-        self.let_go(trainer)
+        self._let_go(trainer)
         self.reports = []
         self._history.clear()
         self._history.append((trainer.global_step, trainer.scaler.current_scale))
@@ -153,7 +153,7 @@ class OverflowReport(OfRun):
             self._recorder.stop()
             self._recorder = None
 
-    def let_go(self, trainer: Any) -> None:
+    def _let_go(self, trainer: Any) -> None:
         """Drop the recorded batches."""
         self._end_skips()
         if self._demand is not None:

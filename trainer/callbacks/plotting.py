@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, FAINT = "#333333", "#bbbbbb"
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -26,6 +27,15 @@ def smooth(values: list[float]) -> list[float]:
     sums = np.convolve(np.where(finite, points, 0.0), window, mode="same")
     means: list[float] = np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0).tolist()
     return means
+
+
+def canvas(title: str, width: float, height: float) -> Figure:
+    """An empty figure of this size in inches, with a headline. It is bound to no window, and unknown to ``pyplot``."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=INK)
+    return figure
 
 
 def style(axes: Axes, title: str) -> None:

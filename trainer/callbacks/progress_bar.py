@@ -4,9 +4,10 @@ import logging
 import math
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
@@ -21,6 +22,7 @@ from rich.segment import Segment
 from rich.text import Text
 from torch import Tensor
 
+from trainer.callbacks.run_callback import RunCallback
 from trainer.record.measures import training_loss
 
 # Drawing may take this share of the time at most: a terminal that is slow (a busy ssh connection, say) is
@@ -38,7 +40,7 @@ _OF_STAGE = {
 }
 
 
-class ProgressBar(LightningProgressBar):
+class ProgressBar(RunCallback, LightningProgressBar):
     """Shows epoch, batch, rate, loss, the metrics logged with ``prog_bar=True``, scale and skipped steps.
 
     On a terminal this is a live bar, with a second one while validating; ``print``, warnings and log records
@@ -63,6 +65,16 @@ class ProgressBar(LightningProgressBar):
     Raises:
         ValueError: If `refresh_rate` is negative or `seconds_between_lines` is not positive.
     """
+
+    # A live display and a console hold locks and streams, which neither pickle nor deepcopy.
+    of_no_run: ClassVar = {
+        "_trainer": None,
+        "_live": None,
+        "_console": None,
+        "_redirected": [],
+        "_running": False,
+        "_due": math.inf,
+    }
 
     def __init__(
         self,
@@ -211,27 +223,8 @@ class ProgressBar(LightningProgressBar):
     on_test_end = on_validation_end
     on_predict_end = on_validation_end
 
-    # Restoring the terminal, also after errors
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Stops, and reads nothing: the device may be what failed."""
-        self._stop()
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Stops."""
-        self._stop()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A live display and a console hold locks and streams, which neither pickle nor deepcopy; a copy is of no run.
-        stopped: dict[str, Any] = {
-            "_trainer": None,
-            "_live": None,
-            "_console": None,
-            "_redirected": [],
-            "_running": False,
-            "_due": math.inf,
-        }
-        return self.__dict__ | stopped
+    def _let_go(self, trainer: "pl.Trainer") -> None:
+        self._stop()  # and reads nothing: the device may be what failed
 
     # The display
 
@@ -359,6 +352,7 @@ class ProgressBar(LightningProgressBar):
         self._stop()
 
 
+@dataclass(eq=False, slots=True)
 class _Row:
     """How far one pass over a dataloader has come.
 
@@ -370,17 +364,14 @@ class _Row:
         rate: Batches per second, a moving average over some seconds, or None before the first measurement.
     """
 
-    __slots__ = ("_marked_at", "_marked_seen", "_measured", "completed", "label", "rate", "seen", "total")
-
-    def __init__(self, label: str, total: float, now: float, rate: float | None = None) -> None:
-        self.label = label
-        self.total = total
-        self.completed = 0
-        self.seen = 0
-        self.rate = rate
-        self._marked_at = now
-        self._marked_seen = 0
-        self._measured = 0.0
+    label: str
+    total: float
+    _marked_at: float
+    rate: float | None = None
+    completed: int = 0
+    seen: int = 0
+    _marked_seen: int = 0
+    _measured: float = 0.0
 
     def mark(self, now: float) -> None:
         """Takes the batches since the last mark into the rate."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.gradients import Gradients, total_norm
 from trainer.errors import expect
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.state.outcome import StepOutcome
 
 
-class ScaleMonitor(Callback):
+class ScaleMonitor(RunCallback):
     """Logs the loss scale, skipped steps and underflow; warns where one of them says that something is wrong.
 
     Logged with each step, where the loss is scaled:
@@ -59,6 +60,8 @@ class ScaleMonitor(Callback):
         ConfigurationError: bounds out of order, a share that is none, or a number of steps below 1.
     """
 
+    of_no_run: ClassVar = {"_names": {}, "_probe": None, "_norms": {}}
+
     def __init__(
         self,
         healthy: tuple[float, float] = (1_000.0, 100_000.0),
@@ -99,10 +102,6 @@ class ScaleMonitor(Callback):
         self._logs_norm = True
         self._goes_on = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy is of no run
-        return {**vars(self), "_names": {}, "_probe": None, "_norms": {}}
-
     @property
     def skip_rate(self) -> float:
         """The share of skipped steps among the last ``window``; 0 before the first."""
@@ -141,10 +140,9 @@ class ScaleMonitor(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Look at no more gradients."""
-        trainer.scaler.before_unscale = None
+        self._let_go(trainer)
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Look at no more gradients."""
+    def _let_go(self, trainer: Any) -> None:
         trainer.scaler.before_unscale = None
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.callbacks.of_run import OfRun
+from trainer.callbacks.run_callback import RunCallback
 from trainer.errors import expect
 
 log = logging.getLogger("lightning.pytorch.advice")
@@ -96,7 +96,7 @@ class Wait:
         return _INSTEAD.get(self.what, _ANY)
 
 
-class SyncDetector(OfRun):
+class SyncDetector(RunCallback):
     """Says which lines of the module, or of callbacks, make the host wait for the GPU in each step, and what to write.
 
     A GPU works on its own while the host prepares what comes next. ``loss.item()``, ``if mask.any()``,
@@ -152,7 +152,7 @@ class SyncDetector(OfRun):
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """It is no part of a step."""
-        self.let_go(trainer)
+        self._let_go(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Tell what was found, where the fit was short."""
@@ -163,14 +163,14 @@ class SyncDetector(OfRun):
         """What the record of the run says."""
         return {"host_waits": [vars(wait) for wait in self.waits]} if self.waits else {}
 
-    def let_go(self, trainer: Any) -> None:
+    def _let_go(self, trainer: Any) -> None:
         """Watch no more."""
         if self._watch is not None:
             self._watch.__exit__()
             self._watch = None
 
     def _tell(self, trainer: Any) -> None:
-        self.let_go(trainer)
+        self._let_go(trainer)
         self.waits = sorted(self._found.values(), key=lambda wait: -wait.count)
         if self.waits and trainer.is_global_zero:
             steps = "1 step" if self.watched == 1 else f"{self.watched} steps"

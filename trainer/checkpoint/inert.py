@@ -223,10 +223,12 @@ def inert(file: IO[bytes]) -> Iterator[None]:
             raise pickle.UnpicklingError(f"its hyper-parameters cannot be passed over ({names}): {error}") from error
 
 
-def load_inert(path: Path, *, weights_only: bool = True, mmap: bool = False) -> Any:
+def load_inert(source: Path | BytesIO, *, weights_only: bool = True, mmap: bool = False) -> Any:
     """What ``torch.save`` has written to a file, in host memory; with ``weights_only`` under :func:`inert`."""
-    with path.open("rb") as file, inert(file) if weights_only else nullcontext():
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    opened = source.open("rb") if isinstance(source, Path) else nullcontext(source)
+    with opened as file, inert(file) if weights_only else nullcontext():
+        file.seek(0)
+        return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=mmap)
 
 
 @contextmanager

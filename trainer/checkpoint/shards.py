@@ -1,11 +1,11 @@
 """A checkpoint as a folder: each process writes its part of it, by ``torch.distributed.checkpoint`` (DCP).
 
 ==================  ==================================================================================================
-``__0_0.distcp`` …  the tensors of the module and of its optimizers, those of process 0, 1 …; as DCP writes them
+``__0_0.distcp`` …  the tensors of the module and of its optimizers, those of process 0, 1 …; as DCP writes them; and
+                    what each process has for itself (:mod:`trainer.checkpoint.process`): a file's bytes, as a tensor
 ``.metadata``       of DCP: where in these files each part of each tensor is
 ``state.ckpt``      all else, as a file has it (:mod:`trainer.checkpoint.state`), written by process 0: the whole
                     checkpoint, in which a tensor without data (on the meta device) stands for each of DCP's
-``process_0.ckpt``  … what each process has for itself (:mod:`trainer.checkpoint.process`)
 ``manifest.json``   the sums of these files, the last one (:mod:`trainer.checkpoint.sharded_files`)
 ==================  ==================================================================================================
 
@@ -13,6 +13,7 @@ A tensor's name for DCP is its place in the checkpoint: ``state_dict.net.0.weigh
 the names of parameters (``optimizer_states.0.state.net.0.weight.exp_avg``), and not by numbers as in a file.
 
 To DCP go all ``DTensor``, wherever they stand, and of process 0 the plain tensors of the module and of the optimizers.
+So there is one file for each process, and nothing else of the folder is more for more processes.
 It gets tensors alone: other entries are pickles, which DCP reads without restriction. ``.metadata`` is a pickle, too,
 and read here, by a reader that knows the few classes that belong there (:class:`_MetadataReader`).
 """
@@ -20,12 +21,14 @@ and read here, by a reader that knows the few classes that belong there (:class:
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from io import BytesIO
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +53,8 @@ from trainer.engine.sharding.state import Place, mapped
 from trainer.errors import CheckpointError
 
 _METADATA = ".metadata"
+_PROCESS = "process "
+"""What the names begin with, for DCP, of what processes have for themselves: no place in a checkpoint does."""
 _BUFFER = 1 << 20
 
 Tree = Any
@@ -176,7 +181,7 @@ def write(
     facts: Mapping[str, Any],
     group: distributed.ProcessGroup | None,
     save: Save | None = None,
-) -> Manifest:
+) -> None:
     """Write a checkpoint folder, in the place of an older checkpoint or not at all. All processes do, together.
 
     Args:
@@ -186,46 +191,37 @@ def write(
         own: what this process has for itself, by its number.
         facts: more for the manifest; plain values.
         group: the processes, by gloo, in a group that nobody else uses; None for this process alone.
-        save: writes the tensors, in the place of DCP.
+        save: writes tensors beside those of DCP.
 
     Raises:
         OSError: the file system did not take it; on all processes. What was there is there still.
     """
     rank, is_alone = (0, True) if group is None else (distributed.get_rank(group), False)
-    part: Path = _together(group, lambda: _begin(place) if rank == 0 else None)[0]
+    part: Path = _by_first(group, lambda: _begin(place))
     try:
         files = _Summing()
         if save is not None:
-            _together(group, lambda: save(part, files))
-        else:
-            writer = FileSystemWriter(part)
-            writer.fs = files
-            _run_dcp(lambda: _save_state_dict(tensors, writer, group, no_dist=is_alone))
+            _on_all(group, lambda: save(part, files))
+        writer = FileSystemWriter(part)
+        writer.fs = files
+        tensors = tensors | {_process_key(number): _bytes_of(state) for number, state in own.items()}
+        _run_dcp(lambda: _save_state_dict(tensors, writer, group, no_dist=is_alone))
+        each = [files.sums]
+        if not is_alone:
+            each = [{} for _ in range(distributed.get_world_size(group))] if rank == 0 else []
+            distributed.gather_object(files.sums, each or None, group=group)
 
-        def write_own() -> dict[str, tuple[int, str]]:
-            if rank == 0:
-                files.save(tree, part / STATE)
-            for number, state in own.items():
-                files.save(state, part / _process_file(number))
-            return files.sums
-
-        sums = {name: one for each in _together(group, write_own) for name, one in each.items()}
-
-        def finish() -> Manifest | None:
-            if rank:
-                return None
-            manifest = sharded_files.seal(part, place.name, sums, facts)
+        def finish() -> None:
+            files.save(tree, part / STATE)
+            sums = {name: one for found in [*each, files.sums] for name, one in found.items()}
+            sharded_files.seal(part, place.name, sums, facts)
             sharded_files.put(part, place)
-            return manifest
 
-        manifest = _together(group, finish)[0]
+        _by_first(group, finish)
     except BaseException:
         if rank == 0:
             sharded_files.discard(part)
         raise
-    assert manifest is not None
-    written: Manifest = manifest
-    return written
 
 
 def _begin(place: Path) -> Path:
@@ -236,28 +232,47 @@ def _begin(place: Path) -> Path:
     return part
 
 
-def _process_file(rank: int) -> str:
-    return f"process_{rank}.ckpt"
+def _process_key(rank: int) -> str:
+    return f"{_PROCESS}{rank}"
 
 
-def _together(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> list[Any]:
-    """What ``work`` returns in each process; if it raises in one, all raise that."""
+def _bytes_of(state: Any) -> Tensor:
+    stream = BytesIO()
+    torch.save(state, stream)
+    return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+
+
+def _by_first(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in process 0, which alone calls it; if it raises there, all raise that."""
     if group is None:
-        return [work()]
-    result: Any = None
-    error: tuple[type[Exception], tuple[Any, ...]] | None = None
+        return work()
+    outcome: list[Any] = [None, None]
+    if distributed.get_rank(group) == 0:
+        try:
+            outcome[0] = work()
+        except OSError as problem:
+            outcome[1] = OSError, (problem.errno, problem.strerror or str(problem))
+        except Exception as problem:
+            outcome[1] = RuntimeError, (f"{type(problem).__name__}: {problem}",)
+    distributed.broadcast_object_list(outcome, src=0, group=group)
+    result, failed = outcome
+    if failed is not None:
+        raise failed[0](*failed[1])
+    return result
+
+
+def _on_all(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> None:
+    """Call ``work`` in all processes. If it raises in one, all raise."""
+    error: Exception | None = None
     try:
-        result = work()
-    except OSError as problem:
-        error = OSError, (problem.errno, problem.strerror or str(problem))
+        work()
     except Exception as problem:
-        error = RuntimeError, (f"{type(problem).__name__}: {problem}",)
-    outcomes: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(outcomes, (result, error), group)
-    for _, failed in outcomes:
-        if failed is not None:
-            raise failed[0](*failed[1])
-    return [one for one, _ in outcomes]
+        error = problem
+    failures = torch.tensor(int(error is not None))
+    if group is not None:
+        distributed.all_reduce(failures, group=group)
+    if failures:
+        raise error or OSError(errno.EIO, "another process could not write its part")
 
 
 def _run_dcp(work: Callable[[], Any]) -> None:
@@ -349,7 +364,7 @@ def read(
     manifest = sharded_files.read_manifest(folder)
     tree = load_inert(folder / STATE, weights_only=weights_only)
     is_deepspeeds = zero.FACT in manifest.facts
-    metadata = Metadata({}) if is_deepspeeds else _metadata_of(folder, manifest)
+    metadata = _metadata_of(folder, manifest)
     targets: dict[str, Tensor] = {}
 
     def make(place: Place, value: Tensor) -> Tensor:
@@ -368,12 +383,18 @@ def read(
         tree = zero.fill(tree, folder, manifest, only)
     elif is_deepspeeds:
         zero.check(folder, manifest, *process or (0, 1))
+    count = sum(key.startswith(_PROCESS) for key in metadata.state_dict_metadata)
+    wanted = [] if only else range(count) if process is None or process[1] != count else [process[0]]
+    for rank in wanted:
+        found = metadata.state_dict_metadata.get(_process_key(rank))
+        if not isinstance(found, TensorStorageMetadata):
+            raise CheckpointError(f"{folder} is damaged: it lacks what process {rank} had.")
+        targets[_process_key(rank)] = torch.empty(found.size, dtype=torch.uint8)
     if targets:
         _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
-    count = sum(name.startswith("process_") for name in manifest.files)
-    wanted = [] if only else range(count) if process is None or process[1] != count else [process[0]]
-    own = [folder / _process_file(i) if i in wanted else None for i in range(count)]
-    return tree, [None if file is None else load_inert(file, weights_only=weights_only) for file in own]
+    own = [targets[_process_key(i)] if i in wanted else None for i in range(count)]
+    files = [None if one is None else BytesIO(one.numpy().tobytes()) for one in own]
+    return tree, [None if file is None else load_inert(file, weights_only=weights_only) for file in files]
 
 
 def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:

@@ -5,7 +5,7 @@
 ``*_optim_states.pt``          DeepSpeed's, of each process: its part of the float32 weights and of what the optimizer
                                keeps, in flat tensors
 ``latest``, ``zero_to_*.py``   DeepSpeed's, for its own tools
-``state.ckpt``, ``process_*``  and ``manifest.json``: ours, as in every folder (:mod:`trainer.checkpoint.shards`)
+``state.ckpt`` and others      ours, as in every folder (:mod:`trainer.checkpoint.shards`)
 =============================  =====================================================================================
 
 DeepSpeed reads its files as pickles that may run any code. Here they are read after their sums have been verified, as

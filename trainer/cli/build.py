@@ -15,10 +15,11 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Any
 
+from trainer.arguments import describe, either
 from trainer.cli.arguments import UsageError
 from trainer.cli.failure import is_about_settings
 from trainer.cli.processes import environment
-from trainer.cli.schema import as_number, describe, either
+from trainer.cli.schema import as_number
 from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.errors import did_you_mean
 

@@ -39,8 +39,9 @@ from trainer import redaction
 from trainer.cli import plugins
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
+from trainer.cli.keys import SETTINGS
 from trainer.cli.processes import is_first
-from trainer.cli.schema import SETTINGS, TrainerSettings
+from trainer.cli.schema import TrainerSettings
 from trainer.errors import did_you_mean
 
 CONFIG_NAME = "amp_trainer"

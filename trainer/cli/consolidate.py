@@ -22,12 +22,12 @@ def command(arguments: Arguments) -> int:
     given, made = two(
         arguments, f"{folder}, and the file to make of it" if to_file else f"{file}, and the folder to make of it"
     )
-    is_folder = is_checkpoint_folder(existing(given, str(arguments.command)))
-    if to_file and not is_folder:
+    existing(given, str(arguments.command))
+    if to_file and not is_checkpoint_folder(given):
         found = f"there is no {MANIFEST} in it" if given.is_dir() else "it is a file"
         raise UsageError(
-            f"consolidate got {given}, expected {folder}, such as"
-            f" outputs/RECIPE/DATE_TIME/checkpoints/last.ckpt: {found}."
+            f"consolidate got {given}, expected {folder}, such as outputs/RECIPE/DATE_TIME/checkpoints/last.ckpt:"
+            f" {found}."
         )
     if not to_file and given.is_dir():
         raise UsageError(f"shard got {given}, which is a folder, expected {file}.")

@@ -80,19 +80,22 @@ def _of_run(arguments: Arguments) -> int:
     arguments.check_flags()
     if arguments.words:
         raise UsageError(f"export got the word {arguments.words[0]!r} among settings, expected ckpt=RUN to=FILE.")
-    file = _taken(arguments, "to")
+    file = _target(arguments)
     if file is None:
         raise UsageError(
             f"export needs the file to write, which ends in {', '.join(GRAPHS)} or {WEIGHTS}: python -m trainer export"
             f" {' '.join(arguments.overrides)} to=model.pt2"
         )
-    _check_file(Path(file).expanduser(), "to is")
-    if Path(file).suffix == WEIGHTS:
-        return _weights(_only_checkpoint(arguments), Path(file).expanduser())
+    _check_file(file, "to is")
+    if file.suffix == WEIGHTS:
+        return _weights(_only_checkpoint(arguments), file)
     restore.apply(arguments)
     config = validate(arguments)
     if config.ckpt_path is None:
         raise UsageError("export needs what was trained: ckpt=RUN, its folder or a checkpoint in it.")
+    from trainer.cli.graphs import export
+    from trainer.cli.run import assemble
+
     with TemporaryDirectory() as folder:
         settings = plain(config, Path(folder))
         settings |= {
@@ -102,11 +105,8 @@ def _of_run(arguments: Arguments) -> int:
             "trainer": settings["trainer"] | {"accelerator": "cpu", "limit_val_batches": None},
         }
         try:
-            from trainer.cli.graphs import export
-            from trainer.cli.run import assemble
-
             module, data, trainer = assemble(settings, Path(folder))
-            print(export(trainer, module, data, config.ckpt_path, Path(file).expanduser()), flush=True)
+            print(export(trainer, module, data, config.ckpt_path, file), flush=True)
         except UsageError:
             raise
         except TrainerError as error:
@@ -115,11 +115,11 @@ def _of_run(arguments: Arguments) -> int:
     return 0
 
 
-def _taken(arguments: Arguments, key: str) -> str | None:
-    """What the command line says of ``key``, which is taken out of it."""
-    given = [word for word in arguments.overrides if word.partition("=")[0] == key]
+def _target(arguments: Arguments) -> Path | None:
+    """The file that ``to`` names on the command line, which it is taken out of; None without one."""
+    given = [word for word in arguments.overrides if word.startswith("to=")]
     arguments.overrides = [word for word in arguments.overrides if word not in given]
-    return given[-1].partition("=")[2].strip("'\"") if given else None
+    return Path(given[-1].partition("=")[2].strip("'\"")).expanduser() if given else None
 
 
 def _only_checkpoint(arguments: Arguments) -> Path:

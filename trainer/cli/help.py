@@ -219,6 +219,7 @@ _READ_ON = """\
 `trainer COMMAND --help` says all about a command; `trainer fit --help` lists the settings and flags.
 `python -m trainer` is the same program. Errors are short: --debug shows tracebacks, -q leaves one line of output."""
 
+MISSING = "not installed"
 _WIDTH = 118
 _NAMES = 36  # the width of the column of names, if they are not longer
 
@@ -298,13 +299,10 @@ def _listed(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 def _first_screen(config_dir: str | None) -> str:
     """What fits on one: the commands in groups, how to begin, and where to read on."""
-    grouped = {name for names in _COMMAND_GROUPS.values() for name in names}
-    others = {"Others": tuple(name for name in COMMANDS if name not in grouped)}
     width = max(map(len, COMMANDS))
     lines = [(trainer.__doc__ or "").partition("\n")[0], "", "usage: trainer COMMAND [SETTING=VALUE ...] [FLAGS]"]
-    for title, names in (_COMMAND_GROUPS | others).items():
-        if rows := [(f"{name:<{width}}", SUMMARY[name]) for name in names if name in COMMANDS]:
-            lines += ["", _listed(f"{title}:", rows)]
+    for title, names in _COMMAND_GROUPS.items():
+        lines += ["", _listed(f"{title}:", [(f"{name:<{width}}", SUMMARY[name]) for name in names])]
     recipes = ", ".join(options("recipe", config_dir)) or "none yet: put one into conf/recipe/"
     return "\n".join([*lines, "", _BEGIN, "", _wrapped("Recipes: ", recipes), "", _READ_ON])
 
@@ -315,13 +313,17 @@ def _wrapped(start: str, text: str) -> str:
 
 def versions() -> str:
     """The versions of this package and of those it stands on, without importing them."""
-    lines = [f"trainer {trainer.__version__}"]
-    for name in ("torch", "lightning", "torchmetrics", "hydra-core"):
-        try:
-            lines.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            lines.append(f"{name} is not installed")
-    return "\n".join(lines)
+    found = {name: version_of(name) for name in ("torch", "lightning", "torchmetrics", "hydra-core")}
+    lines = [f"{name} is {text}" if text == MISSING else f"{name} {text}" for name, text in found.items()]
+    return "\n".join([f"trainer {trainer.__version__}", *lines])
+
+
+def version_of(name: str) -> str:
+    """The version of a package, which is not imported, or `MISSING`."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return MISSING
 
 
 def _groups(config_dir: str | None) -> str:

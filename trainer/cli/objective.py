@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.arguments import TEXT
-from trainer.cli.settings import setting
+from trainer.cli.schema import setting
 from trainer.record.reader import RunRecord, direction_of
 
 

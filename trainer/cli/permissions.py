@@ -16,10 +16,10 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
 from trainer.cli.compose import Composer
 from trainer.cli.leaves import Leaf, leaves
-from trainer.cli.schema import describe
 from trainer.cli.targets import PACKAGES, Allowlist, within
 
 # Groups whose objects write files, and the arguments by which they are told where.

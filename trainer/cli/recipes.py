@@ -47,8 +47,6 @@ def command(arguments: Arguments) -> int:
 def table(config_dir: str | None = None) -> str:
     """The recipes, ours and those in ``./conf``, one a line."""
     found = options("recipe", config_dir)
-    if not found:
-        return "There are no recipes: put one into conf/recipe/."
     width = max(map(len, found))
     return "\n".join(f"{name:<{width}}  {description(file)}".rstrip() for name, file in found.items())
 

@@ -1,24 +1,27 @@
-"""The config's ``trainer`` node: its types for OmegaConf, and its mistakes, from the table in `trainer.arguments`."""
+"""What settings may be: of the config's ``trainer`` node, from the table in `trainer.arguments`, and of our own nodes.
+
+The nodes of our own, such as ``tune``, have a dataclass each, which says it. Imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import make_dataclass
+from dataclasses import field, fields, make_dataclass
 from functools import reduce
 from operator import or_
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.arguments import Argument, Kind, describe, either
+from trainer.arguments import Argument, Kind, describe
+from trainer.cli.arguments import UsageError
 from trainer.cli.keys import SETTINGS
+from trainer.errors import did_you_mean
 
-__all__ = ["DEFAULTS", "SETTINGS", "TrainerSettings", "as_number", "as_typed", "describe", "either", "mistake"]
-
-DEFAULTS = {name: argument.default for name, argument in SETTINGS.items()}
+Made = TypeVar("Made")
 
 
 def _type(argument: Argument) -> Any:
@@ -72,3 +75,31 @@ def mistake(settings: Mapping[str, Any]) -> str | None:
         if isinstance(low, int) and isinstance(high, int) and -1 < high < low:
             return f"trainer.min_{unit} is {low} and trainer.max_{unit} is {high}: expected no more than that."
     return None
+
+
+def setting(default: Any, *accepts: Any) -> Any:
+    """A field of a dataclass of settings: its default, and what it may be, as `trainer.arguments.Argument` says it."""
+    return field(default=default, metadata={"accepts": accepts})
+
+
+def read_settings(kind: type[Made], node: str, values: Any) -> Made:
+    """The settings of a node. One that is an interpolation still, as where a config is only shown, is not judged.
+
+    Args:
+        kind: the dataclass to make of them.
+        node: its name in the config.
+        values: what the config has there.
+
+    Raises:
+        UsageError: a setting that does not exist, or a value that makes no sense.
+    """
+    accepts = {one.name: one.metadata["accepts"] for one in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(values, dict):
+        raise UsageError(f"{node} is {describe(values)}, expected its settings: {', '.join(accepts)}.")
+    for name, value in values.items():
+        if name not in accepts:
+            raise UsageError(f"There is no setting '{node}.{name}'.{did_you_mean(name, accepts)}")
+        problem = Argument(name, None, "", accepts[name]).mistake(value, f"{node}.{name}")
+        if problem and not str(value).startswith("${"):
+            raise UsageError(problem)
+    return kind(**values)

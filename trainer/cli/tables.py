@@ -37,14 +37,14 @@ class Table(NamedTuple):
         title: above it.
         header: the columns' names; none for a list of facts.
         rows: the cells.
-        numbers: names of the columns that are aligned to the right.
+        left: names of the columns that are aligned to the left, the others are numbers; None for all.
         spare: names of the columns that are left out, one after the other, while the terminal is too narrow for all.
     """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    numbers: Sequence[str] = ()
+    left: Sequence[str] | None = None
     spare: Sequence[str] = ()
 
     def show(self) -> None:
@@ -72,7 +72,7 @@ class Table(NamedTuple):
         table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(self.header))
         kept = [place for place, name in enumerate(header) if name not in dropped]
         for name in (header[place] for place in kept):
-            is_number = name in self.numbers
+            is_number = self.left is not None and name not in self.left
             # when columns have been dropped, what is still too wide is a text, and no number is folded
             no_wrap = bool(dropped) and is_number
             table.add_column(Text(name), justify="right" if is_number else "left", overflow="fold", no_wrap=no_wrap)

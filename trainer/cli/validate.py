@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import machine
-from trainer.arguments import SWITCH
+from trainer.arguments import SWITCH, describe, either
 from trainer.cli import permissions, plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
@@ -28,8 +28,7 @@ from trainer.cli.keys import SETTINGS, flatten, keys, options
 from trainer.cli.leaves import leaves
 from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of
-from trainer.cli.schema import as_number, as_typed, describe, either, mistake
-from trainer.cli.settings import read_settings, setting
+from trainer.cli.schema import as_number, as_typed, mistake, read_settings, setting
 from trainer.cli.targets import targets
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean

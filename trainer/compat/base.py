@@ -70,6 +70,8 @@ class TrainerBase(LightningTrainer):
     exact_resume: bool
     pad_evaluation: bool
     prefetch_batches: int
+    inference_mode: bool
+    detect_anomaly: bool
     log_metric: Callable[..., None]
     """Logs a value as the module's ``self.log`` does, with its arguments, whatever overrides that; for callbacks."""
 

@@ -31,7 +31,6 @@ from trainer.weights import load_into
 
 log = logging.getLogger(__name__)
 
-_FAILED: Any = object()
 VERSION_KEY = "pytorch-lightning_version"
 
 
@@ -183,7 +182,7 @@ class CheckpointConnector(_CheckpointConnector):
         loops = self._loaded_checkpoint.get("loops") or resuming.loops_in(self._ckpt_path)
         ours = loops.get(checkpoints.OUR_KEY, {})
         if elastic.is_elastic(self.trainer, ours):
-            self._has_order = self._translated(elastic.prepare, ours) is not _FAILED
+            self._has_order = bool(self._translated(elastic.prepare, ours))
 
     def _process_state(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         """What a checkpoint has of this process: translated, where other processes have written it. None for nothing.
@@ -196,11 +195,11 @@ class CheckpointConnector(_CheckpointConnector):
         if not states or not elastic.is_elastic(trainer, self._ours):
             return states[trainer.global_rank] if states else None
         if self._has_order and trainer.data.carried is None:  # it is a file that cannot be read in parts
-            self._has_order = self._translated(elastic.prepare, self._ours) is not _FAILED
-        found = self._translated(elastic.resume, self._ours, states) if self._has_order else _FAILED
-        return None if found is _FAILED else found
+            self._has_order = bool(self._translated(elastic.prepare, self._ours))
+        return self._translated(elastic.resume, self._ours, states) if self._has_order else None
 
     def _translated(self, translate: Callable[..., Any], ours: dict[str, Any], *states: Any) -> Any:
+        """What ``translate`` returns; None where it cannot be done, and need not be exact."""
         trainer = self.trainer
         try:
             return translate(trainer, ours, *states)
@@ -215,7 +214,7 @@ class CheckpointConnector(_CheckpointConnector):
                 ) from None
         trainer.data.give_up_order()
         rank_zero_warn(f"{problem} The run goes on, but not exactly.")
-        return _FAILED
+        return None
 
     def roll_back(self, max_step: int) -> RolledBack | None:
         """See ``Trainer.roll_back``."""

@@ -6,10 +6,11 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -62,6 +63,19 @@ def check_counts(environment: Any, strategy: Any) -> None:
         f"Got devices={devices} and num_nodes={nodes}, which is {_number(devices * nodes)}, but {started.what}."
         f" Expected {expected}, or another number of processes from the launcher."
     )
+
+
+def nodes_started(plugins: Iterable[Any]) -> int:
+    """On how many nodes the launcher has started processes; 1 where there is none, or it does not say.
+
+    Args:
+        plugins: of the Trainer; a cluster environment among them says which launcher it is.
+    """
+    given = [plugin for plugin in plugins if isinstance(plugin, ClusterEnvironment)]
+    found = (kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect())
+    environment = next(iter(given), None) or next(found, None)
+    started = _started(environment)
+    return 1 if started is None else started.nodes or 1
 
 
 def check_local_rank(environment: Any, strategy: Any) -> None:
@@ -161,10 +175,12 @@ def check_shared(engine: Any, look: Callable[[], Any], what: str) -> None:
     expected, end = engine.broadcast(look()), time.monotonic() + _PATIENCE
     while (found := look()) != expected and time.monotonic() < end:
         time.sleep(0.1)
+    if not engine.any_rank(found != expected):
+        return
     places = engine.gather((socket.gethostname(), found == expected))
     lacking = [f"rank {rank} on {host}" for rank, (host, same) in enumerate(places) if not same]
     error = None
-    if lacking:
+    if places:
         error = (
             f"{what}, but what rank 0 (on {places[0][0]}) has there is not there for {', '.join(lacking)}. Expected a"
             " folder of a file system that all nodes share: choose another one with Trainer(default_root_dir=...) or"

@@ -68,7 +68,7 @@ def written_by(ours: dict[str, Any]) -> int:
     return len(ours.get("processes", ())) or int(ours.get(_KEY, {}).get("world_size", 0))
 
 
-def prepare(trainer: Any, ours: dict[str, Any]) -> None:
+def prepare(trainer: Any, ours: dict[str, Any]) -> bool:
     """Make dataloaders that give each update the samples that it would have got, and set the accumulation for them.
 
     It comes before ``configure_optimizers``, where a module may ask how many updates there will be.
@@ -76,6 +76,9 @@ def prepare(trainer: Any, ours: dict[str, Any]) -> None:
     Args:
         trainer: that goes on where a run on other processes was.
         ours: of the checkpoint.
+
+    Returns:
+        True.
 
     Raises:
         ResumeError: the updates cannot get the same samples.
@@ -97,6 +100,7 @@ def prepare(trainer: Any, ours: dict[str, Any]) -> None:
     if trainer.enable_validation and noted["given"]["val_check_interval"] == given["val_check_interval"]:
         carried.validation = _validation(trainer, change)
     _accumulate(trainer, needed)
+    return True
 
 
 def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, Any]:

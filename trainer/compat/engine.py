@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,6 +69,7 @@ class LightningEngine:
     Attributes:
         precision: the plugin for this device.
         gradients: all that is done to them.
+        may_change_size: whether the run may go on with another number of processes: ``num_nodes="auto"``.
 
     Raises:
         PrecisionError: a precision plugin of Lightning's, alone or inside a strategy.
@@ -89,6 +91,9 @@ class LightningEngine:
             where = f"{type(strategy).__name__}(precision_plugin)"
             _refuse_lightning_precision(strategy._precision_plugin, where, precision)
         self._trainer = trainer
+        self.may_change_size = options.get("num_nodes") == "auto"
+        if self.may_change_size:
+            options["num_nodes"] = cluster.nodes_started(plugins or ())
         self.connector = _AcceleratorConnector(plugins=plugins, precision=None, **options)
         self.strategy: Strategy = self.connector.strategy
         cluster.check_local_rank(self.connector.cluster_environment, self.strategy)
@@ -317,6 +322,16 @@ class LightningEngine:
         gathered: list[Any] | None = [None] * self.world_size if self.global_rank == 0 else None
         torch.distributed.gather_object(value, gathered)
         return gathered or []
+
+    def gather_different(self, value: T) -> list[T]:
+        """Every process's ``value``, on all of them; this one's alone where all have the same, by their ``repr``."""
+        if self.world_size == 1:
+            return [value]
+        number = int.from_bytes(sha256(repr(value).encode()).digest()[:7], "big")
+        extremes = torch.tensor([number, -number], device=self.device)
+        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
+        most, least = extremes.tolist()
+        return [value] if most == -least else self.broadcast(self.gather(value))
 
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes, on this one's device: where a logged number is not by itself."""

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +27,6 @@ from trainer.engine.agreement import Agreement
 from trainer.engine.processes import children, deadline_after
 from trainer.errors import NonFiniteError, RequeueError
 from trainer.loops.evaluation import EvalLoop
-from trainer.state.stopping import StoppingConditions
 
 INTERRUPTED = "interrupted.ckpt"
 """The file that an interrupted fit leaves in the folder of its first ModelCheckpoint."""
@@ -38,26 +37,23 @@ class Signals:
 
     Args:
         trainer: the Trainer.
-        limits: of its fits.
-        eval_loops: its other loops.
 
     Attributes:
         received_sigterm: whether a SIGTERM has come to this run; on several processes, to any of them.
         interruption: the exception that has ended this run because of a signal; None where there is none.
     """
 
-    def __init__(self, trainer: Any, limits: StoppingConditions, eval_loops: Sequence[EvalLoop]) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.received_sigterm = False
         self.interruption: BaseException | None = None
         self._trainer = trainer
-        self._limits = limits
-        self._eval_loops = list(eval_loops)
         self._agreement: Agreement | None = None
         self._handlers: dict[int, Any] = {}  # those before ours
         self._on_demand: Callable[[], None] | None = None
         self._process = 0
         self._requeue_signal: int | None = None
         self._noted = 0  # of `ENDING_SIGNALS`, counted from 1; 0 for none
+        self._agreed = 0  # that of all processes
         self._to_requeue = False
         self._interrupts = 0  # how often Ctrl-C was pressed
         self._ends = self._holds = self._is_inner = False
@@ -77,7 +73,7 @@ class Signals:
         """Install the handlers for one run; none outside of the main thread, which Python does not allow."""
         trainer = self._trainer
         self.received_sigterm, self.interruption = False, None
-        self._noted, self._interrupts, self._to_requeue = 0, 0, False
+        self._noted, self._agreed, self._interrupts, self._to_requeue = 0, 0, 0, False
         self._ends = self._is_inner = False
         self._process, self._first_batch = os.getpid(), trainer.progress.batches_started
         self._agreement = trainer.engine.agreement(2) if trainer.state.fn is TrainerFn.FITTING else None
@@ -101,9 +97,8 @@ class Signals:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
-        self.interruption = self._agreement = self._limits.attend = self._on_demand = None
-        for loop in self._eval_loops:
-            loop.attend = None
+        self.interruption = self._agreement = self._on_demand = None
+        self._have_loops_attend(False)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -205,10 +200,11 @@ class Signals:
 
     def _set_attend(self) -> None:
         """Have the loops call ``_attend`` between batches if a signal has come, here or perhaps on another process."""
-        something = bool(self._noted or self._to_requeue)
-        self._limits.attend = self._attend if something or self._agreement is not None else None
-        for loop in self._eval_loops:
-            attends = something or self._agreement is not None
+        self._have_loops_attend(bool(self._noted or self._to_requeue or self._agreement is not None))
+
+    def _have_loops_attend(self, attends: bool) -> None:
+        self._trainer.loop.limits.attend = self._attend if attends else None
+        for loop in self._trainer.eval_loops.values():
             loop.attend = partial(self._attend_evaluation, loop) if attends else None
 
     # --- between two batches ----------------------------------------------------------------------------------
@@ -240,8 +236,9 @@ class Signals:
             self._requeue()
             if self._agreement is None:
                 self._set_attend()
-        if not noted:
-            return
+        self._agreed = noted = max(noted, self._agreed)
+        if not noted or (self._trainer.engine.may_change_size and self._trainer.loop.window.is_open):
+            return  # or at the update: others than these processes cannot go on from inside of one
         self._noted, self._ends = noted, True
         self.received_sigterm |= self.received == signal.SIGTERM
         self.interruption = exception_of(self.received)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -293,6 +294,7 @@ def as_it_is(value: Any = None, *_: Any) -> Any:
     return value
 
 
+@dataclass(eq=False)
 class Transfer:
     """Moves batches to the device, through the user's hooks where there are any.
 
@@ -305,36 +307,27 @@ class Transfer:
             where it is not overridden.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        convert: Callable[[Batch], Batch] | None,
-        move: Callable[[Batch, torch.device], Batch],
-        before: Callable[..., Batch] | None = None,
-        transfer: Callable[..., Batch] | None = None,
-        after: Callable[..., Batch] | None = None,
-    ) -> None:
-        self._device = device
-        self._convert = convert
-        self._move = move
-        self._before = before
-        self._transfer = transfer
-        self._after = after
+    device: torch.device
+    convert: Callable[[Batch], Batch] | None
+    move: Callable[[Batch, torch.device], Batch]
+    before: Callable[..., Batch] | None = None
+    transfer: Callable[..., Batch] | None = None
+    after: Callable[..., Batch] | None = None
 
     def __call__(self, batch: Batch, dataloader_idx: int = 0) -> Batch:
         """``batch`` as the step function gets it; None for ``IDLE``."""
         if batch is IDLE:
             return None
-        if self._convert is not None:
-            batch = self._convert(batch)
-        if self._before is not None:
-            batch = self._before(batch, dataloader_idx)
-        if self._transfer is not None:
-            batch = self._transfer(batch, self._device, dataloader_idx)
-        elif not _is_on(batch, self._device):
-            batch = self._move(batch, self._device)
-        if self._after is not None:
-            batch = self._after(batch, dataloader_idx)
+        if self.convert is not None:
+            batch = self.convert(batch)
+        if self.before is not None:
+            batch = self.before(batch, dataloader_idx)
+        if self.transfer is not None:
+            batch = self.transfer(batch, self.device, dataloader_idx)
+        elif not _is_on(batch, self.device):
+            batch = self.move(batch, self.device)
+        if self.after is not None:
+            batch = self.after(batch, dataloader_idx)
         return batch
 
 

@@ -179,6 +179,9 @@ class Engine(Protocol):
     def gather(self, value: T) -> list[T]:
         """Every process's ``value``, on the first; [] on the others, and outside of a run that has several."""
 
+    def gather_different(self, value: T) -> list[T]:
+        """Every process's ``value``, on all of them; this one's alone where all have the same, by their ``repr``."""
+
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """``tensor`` reduced over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -48,7 +50,7 @@ def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store
     Raises:
         ClusterError: some of them have not come within ``timeout``.
     """
-    store = PrefixStore(_ALL, served)
+    store: Any = PrefixStore(_ALL, served)
     name = uuid.uuid4().hex
     if rank:
         store.set(f"asks/{rank}", name)
@@ -57,17 +59,19 @@ def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store
         except DistStoreError as error:
             raise ClusterError(f"{_waited(timeout)} rank 0 did not come. {_ADVICE}") from error
         store.set(f"{answer}/knows/{rank}", "")
+        store.add(f"{answer}/known", 1)
         return PrefixStore(f"{_ALL}/{answer}", served)
-    waiting, answered, end = set(range(1, world_size)), set[bytes](), time.monotonic() + timeout.total_seconds()
-    while waiting:
-        for other in sorted(waiting):
-            if store.check([f"{name}/knows/{other}"]):
-                waiting.discard(other)
-            elif store.check([f"asks/{other}"]) and (asker := store.get(f"asks/{other}")) not in answered:
-                answered.add(asker)  # or a process of an earlier start, which does not read it
-                store.set(f"answer/{asker.decode()}", name)
-        if waiting and time.monotonic() > end:
-            missing = ", ".join(map(str, sorted(waiting)))
+    others, answered, end = range(1, world_size), set[bytes](), time.monotonic() + timeout.total_seconds()
+    asks = [f"asks/{other}" for other in others]
+    while store.add(f"{name}/known", 0) < len(asks):  # one question to the store, however many there are
+        asked = set[bytes]()
+        with suppress(DistStoreError):  # some have not come yet, in as long as the store waits
+            asked = set(store.multi_get(asks)) - answered
+        if asked:  # by them, or by processes of an earlier start, which do not read it
+            store.multi_set([f"answer/{asker.decode()}" for asker in asked], [name] * len(asked))
+            answered |= asked
+        if time.monotonic() > end:
+            missing = ", ".join(str(other) for other in others if not store.check([f"{name}/knows/{other}"]))
             raise ClusterError(f"{_waited(timeout)} of {world_size}, rank {missing} did not come. {_ADVICE}")
         time.sleep(_LOOK)
     return PrefixStore(f"{_ALL}/{name}", served)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -34,7 +35,7 @@ _LOOKS = 20
 """In the time after which nothing has moved for too long."""
 _LINES = 4
 """Of the stack of a process that is waited for, in the message; a file has all."""
-_TORCHS = os.path.join("torch", "nn", "modules")
+_LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning)[/\\]")
 _INTERNAL = ("torch.distributed", "trainer.engine.agreement")
 """Where one waits for other processes."""
 
@@ -235,7 +236,7 @@ def _told(places: list[Place], silent: Sequence[int] = ()) -> str:
         lines.append(
             f"Rank {rank} (process {one.pid} on {one.host}) has not come to where the others wait. {_is(one)}:"
         )
-        lines += [line for line in one.stack if _TORCHS not in line][-_LINES:]
+        lines += ([line for line in one.stack if not _LIBRARIES.search(line)] or one.stack)[-_LINES:]
     if silent:
         lines.append(
             f"{_ranks(list(silent))} did not say anything: dead, stopped, in code that does not let Python run; or busy"

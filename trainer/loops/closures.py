@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -108,8 +109,7 @@ class ClosureOptimization:
             warnings.warn(f"{reason} The window continues without them.", stacklevel=2)
         kept = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["batches"] or [])
         for batch, batch_idx, mark, share in kept:
-            self._earlier.append(one := _Pass(batch, batch_idx, mark))
-            one.share = share
+            self._earlier.append(_Pass(batch, batch_idx, mark, share))
 
     def _evaluate(self, this: _Pass) -> Tensor | None:
         """Forward and backward of one batch. Returns its share of the window's mean loss."""
@@ -195,6 +195,7 @@ def finish_steps(loop: FitLoop, stepped: list[Optimizer]) -> None:
         stepped.clear()
 
 
+@dataclass(eq=False, slots=True)
 class _Pass:
     """One batch of a window, as often as it is evaluated.
 
@@ -208,15 +209,12 @@ class _Pass:
         is_evaluated: whether the closure has been called for it.
     """
 
-    __slots__ = ("batch", "batch_idx", "is_evaluated", "mark", "outputs", "share")
-
-    def __init__(self, batch: Any, batch_idx: int, mark: dict[str, Any]) -> None:
-        self.batch = batch
-        self.batch_idx = batch_idx
-        self.mark = mark
-        self.share: Tensor | None = None
-        self.outputs: dict[str, Any] | None = {}
-        self.is_evaluated = False
+    batch: Any
+    batch_idx: int
+    mark: dict[str, Any]
+    share: Tensor | None = None
+    outputs: dict[str, Any] | None = field(default_factory=dict)
+    is_evaluated: bool = False
 
 
 def _is_plain(value: Any) -> bool:

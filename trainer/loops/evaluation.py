@@ -70,17 +70,8 @@ class EvalLoop:
         self.predictions: list[list[Any]] = []
         self.attend: Callable[[], None] | None = None
         self.counts_once = True
-        self.draws = False
-        # what belongs to one run; see prepare
-        self.hooks: Hooks = NO_HOOKS
-        self.module: nn.Module = nn.Module()
-        self.transfer: Callable[[Any, int], Any] = as_it_is
-        self.loaders: Loaders | None = None
-        self.inference_mode = False
         self.pace: Pace | None = None
-        self.step: Callable[..., Any] = as_it_is
-        self.on_batch_start = NO_HOOKS.of(f"on_{stage}_batch_start")
-        self.on_batch_end = NO_HOOKS.of(f"on_{stage}_batch_end")
+        self.prepare(hooks=NO_HOOKS, module=nn.Module(), transfer=as_it_is, loaders=None, inference_mode=False)
 
     def prepare(
         self,
@@ -108,7 +99,8 @@ class EvalLoop:
         self.inference_mode = inference_mode
         self.draws = False
         self.progress.seen_batches.clear()
-        self.step = self.engine.step_function(f"{self.stage}_step") if loaders is not None else as_it_is
+        step: Callable[..., Any] = as_it_is
+        self.step = step if loaders is None else self.engine.step_function(f"{self.stage}_step")
         self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
         self.on_batch_end = hooks.of(f"on_{self.stage}_batch_end")
 

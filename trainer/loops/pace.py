@@ -134,7 +134,7 @@ class Pace:
         """Have all processes reduce what any of them has logged of the current dataloader."""
         engine, metrics = self._engine, self._metrics
         mine = metrics.outline(objects.name_of), objects.outline(self._updates)
-        everyone = engine.broadcast(engine.gather(mine))
+        everyone = engine.gather_different(mine)
         objects.complete([outline for _, outline in everyone], engine.device)
         metrics.complete([outline for outline, _ in everyone], objects.by_name.__getitem__, engine.reduce)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ Split = Callable[[Any, int, int], Any]
 """(batch, start, stop): the samples of a batch from ``start`` to ``stop``."""
 
 
+@dataclass(eq=False)
 class SplitBatches:
     """Runs a batch in parts of at most ``limit`` samples, and halves the limit when memory runs out.
 
@@ -41,34 +43,26 @@ class SplitBatches:
         announce: told what was done about memory, once for each batch in which it ran out.
     """
 
-    def __init__(
-        self,
-        loop: FitLoop,
-        limit: int | None,
-        measure: Callable[[Any], int],
-        split: Split,
-        announce: Callable[[int, int], None],
-    ) -> None:
-        self._loop = loop
-        self._limit = limit
-        self._measure = measure
-        self._split = split
-        self._announce = announce
-        self._is_cleared = False  # of the gradients from before the window
+    loop: FitLoop
+    limit: int | None
+    measure: Callable[[Any], int]
+    split: Split
+    announce: Callable[[int, int], None]
+    _is_cleared: bool = False  # of the gradients from before the window
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         """Forward and backward of each part, and where the batch closes a window, the weight update."""
-        loop, window = self._loop, self._loop.window
+        loop, window = self.loop, self.loop.window
         batch = loop.start_batch(batch, batch_idx, is_last)
         if loop.skips_epoch:
             return
         if window.is_first:
             self._is_cleared = False
-        before = self._limit
+        before = self.limit
         loss, output = self._run(batch, batch_idx)
         updates = window.is_last and self._close_window()
-        if self._limit is not None and self._limit != before:
-            self._announce(self._measure(batch), self._limit)
+        if self.limit is not None and self.limit != before:
+            self.announce(self.measure(batch), self.limit)
         if updates:
             loop.update_weights()
         elif window.is_last and batch is not None:
@@ -78,23 +72,21 @@ class SplitBatches:
 
     def _run(self, batch: Any, batch_idx: int) -> tuple[Tensor | None, Any]:
         """All parts of a batch. Returns its share of the window's mean loss, and what the last part's step returned."""
-        size = 1 if batch is None or self._limit is None else self._measure(batch)
-        waiting = deque([(0, size)] if self._limit is None else _ranges(0, size, self._limit))
+        size = 1 if batch is None or self.limit is None else self.measure(batch)
+        waiting = deque([(0, size)] if self.limit is None else _ranges(0, size, self.limit))
         total: Tensor | None = None
         output: Any = None
         while waiting:
             start, stop = waiting[0]
-            part = batch if stop - start == size else self._split(batch, start, stop)
+            part = batch if stop - start == size else self.split(batch, start, stop)
             output = None  # it may be large
             try:
                 loss, output = self._run_part(part, batch_idx, (stop - start) / size)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                size, pieces = self._halve(error, batch, (start, stop) if self._limit is not None else None)
-                waiting = deque(
-                    [*pieces, *(piece for one in list(waiting)[1:] for piece in _ranges(*one, self._limit))]
-                )
+                size, pieces = self._halve(error, batch, (start, stop) if self.limit is not None else None)
+                waiting = deque([*pieces, *(piece for one in list(waiting)[1:] for piece in _ranges(*one, self.limit))])
                 continue
             finally:
                 del part
@@ -102,12 +94,12 @@ class SplitBatches:
             if loss is not None:
                 total = loss if total is None else total + loss
         if total is None:
-            self._loop.window.find_unit(False, None, self._loop.engine)
+            self.loop.window.find_unit(False, None, self.loop.engine)
         return total, output
 
     def _run_part(self, part: Any, batch_idx: int, fraction: float) -> tuple[Tensor | None, Any]:
         """Forward and backward of one part; returns its loss as it counts. Where it raises, gradients are as before."""
-        loop, window = self._loop, self._loop.window
+        loop, window = self.loop, self.loop.window
         with loop.engine.gradient_sync(False):
             if fraction != 1.0:
                 loop.metrics.begin_batch(part)
@@ -141,10 +133,10 @@ class SplitBatches:
         Raises:
             Exception: ``error``, where there is nothing left to halve.
         """
-        loop = self._loop
+        loop = self.loop
         loop.hooks.scope.enter(None)
         try:
-            size = self._measure(batch)
+            size = self.measure(batch)
         except ValueError as problem:
             add_note(error, f"HalveOnOutOfMemory could not split the batch: {problem}")
             raise error from None
@@ -153,21 +145,21 @@ class SplitBatches:
             add_note(error, "HalveOnOutOfMemory has nothing left to halve: a single sample does not fit.")
             raise error
         let_go(error)
-        self._limit = (stop - start + 1) // 2
+        self.limit = (stop - start + 1) // 2
         self._clear()  # the last step's gradients: they take room, too
         loop.engine.abandon_forward()
         free_memory(loop.engine.device)
-        return size, _ranges(start, stop, self._limit)
+        return size, _ranges(start, stop, self.limit)
 
     def _clear(self) -> None:
         """Drop the gradients of the last window, once."""
-        if self._loop.window.is_first and not self._is_cleared:
+        if self.loop.window.is_first and not self._is_cleared:
             self._is_cleared = True
-            self._loop.clear_gradients()
+            self.loop.clear_gradients()
 
     def _close_window(self) -> bool:
         """Make the window's gradients the mean over what it holds, over all processes. False for none."""
-        loop = self._loop
+        loop = self.loop
         with loop.engine.gradient_sync(True):
             loop.gradients.backward_without_loss(exchanges=True)  # averages what the parts have accumulated
         return loop.window.close(loop.optimizers, loop.engine)

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from trainer.postmortem.examine import Finding
-from trainer.postmortem.probe import Call, Magnitude
+from trainer.postmortem.probe import Call, Magnitude, Origin
 from trainer.precision.fp32_modules import plain_name
 
 _LIMITS = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.40e38}
@@ -49,13 +50,14 @@ class Report:
         "" is the LightningModule itself: its ``training_step``, or other code of its own. None where nothing
         was found.
         """
-        call = self._culprit()
-        return None if call is None else call.name
+        culprit = self._culprit()
+        return None if culprit is None else culprit.call.name
 
     @property
     def place(self) -> str | None:
         """Where :attr:`module` made it, in words; None where nothing was found."""
-        return None if self._culprit() is None else self._where()
+        culprit = self._culprit()
+        return None if culprit is None else culprit.where
 
     @property
     def phase(self) -> str | None:
@@ -85,7 +87,9 @@ class Report:
             )
         if self._is_forward and finding.broken_batch:
             return f"The batch was not finite when it came: {names_of(finding.broken_batch)}."
-        where = self._where()
+        culprit = self._culprit()
+        assert culprit is not None
+        where = culprit.where
         if self._is_forward:
             return f"The forward overflows in {where}; no loss scale helps."
         if not finding.largest_scale:
@@ -105,8 +109,8 @@ class Report:
     @property
     def advice(self) -> list[str]:
         """What to try, most promising first."""
-        finding, call = self.finding, self._culprit()
-        if call is None:
+        finding, culprit = self.finding, self._culprit()
+        if culprit is None:
             return []
         if finding.broken_weights:
             return ["Resume from an older checkpoint, with a lower learning rate or with gradient clipping."]
@@ -123,9 +127,9 @@ class Report:
             advice.append(
                 f"Nothing, if this is rare. At the start of a run, init_scale={scale} spares it the skipped steps."
             )
-        computed_in = self._dtype()
+        computed_in = culprit.dtype
         if computed_in in ("float16", None):
-            advice += self._in_float32(call)
+            advice += _in_float32(culprit.call)
             advice.append("precision=bf16-mixed, which has the range of float32, where the device has it.")
         if computed_in != "float16" and not self.is_harmless:
             advice.append(
@@ -219,62 +223,66 @@ class Report:
         made_in_forward = not finding.largest_scale and finding.first_output is not None
         return finding.fails and (not math.isfinite(finding.loss) or made_in_forward)
 
-    def _culprit(self) -> Call | None:
+    def _culprit(self) -> _Culprit | None:
         finding = self.finding
         if not finding.fails:
             return None
         if not self._is_forward:
-            return None if finding.origin is None else finding.origin.call
+            return None if finding.origin is None else _of_backward(finding.origin)
         first = finding.first_output
         if first is None:  # every module's output was finite
-            return Call("", "training_step", number=0)
+            call = Call("", "training_step", number=0)
+            return _Culprit(call, "training_step itself, after the last module", call)
         call = first
         while call.caller is not None and call.inputs is not None and call.inputs.not_finite:
             call = call.caller  # it came in as it is
-        return call
+        where = _called(call) if call is first else f"{_own_code(call)}, before {_called(first)}"
+        return _Culprit(call, where, first)
 
-    def _where(self) -> str:
-        """The culprit, and which part of it."""
-        finding, call = self.finding, self._culprit()
-        assert call is not None
-        if not self._is_forward:
-            assert finding.origin is not None
-            if finding.origin.parameter is not None:
-                return f"{_called(call)}, in the gradient of {finding.origin.parameter}"
-            if finding.origin.after is not None:
-                return f"{_own_code(call)}, which uses the output of {_called(finding.origin.after)}"
-            return _called(call)
-        if finding.first_output is None:
-            return "training_step itself, after the last module"
-        if call is not finding.first_output:
-            return f"{_own_code(call)}, before {_called(finding.first_output)}"
-        return _called(call)
 
-    def _dtype(self) -> str | None:
-        """What the culprit computes in, as far as its results tell."""
-        finding, call = self.finding, self._culprit()
-        assert call is not None
-        if not self._is_forward and finding.origin is not None and finding.origin.after is not None:
-            call = finding.origin.after
-        elif self._is_forward and finding.first_output is not None:
-            call = finding.first_output
-        halves = (call.outputs, call.gradient_in, call.inputs)
+class _Culprit(NamedTuple):
+    """What made the first number that is not finite.
+
+    Attributes:
+        call: the call in which it was made.
+        where: this, and which part of it, in words.
+        computed: the call whose numbers tell in which dtype.
+    """
+
+    call: Call
+    where: str
+    computed: Call
+
+    @property
+    def dtype(self) -> str | None:
+        """What it computes in, as far as its results tell."""
+        halves = (self.computed.outputs, self.computed.gradient_in, self.computed.inputs)
         dtypes = [magnitude.dtype for magnitude in halves if magnitude is not None]
         return "float16" if "float16" in dtypes else dtypes[0] if dtypes else None
 
-    @staticmethod
-    def _in_float32(call: Call) -> list[str]:
-        if not call.name:
-            return [
-                "Compute the loss in float32: `with torch.autocast(self.device.type, enabled=False):` around it, on"
-                " `.float()` inputs."
-            ]
-        name = plain_name(call.name)
-        advice = f"precision.fp32_modules=[{name!r}]: this module in float32, the others as they are."
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        if pattern != name and not pattern.endswith("*"):
-            advice += f" Its likes in all layers: [{pattern!r}]."
-        return [advice]
+
+def _of_backward(origin: Origin) -> _Culprit:
+    call, after, parameter = origin
+    where = _called(call)
+    if parameter is not None:
+        where = f"{where}, in the gradient of {parameter}"
+    elif after is not None:
+        where = f"{_own_code(call)}, which uses the output of {_called(after)}"
+    return _Culprit(call, where, call if after is None else after)
+
+
+def _in_float32(call: Call) -> list[str]:
+    if not call.name:
+        return [
+            "Compute the loss in float32: `with torch.autocast(self.device.type, enabled=False):` around it, on"
+            " `.float()` inputs."
+        ]
+    name = plain_name(call.name)
+    advice = f"precision.fp32_modules=[{name!r}]: this module in float32, the others as they are."
+    pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+    if pattern != name and not pattern.endswith("*"):
+        advice += f" Its likes in all layers: [{pattern!r}]."
+    return [advice]
 
 
 def _called(call: Call) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -49,20 +48,10 @@ class AutoPrecision(Precision):
         fp32_modules: str | Sequence[str] = (),
         autocast_ops: Literal["native", "cuda"] = "native",
     ) -> None:
-        mixed = partial(
-            MixedPrecision,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            cpu_kernels=cpu_kernels,
-            fp32_modules=fp32_modules,
-            autocast_ops=autocast_ops,
-        )
+        settings = dict(locals())
+        del settings["self"]
         self.said = ""
-        self._bfloat16, self._float16 = mixed("bfloat16"), mixed("float16")
+        self._bfloat16, self._float16 = MixedPrecision("bfloat16", **settings), MixedPrecision("float16", **settings)
 
     def for_device(self, device: torch.device) -> Precision:
         """The precision for ``device``; one line in the log says which and why."""

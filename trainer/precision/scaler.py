@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable
 from ctypes import c_float
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -380,6 +381,7 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+@dataclass(eq=False, slots=True)
 class Check:
     """A look at one optimizer's gradients, for one step: is there an infinity or a NaN among them?
 
@@ -389,13 +391,10 @@ class Check:
         stepped: whether the step was attempted.
     """
 
-    __slots__ = ("found_inf", "optimizer", "overflowed", "stepped")
-
-    def __init__(self, optimizer: Optimizer, found_inf: list[Tensor]) -> None:
-        self.optimizer = optimizer
-        self.found_inf = found_inf
-        self.overflowed: bool | None = None
-        self.stepped = False
+    optimizer: Optimizer
+    found_inf: list[Tensor]
+    overflowed: bool | None = None
+    stepped: bool = False
 
     def read(self) -> bool:
         """The answer. A host-device synchronisation on a GPU."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from trainer.errors import ConfigurationError
 from trainer.state.progress import FitProgress
 
 
+@dataclass(eq=False)
 class StoppingConditions:
     """When a fit stops, validates and logs: its public settings, and what they mean at the current batch.
 
@@ -37,36 +39,23 @@ class StoppingConditions:
             to find out whether one has. It may raise. None for nothing.
     """
 
-    def __init__(
-        self,
-        progress: FitProgress,
-        *,
-        max_epochs: int | None,
-        min_epochs: int | None = None,
-        max_steps: int = -1,
-        min_steps: int | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        log_every_n_steps: int = 50,
-        val_check_seconds: float | None = None,
-        agree: Callable[[bool], bool] = bool,
-        announce: Callable[[str], object] = str,
-    ) -> None:
-        self.max_epochs = max_epochs
-        self.min_epochs = min_epochs
-        self.max_steps = max_steps
-        self.min_steps = min_steps
-        self.check_val_every_n_epoch = check_val_every_n_epoch
-        self.log_every_n_steps = log_every_n_steps
-        self.val_check_seconds = val_check_seconds
-        self.val_check_batch: float | None = None
-        self.validates_at_end = False
-        self.validated_at = 0.0
-        self.should_stop = False
-        self.attend: Callable[[bool], None] | None = None
-        self._progress = progress
-        self._agree = agree
-        self._announce = announce
-        self._has_announced = False
+    progress: FitProgress
+    _: KW_ONLY
+    max_epochs: int | None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    check_val_every_n_epoch: int | None = 1
+    log_every_n_steps: int = 50
+    val_check_seconds: float | None = None
+    agree: Callable[[bool], bool] = bool
+    announce: Callable[[str], object] = str
+    val_check_batch: float | None = field(default=None, init=False)
+    validates_at_end: bool = field(default=False, init=False)
+    validated_at: float = field(default=0.0, init=False)
+    should_stop: bool = field(default=False, init=False)
+    attend: Callable[[bool], None] | None = field(default=None, init=False)
+    _has_announced: bool = field(default=False, init=False)
 
     def fill_in(self, max_epochs: int) -> None:
         """Set the defaults of ``max_epochs`` and ``min_epochs`` when a fit starts."""
@@ -89,21 +78,21 @@ class StoppingConditions:
 
     def ends_fit(self) -> bool:
         """Whether no further epoch is to be trained. Anybody may ask."""
-        trained_all = self.max_epochs not in (None, -1) and self._progress.epochs_trained >= self.max_epochs
+        trained_all = self.max_epochs not in (None, -1) and self.progress.epochs_trained >= self.max_epochs
         return trained_all or self.ends_epoch()
 
     def is_final_epoch(self) -> bool:
         """Whether the current epoch is known to be the last."""
-        return self.max_epochs not in (None, -1) and self._progress.epochs_trained + 1 >= self.max_epochs
+        return self.max_epochs not in (None, -1) and self.progress.epochs_trained + 1 >= self.max_epochs
 
     def ends_epoch(self) -> bool:
         """Whether to leave the current epoch before its last batch. Anybody may ask."""
-        stepped_all = self.max_steps != -1 and self._progress.optimizer_steps >= self.max_steps
+        stepped_all = self.max_steps != -1 and self.progress.optimizer_steps >= self.max_steps
         if stepped_all or not self.should_stop:
             return stepped_all
         if not (stops := self.may_stop()) and not self._has_announced:
             self._has_announced = True
-            self._announce(
+            self.announce(
                 f"Trainer was signaled to stop but the required `min_epochs={self.min_epochs!r}` or"
                 f" `min_steps={self.min_steps!r}` has not been met. Training will continue..."
             )
@@ -111,22 +100,22 @@ class StoppingConditions:
 
     def may_stop(self) -> bool:
         """Whether ``min_epochs`` and ``min_steps`` are met."""
-        progress = self._progress
+        progress = self.progress
         return progress.epochs_trained >= (self.min_epochs or 0) and progress.optimizer_steps >= (self.min_steps or 0)
 
     def epoch_validates(self) -> bool:
         """Whether the current epoch is one with validation."""
         every = self.check_val_every_n_epoch
-        return every is None or (self._progress.epoch + 1) % every == 0
+        return every is None or (self.progress.epoch + 1) % every == 0
 
     def validation_is_due(self) -> bool:
         """Whether to validate after the current batch of an epoch with validation."""
-        progress = self._progress
+        progress = self.progress
         if self.should_stop and self.may_stop():
             return True
         if self.val_check_seconds is not None:
             # their clocks differ. A host-device synchronisation, on several GPUs
-            return self._agree(time.monotonic() - self.validated_at >= self.val_check_seconds)
+            return self.agree(time.monotonic() - self.validated_at >= self.val_check_seconds)
         if self.val_check_batch is None or self.val_check_batch == float("inf"):
             return progress.is_last_batch
         counts_over_epochs = self.check_val_every_n_epoch is None
@@ -175,4 +164,4 @@ class StoppingConditions:
     def logging_is_due(self) -> bool:
         """Whether the loggers get a row for the current weight update."""
         every = self.log_every_n_steps
-        return every > 0 and ((self._progress.updates + 1) % every == 0 or self.should_stop)
+        return every > 0 and ((self.progress.updates + 1) % every == 0 or self.should_stop)

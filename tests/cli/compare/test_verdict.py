@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from trainer.cli.arguments import UsageError
 from trainer.cli.compare.verdict import Metric, Run, Thresholds, choose_metric, judge
 from trainer.cli.folders import packaged_conf
-from trainer.cli.settings import read_settings
+from trainer.cli.schema import read_settings
 from trainer.record.reader import RunRecord
 
 GB = 2**30

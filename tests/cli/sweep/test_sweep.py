@@ -212,7 +212,7 @@ class Job:
         (folder,) = [word.partition("=")[2].strip("'") for word in command if word.startswith("hydra.run.dir=")]
         self.folder = Path(folder)
 
-    def wait(self):
+    def wait(self, timeout=None):
         if self.returncode == 0:
             write(self.folder, {"run.json": json.dumps({"status": "completed", "metrics": {}, "run_dir": "."})})
         return self.returncode

@@ -1,10 +1,10 @@
 """``trainer checks``: what is installed, what the machine has, and which precision to use; of a recipe the data, the
 layers, and the memory.
 
-Each check is a function that adds to the `Findings`: `CHECKS` lists them in the order in which they are told, and
-`CHECKS_OF_RECIPE` those of a recipe. What there is to know comes from ``machine`` (cores, memory, disks), ``abilities``
-(what a device computes in), ``speed`` (how fast), ``memory`` (of a training), and ``first_look`` (data and layers of
-a recipe). torch is imported only when the command runs, for it may be what is broken.
+Each check is a function that adds to the `Findings`: `CHECKS` lists those of the machine in the order in which they are
+told, `trainer.cli.checks.first_look.CHECKS_OF_RECIPE` those of a recipe. What there is to know comes from ``machine``
+(cores, memory, disks), ``abilities`` (what a device computes in), ``speed`` (how fast), ``memory`` (of a training), and
+``first_look`` (data and layers of a recipe). torch is imported only when the command runs: it may be what is broken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from trainer import machine
 from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.checks.findings import Findings, Recipe
-from trainer.cli.checks.first_look import check_batch, check_steps
+from trainer.cli.help import MISSING, version_of
 from trainer.cli.tables import Table, tell
 from trainer.cli.tune import plain
 from trainer.cli.validate import validate
@@ -38,11 +37,10 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("lightning", "torchmetrics", "hydra-core", "omegaconf", "torchvision", "scikit-learn", "optuna")
 _OPTIONAL = ("torchvision", "scikit-learn", "optuna")
-_MISSING, _DRIVER = "not installed", "NVIDIA driver"
+_DRIVER = "NVIDIA driver"
 _RUNS = "outputs"  # where runs, and their checkpoints, go by default (conf/amp_trainer.yaml)
 _LITTLE_DISK, _LITTLE_SHARED = 2**30, 2**30
 _DTYPE_OF = {"16": "float16", "bf16": "bfloat16", "32": "float32"}
-_FITS = {True: "yes", False: "no", None: "-"}
 _OPERATIONS = {"matmul": "matrix products", "convolution": "convolutions"}
 
 
@@ -62,13 +60,18 @@ def command(arguments: Arguments) -> int:
             " told by `python -m trainer checks +recipe=NAME`."
         )
     arguments.check_flags()
-    found = Findings(arguments=arguments)
+    found = Findings()
     if arguments.overrides:
         config = validate(arguments)
         found.recipe = Recipe(config.hydra.runtime.choices.get("recipe") or "unnamed", plain(config, Path("outputs")))
     try:
-        for check in CHECKS if found.recipe is None else CHECKS_OF_RECIPE:
+        for check in CHECKS if found.recipe is None else (check_versions, check_devices):
             check(found)
+        if found.recipe is not None and found.devices:  # or torch is broken
+            from trainer.cli.checks.first_look import CHECKS_OF_RECIPE
+
+            for check_of_recipe in CHECKS_OF_RECIPE:
+                check_of_recipe(found, found.recipe)
     except ConfigurationError:
         raise
     except Exception as error:  # of the recipe's own code
@@ -88,9 +91,9 @@ def command(arguments: Arguments) -> int:
 
 def check_versions(found: Findings) -> None:
     """What is installed, and whether torch can be imported."""
-    versions = {"trainer": trainer.__version__, "python": platform.python_version(), "torch": _version("torch")}
-    versions |= {name: _version(name) for name in _PACKAGES}
-    versions = {name: text for name, text in versions.items() if text != _MISSING or name not in _OPTIONAL}
+    versions = {"trainer": trainer.__version__, "python": platform.python_version(), "torch": version_of("torch")}
+    versions |= {name: version_of(name) for name in _PACKAGES}
+    versions = {name: text for name, text in versions.items() if text != MISSING or name not in _OPTIONAL}
     driver = nvidia_driver()
     versions |= ({_DRIVER: driver} if driver else {}) | {"system": platform.platform()}
     try:
@@ -119,7 +122,7 @@ def check_devices(found: Findings) -> None:
     """The devices, and what they have."""
     found.facts["devices"] = [_describe(device) for device in found.devices]
     rows = [[row["device"], row["name"], readable(row["memory"]), row["detail"]] for row in found.facts["devices"]]
-    found.tables.append(Table("Devices", ("device", "name", "memory", "about"), rows, numbers=["memory"]))
+    found.tables.append(Table("Devices", ("device", "name", "memory", "about"), rows, ("device", "name", "about")))
 
 
 def check_precisions(found: Findings) -> None:
@@ -157,64 +160,13 @@ def check_speed(found: Findings) -> None:
     numbers = [name for words in _OPERATIONS.values() for name in (words, "against float32")]
     cells = [[_rate(getattr(row, name)), _ratio(row.ratios.get(name))] for row in speeds for name in _OPERATIONS]
     rows = [[row.name, *cells[2 * place], *cells[2 * place + 1]] for place, row in enumerate(speeds)]
-    found.tables.append(Table(f"Measured speed of {_name(device)}{on_cpu}", ["arithmetic", *numbers], rows, numbers))
+    title, first = f"Measured speed of {_name(device)}{on_cpu}", ["arithmetic"]
+    found.tables.append(Table(title, [*first, *numbers], rows, first))
 
 
 def check_host(found: Findings) -> None:
     """Cores for the dataloaders, memory, and disks."""
     found.tables.append(Table("Host", (), [*_workers(found), *_memory(found), *_disks(found)]))
-
-
-def check_memory(found: Findings) -> None:
-    """What the training of a recipe will take on each device, and which strategy fits."""
-    recipe = found.recipe
-    if not found.devices or recipe is None:
-        return
-    from trainer.cli.checks.memory import UnpredictableError, predict
-
-    try:
-        told = predict(recipe, found.devices)
-    except UnpredictableError as error:  # the rest can be told
-        recipe.failure = error
-        return
-    found.facts["memory_of_recipe"] = {
-        "parameters": told.parameters,
-        "gpu_memory": told.memory,
-        "needs": [need._asdict() | {"fits": told.fits(need)} for need in told.needs],
-        "others": [need._asdict() | {"fits": told.fits(need)} for need in told.others],
-    }
-    found.facts["remarks"] += told.assumptions
-    found.facts["verdict"] = told.verdict
-    one, *spread = told.needs
-    rows = [
-        [
-            need.strategy,
-            str(need.devices),
-            need.precision,
-            readable(need.peak),
-            readable(need.after),
-            _FITS[told.fits(need)],
-        ]
-        for need in (one, *told.others, *spread)
-    ]
-    header = ("strategy", "devices", "precision", "peak of a step", "after it", "fits")
-    title = f"Memory on each device, for {told.parameters:,} parameters and this batch"
-    found.tables.append(Table(title, header, rows, ("devices", "peak of a step", "after it")))
-    found.facts["missed"] = told.missed
-    if told.missed:
-        settings = "; ".join(f"{name} ({gain})" for name, gain in told.missed.items())
-        found.remark(f"Left on the table on a GPU: {settings}. tuning=fast turns on what is safe.")
-    found.facts["host_waits"] = [vars(wait) | {"instead": wait.instead} for wait in told.waits.values()]
-    rows = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in told.waits.values()]
-    found.tables.append(
-        Table("Lines that make the host wait for a GPU in each step", ("line", "code", "instead"), rows)
-    )
-    found.facts["autocast_ops"] = told.ops
-    rows = [[name, here, there] for name, (here, there) in told.ops.items()]
-    title = "Operations that autocast computes in another dtype on CUDA"
-    found.tables.append(Table(title, ("operation", "here", "on CUDA"), rows))
-    if told.ops:
-        found.remark("precision.autocast_ops=cuda computes those operations here as on CUDA.")
 
 
 CHECKS: tuple[Callable[[Findings], None], ...] = (
@@ -223,13 +175,6 @@ CHECKS: tuple[Callable[[Findings], None], ...] = (
     check_precisions,
     check_speed,
     check_host,
-)
-CHECKS_OF_RECIPE: tuple[Callable[[Findings], None], ...] = (
-    check_versions,
-    check_devices,
-    check_batch,
-    check_memory,
-    check_steps,
 )
 
 
@@ -300,13 +245,6 @@ def _name(device: torch.device) -> str:
 
 
 # --- without torch --------------------------------------------------------------------------------------------
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return _MISSING
 
 
 def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:

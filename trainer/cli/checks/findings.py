@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.arguments import UsageError
 from trainer.cli.tables import Table
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ class Findings:
 
     Args:
         seconds: for measuring speed.
-        arguments: the command line.
         recipe: that is looked at; None for the machine alone.
         devices: that a Trainer can run on; empty where torch cannot be imported.
         facts: everything, as plain containers: what ``checks json`` prints.
@@ -67,7 +66,6 @@ class Findings:
     """
 
     seconds: float = 2.0
-    arguments: Arguments = field(default_factory=Arguments)
     recipe: Recipe | None = None
     devices: list[torch.device] = field(default_factory=list)
     facts: dict[str, Any] = field(

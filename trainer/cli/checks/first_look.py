@@ -1,27 +1,24 @@
-"""The first look at one's own data: a batch, what it does in each layer and would do in float16, and the brake.
-
-Imports torch only when a check is called.
-"""
+"""The first look at one's own data: a batch, what it does in each layer and would do in float16, and the brake."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from trainer import machine
 from trainer.cli import failure
+from trainer.cli.checks import batch, loading, memory, steps
 from trainer.cli.checks.findings import Findings, Loaded, Recipe
+from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale, shown
+from trainer.cli.checks.steps import Step
 from trainer.cli.tables import Table
+from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError
 from trainer.machine import readable
-
-if TYPE_CHECKING:
-    import torch
-
-    from trainer.cli.checks.layers import Layer, Layers
-    from trainer.cli.checks.steps import Step
 
 _PICTURES = Path("outputs", "checks")
 _ROWS = 8  # of the table of layers
@@ -29,13 +26,8 @@ _NAMED = 3  # layers in a sentence
 _LITTLE = 0.05  # share of the time that is not worth a change
 
 
-def check_batch(found: Findings) -> None:
+def check_batch(found: Findings, recipe: Recipe) -> None:
     """What is in a batch of the recipe's training data, and what is odd about it."""
-    recipe = found.recipe
-    if not found.devices or recipe is None:
-        return
-    from trainer.cli.checks import batch, loading, memory, steps
-
     memory.read(recipe)  # a mistake in it is told before anything else is done
     with steps.undisturbed(found.devices[0]):
         loaded = loading.draw(recipe)
@@ -55,14 +47,9 @@ def check_batch(found: Findings) -> None:
         found.remark(sentence)
 
 
-def check_steps(found: Findings) -> None:
+def check_steps(found: Findings, recipe: Recipe) -> None:
     """What a batch does in the layers, what float16 would make of it, and whether loading or the step is the brake."""
-    recipe = found.recipe
-    if not found.devices or recipe is None or recipe.loaded is None:
-        return
-    from trainer.cli.checks import memory, steps
-    from trainer.data.samples import batch_size
-
+    assert recipe.loaded is not None
     device = found.devices[-1 if recipe.settings["trainer"]["accelerator"] == "cpu" else 0]
     part, why = None, "No step was run: checks.steps=false."
     if memory.read(recipe).steps:
@@ -90,18 +77,17 @@ def check_steps(found: Findings) -> None:
     _tell_loading(found, recipe, recipe.loaded, step, sum(device.type == "cuda" for device in found.devices))
 
 
+CHECKS_OF_RECIPE: tuple[Callable[[Findings, Recipe], None], ...] = (check_batch, memory.check_memory, check_steps)
+
+
 def _free(device: torch.device) -> int:
     """Bytes."""
-    import torch
-
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return machine.memory().usable or 2**63
 
 
 def _tell_layers(found: Findings, seen: Layers) -> None:
-    from trainer.cli.checks.layers import shown
-
     if seen.labels:
         found.problem(seen.labels)
         return
@@ -120,12 +106,12 @@ def _tell_layers(found: Findings, seen: Layers) -> None:
         ]
         for layer in shown(seen.layers, _ROWS)
     ]  # fmt: skip
-    numbers = ("parameters", "activations", "largest", "gradient", "vanish")
+    texts, numbers = ("layer", "class"), ("parameters", "activations", "largest", "gradient", "vanish")
     of = f"{len(rows)} of {len(seen.layers)} layers" if len(rows) < len(seen.layers) else "The layers"
     frozen = f", {seen.trained:,} trained" if seen.trained < seen.parameters else ""
     loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
     title = f"{of}, in float32: {seen.parameters:,} parameters{frozen}{loss}"
-    found.tables.append(Table(title, ("layer", "class", *numbers), rows, numbers, ("class", "activations", "vanish")))
+    found.tables.append(Table(title, (*texts, *numbers), rows, texts, ("class", "activations", "vanish")))
     if seen.loss is not None and not math.isfinite(seen.loss):
         found.problem(f"The loss of this batch is {seen.loss}, in float32 and before any update.")
     broken = [layer for layer in seen.layers if layer.not_finite]
@@ -143,8 +129,6 @@ def _tell_layers(found: Findings, seen: Layers) -> None:
 
 def _float16(layers: list[Layer]) -> dict[str, Any]:
     """What float16 would do: facts, and sentences."""
-    from trainer.cli.checks.layers import LARGEST, SCALE, largest_scale
-
     high = max(layers, key=lambda layer: layer.activation)
     steep = max(layers, key=lambda layer: layer.gradient or 0.0)
     over = sorted((one for one in layers if one.largest > LARGEST), key=lambda one: one.largest, reverse=True)

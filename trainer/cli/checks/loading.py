@@ -8,12 +8,12 @@ from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from trainer.arguments import describe
 from trainer.cli import failure
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
 from trainer.cli.checks.findings import Loaded, Recipe
 from trainer.cli.folders import merge_recipes
-from trainer.cli.schema import describe
 from trainer.cli.targets import Allowlist
 
 _SECONDS = 1.0

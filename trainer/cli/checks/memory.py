@@ -5,24 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 from trainer.arguments import SWITCH, WHOLE
+from trainer.callbacks import fast_settings, sync_detector
+from trainer.callbacks.sync_detector import Wait
 from trainer.cli.arguments import COMPARED, UsageError
-from trainer.cli.checks.findings import Recipe
-from trainer.cli.settings import read_settings, setting
+from trainer.cli.build import make
+from trainer.cli.checks.fake_step import look, measure
+from trainer.cli.checks.findings import Findings, Recipe
+from trainer.cli.checks.steps import undisturbed
+from trainer.cli.fused import fusing
+from trainer.cli.schema import read_settings, setting
+from trainer.cli.tables import Table
+from trainer.cli.targets import Allowlist
 from trainer.cli.tune import SIZE, bytes_in
+from trainer.engine.sharding import settings as sharding
 from trainer.machine import readable
-
-if TYPE_CHECKING:
-    import torch
-
-    from trainer.callbacks.sync_detector import Wait
+from trainer.precision.registry import resolve_precision
+from trainer.record.flops import FlopCounter
 
 OVERHEAD = 2**30
 """Left for what no tensor of the training is in: CUDA's context, workspaces of its libraries, fragments."""
 
 _ASSUMED_DEVICES = 8
+_FITS = {True: "yes", False: "no", None: "-"}
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,53 @@ def read(recipe: Recipe) -> Settings:
     return read_settings(Settings, "checks", recipe.settings["checks"])
 
 
+def check_memory(found: Findings, recipe: Recipe) -> None:
+    """What the training of a recipe will take on each device, and which strategy fits."""
+    try:
+        told = predict(recipe, found.devices)
+    except UnpredictableError as error:  # the rest can be told
+        recipe.failure = error
+        return
+    found.facts["memory_of_recipe"] = {
+        "parameters": told.parameters,
+        "gpu_memory": told.memory,
+        "needs": [need._asdict() | {"fits": told.fits(need)} for need in told.needs],
+        "others": [need._asdict() | {"fits": told.fits(need)} for need in told.others],
+    }
+    found.facts["remarks"] += told.assumptions
+    found.facts["verdict"] = told.verdict
+    one, *spread = told.needs
+    rows = [
+        [
+            need.strategy,
+            str(need.devices),
+            need.precision,
+            readable(need.peak),
+            readable(need.after),
+            _FITS[told.fits(need)],
+        ]
+        for need in (one, *told.others, *spread)
+    ]
+    header = ("strategy", "devices", "precision", "peak of a step", "after it", "fits")
+    title = f"Memory on each device, for {told.parameters:,} parameters and this batch"
+    found.tables.append(Table(title, header, rows, ("strategy", "precision", "fits")))
+    found.facts["missed"] = told.missed
+    if told.missed:
+        settings = "; ".join(f"{name} ({gain})" for name, gain in told.missed.items())
+        found.remark(f"Left on the table on a GPU: {settings}. tuning=fast turns on what is safe.")
+    found.facts["host_waits"] = [vars(wait) | {"instead": wait.instead} for wait in told.waits.values()]
+    rows = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in told.waits.values()]
+    found.tables.append(
+        Table("Lines that make the host wait for a GPU in each step", ("line", "code", "instead"), rows)
+    )
+    found.facts["autocast_ops"] = told.ops
+    rows = [[name, here, there] for name, (here, there) in told.ops.items()]
+    title = "Operations that autocast computes in another dtype on CUDA"
+    found.tables.append(Table(title, ("operation", "here", "on CUDA"), rows))
+    if told.ops:
+        found.remark("precision.autocast_ops=cuda computes those operations here as on CUDA.")
+
+
 def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
     """Predict what the training of a recipe needs.
 
@@ -126,11 +183,6 @@ def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
         UnpredictableError: a recipe whose step cannot be run without values.
     """
     settings = read(recipe)
-    import torch
-
-    from trainer.cli.checks.steps import undisturbed
-    from trainer.engine.sharding.settings import IS_SUPPORTED
-
     gpus = [device for device in devices if device.type == "cuda"]
     memory = bytes_in(settings.gpu_memory)
     assumptions = []
@@ -145,7 +197,7 @@ def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
         "The batch is the first of the training data, and all of it as on a GPU. DDP keeps a copy of the gradients for"
         " its exchange; FSDP shards the members of ModuleLists and Sequentials."
     )
-    if not IS_SUPPORTED:
+    if not sharding.IS_SUPPORTED:
         assumptions.append(f"FSDP needs torch 2.13 or newer; this is {torch.__version__}.")
     told = Prediction(memory, assumptions)
     with undisturbed(devices[0]):
@@ -156,15 +208,6 @@ def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
 
 def _measure(recipe: Recipe, device: torch.device, number: int, told: Prediction) -> None:
     """Fill in what a step without values shows."""
-    from trainer.callbacks import fast_settings, sync_detector
-    from trainer.cli.build import make
-    from trainer.cli.checks.fake_step import look, measure
-    from trainer.cli.fused import fusing
-    from trainer.cli.targets import Allowlist
-    from trainer.engine.sharding.settings import IS_SUPPORTED
-    from trainer.precision.registry import resolve_precision
-    from trainer.record.flops import FlopCounter
-
     settings = recipe.settings
     assert recipe.loaded is not None
     batch = recipe.loaded.batch
@@ -200,7 +243,7 @@ def _measure(recipe: Recipe, device: torch.device, number: int, told: Prediction
         peak, after = measure(build, batch, precision, prepare, None)
         told.needs.append(Need("single", 1, peak, after, precision.name))
         told.needs.append(Need("ddp", number, peak + told.gradients, after + told.gradients, precision.name))
-        if IS_SUPPORTED:
+        if sharding.IS_SUPPORTED:
             told.needs.append(Need("fsdp", number, *measure(build, batch, precision, prepare, number), precision.name))
         for name in COMPARED:
             if name != precision.name:

@@ -20,8 +20,8 @@ from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compare.verdict import Run, Thresholds, Verdict, choose_metric, judge
 from trainer.cli.help import versions
 from trainer.cli.processes import is_quiet
-from trainer.cli.settings import read_settings
-from trainer.cli.sweep import MEASURING, common_overrides, shown
+from trainer.cli.schema import read_settings
+from trainer.cli.sweep import MEASURING, own_overrides
 from trainer.cli.tables import Table, four_digits, markdown_table, tell
 from trainer.record.reader import jobs_of
 
@@ -127,11 +127,10 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
 def read_runs(folder: Path, since: float = 0.0) -> list[Run]:
     """The runs in ``folder``, in their order, each named by what sets it apart from the others."""
     records = jobs_of(folder, since)
-    common = common_overrides(records)
     runs = []
-    for record in records:
-        own = [word.removeprefix("precision=") for word in shown(record.overrides) if word not in common]
-        label = " ".join(own if len(records) > 1 else []) or str(record.precision)
+    for record, own in zip(records, own_overrides(records), strict=True):
+        words = [word.removeprefix("precision=") for word in own] if len(records) > 1 else []
+        label = " ".join(words) or str(record.precision)
         if label == "auto" and record.precision != "auto":
             label = f"auto ({record.precision})"
         runs.append(Run(label, record))
@@ -188,8 +187,7 @@ class Comparison:
 
     def print(self, folder: Path) -> None:
         """Print the report, with ``--quiet`` a line for each run; ``folder`` is where it is."""
-        header, rows = self._table()
-        Table(self.title, header, rows, [name for name in header if name not in ("run", "verdict")], _SPARE).show()
+        Table(self.title, *self._table(), ("run", "verdict"), _SPARE).show()
         for label, text, advice in self._findings():
             for line in (f"{label}: {text}", *(() if is_quiet() else (f"  - {line}" for line in advice))):
                 tell(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.callbacks.plotting import INK, PALETTE, fit_loss_axis, label_ends, smooth, style, without_spikes
+from trainer.callbacks.plotting import INK, PALETTE, canvas, fit_loss_axis, label_ends, smooth, style, without_spikes
 from trainer.cli.compare.verdict import Metric, Run
 from trainer.cli.tables import four_digits
 
@@ -40,12 +40,10 @@ def draw(runs: Sequence[Run], metric: Metric | None, title: str) -> Figure | Non
     bars = {name: panel for name, panel in bars.items() if any(panel[0])}
     if not rows and not bars:
         return None
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     heights = rows + [0.55 + 0.27 * len(runs)] * bool(bars)
-    figure = Figure(figsize=(9, 0.9 + sum(heights)), dpi=150, facecolor="white", layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=INK)
+    figure = canvas(title, 9, 0.9 + sum(heights))
     grid = figure.add_gridspec(len(heights), max(1, len(bars)), height_ratios=heights)
     above: Axes | None = None
     for row in range(len(rows)):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.arguments import NUMBER, SWITCH, TEXT
-from trainer.cli.settings import setting
+from trainer.cli.schema import setting
 from trainer.errors import did_you_mean
 from trainer.record.reader import RunRecord, direction_of
 

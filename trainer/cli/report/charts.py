@@ -91,7 +91,7 @@ def sections_of(run: Run, minutes: float = 0.0) -> list[Section]:
     learning, others = _metrics(run, rows)
     missing = [] if run.record.rows and is_fit else [_without_rows(run)]
     found = [
-        Section("Learning", [*learning, *rate], missing if not (learning or rate) else ()),
+        Section("Learning", [*learning, *rate], missing if not (run.record.rows and (learning or rate)) else ()),
         Section("Loss scale and gradients", *amp),
         Section("Speed and memory", *_pace(run, minutes)),
         Section(
@@ -100,10 +100,7 @@ def sections_of(run: Run, minutes: float = 0.0) -> list[Section]:
             [f"{len(others) - _MOST_OTHERS} more are in metrics.csv."] if len(others) > _MOST_OTHERS else [],
         ),
     ]
-    if run.record.rows or not (learning or amp[0]):
-        return [section for section in found if section.charts or section.notes]
-    first, *rest = found
-    return [replace(first, notes=missing), *(section for section in rest if section.charts or section.notes)]
+    return [section for section in found if section.charts or section.notes]
 
 
 def overlay(runs: Sequence[tuple[str, Run]], colors: Sequence[int | None], winner: Run | None = None) -> list[Section]:

@@ -276,9 +276,7 @@ def _points(curve: Curve) -> Iterable[tuple[float, float]]:
 def _in_page(svg: str, chart: Chart) -> str:
     """The drawing for the page: its colours named, its fonts the page's, nothing in it that only a file needs."""
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     for color, name in _NAMES.items():
         svg = svg.replace(color, f"var(--{name})")
     svg = re.sub(r"#0a0b([0-9a-f]{2})", lambda found: f"var(--s{int(found[1], 16)})", svg)

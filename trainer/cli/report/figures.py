@@ -66,17 +66,18 @@ def figures_in(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
     files = sorted({*run.folder.glob("figures/*"), *run.folder.glob("*/figures/*"), *run.folder.glob("*/*/figures/*")})
     matrices, pictures, notes = list[Matrix](), list[Picture](), list[str]()
     for file in files:
-        inside, kind = run.inside(file), file.suffix.lower()
+        inside, kind, size = run.inside(file), file.suffix.lower(), 0
         if kind not in (*_PICTURES, ".json"):
             continue
         if len(matrices) + len(pictures) == _MOST:
             notes.append(f"More than {_MOST} figures: the others are in {file.parent}.")
             break
         try:
-            content = inside.read_bytes() if inside.stat().st_size <= _LARGEST else b""
+            size = inside.stat().st_size
+            content = inside.read_bytes() if size <= _LARGEST else b""
             found = _matrix(file.stem, json.loads(content)) if kind == ".json" else _picture(file, content)
         except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-            why = f"larger than {_LARGEST >> 20} MiB" if _is_large(inside) else f"{type(error).__name__}: {error}"
+            why = f"larger than {_LARGEST >> 20} MiB" if size > _LARGEST else f"{type(error).__name__}: {error}"
             notes.append(f"{file.name} cannot be shown: {redaction.text(why)}.")
             continue
         if isinstance(found, Matrix):
@@ -84,13 +85,6 @@ def figures_in(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
         else:
             pictures.append(found)
     return matrices, pictures, notes
-
-
-def _is_large(file: Path) -> bool:
-    try:
-        return file.stat().st_size > _LARGEST
-    except OSError:
-        return False
 
 
 def _picture(file: Path, content: bytes) -> Picture:

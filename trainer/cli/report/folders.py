@@ -13,6 +13,7 @@ from trainer.record.run_file import RUN, of_older_version, read
 _OF_A_RUN = (RUN, "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
 _OF_A_SWEEP = ("multirun.yaml", "summary.md", "compare.json", "optimization_results.yaml")
 _TOPS = ("outputs", "multirun", "lightning_logs")
+_MOST_NEAR = 5
 _DEPTH = 4
 """Levels below a folder that runs are looked for in: outputs/RECIPE/DATE_TIME, and a name with a slash or two."""
 
@@ -151,9 +152,5 @@ def _near(folder: Path) -> str:
     """Runs beside the one that was asked for, or where runs usually are."""
     beside = [place for place in (folder.parent, *_children(folder.parent)) if is_sweep(place) or is_run(place)]
     found = beside or [place for top in _TOPS for place in below(Path(top))]
-    return f" There are:{_list(found)}" if found else ""
-
-
-def _list(folders: list[Path], most: int = 5) -> str:
-    newest = sorted(folders, key=changed, reverse=True)[:most]
-    return "".join(f"\n  python -m trainer report {folder}" for folder in newest)
+    newest = sorted(found, key=changed, reverse=True)[:_MOST_NEAR]
+    return "".join([" There are:", *(f"\n  python -m trainer report {place}" for place in newest)]) if found else ""

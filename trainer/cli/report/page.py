@@ -71,7 +71,6 @@ def run_page(folder: Path, out: Path) -> str:
 def render(template: str, out: Path, **context: Any) -> str:
     """A template with what it is to say; style, script and policy of the page go along."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATE),
@@ -80,26 +79,19 @@ def render(template: str, out: Path, **context: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "told": told,
-        "when": _when,
-        "ago": _ago,
-        "data": _data,
-        "size": size_of,
-        "duration": duration,
-    }
+    environment.filters |= {"told": told, "when": _when}
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     script = (_TEMPLATE / "page.js").read_text(encoding="utf-8").strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
-        style=Markup((_TEMPLATE / "page.css").read_text(encoding="utf-8").strip()),
-        script=Markup(script),
+        style=(_TEMPLATE / "page.css").read_text(encoding="utf-8").strip(),
+        script=script,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}';"
         " base-uri 'none'; form-action 'none'",
         says=SAYS,
         now=time.time(),
         versions=versions().splitlines()[0],
         link=lambda file: _link(Path(file), out),
-        markup=Markup,
         **context,
     )
 
@@ -183,7 +175,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 def note_of(run: Run) -> str:
     """What there is to say of a run that has not said how it ended."""
     at = f"step {run.step:,}" if run.step is not None else "no step yet"
-    seen = f"{at}, written {_ago(time.time() - run.changed)} ago"
+    seen = f"{at}, written {duration(max(0.0, time.time() - run.changed))} ago"
     match run.record.status:
         case "running":
             return f"The run goes on: {seen}. Make the page again, and reload it, for what has come since."
@@ -257,12 +249,6 @@ def drawn(sections: Sequence[Section], last_step: float) -> list[tuple[str, list
     ]
 
 
-def _data(drawn: Drawn) -> str:
-    """For a script element, which a ``<`` in a text could end."""
-    written = json.dumps(drawn.data, separators=(",", ":"), allow_nan=False)
-    return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 def _link(file: Path, out: Path) -> str:
     """From the page to a file, as an address relative to the page."""
     try:
@@ -274,10 +260,6 @@ def _link(file: Path, out: Path) -> str:
 
 def _when(moment: float) -> str:
     return datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
-
-
-def _ago(seconds: float) -> str:
-    return duration(max(0.0, seconds))
 
 
 def duration(seconds: float) -> str:

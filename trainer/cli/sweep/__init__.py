@@ -78,7 +78,8 @@ def report(folder: Path, since: float = 0.0, wanted: int | None = None, again: s
     if not runs:
         return 0
     winner = best(runs)
-    numbers = [{**_facts(run), "best": run is winner} for run in runs]
+    too_long = ("curves", "environment")
+    numbers = [{**{n: v for n, v in run.facts.items() if n not in too_long}, "best": run is winner} for run in runs]
     (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     header, rows = _rows(runs, winner, folder)
     said = "\n\n".join(part for part in (_means(runs), _best(runs, winner)) if part)
@@ -90,16 +91,9 @@ def report(folder: Path, since: float = 0.0, wanted: int | None = None, again: s
     return sum(run.status not in ENDED_WELL for run in runs)
 
 
-def _facts(run: RunRecord) -> dict[str, Any]:
-    """What ``run.json`` says, without what is too long for a table."""
-    return {name: fact for name, fact in run.facts.items() if name not in ("curves", "environment")}
-
-
 def _rows(runs: Sequence[RunRecord], winner: RunRecord | None, folder: Path) -> tuple[list[str], list[list[str]]]:
-    common, metrics = common_overrides(runs), _metrics(runs)
-    rows = []
-    for run in runs:
-        own = [override for override in shown(run.overrides) if override not in common]
+    rows, metrics = [], _metrics(runs)
+    for run, own in zip(runs, own_overrides(runs), strict=True):
         rows.append(
             [
                 ("job", f"{run.job}{' (best)' if run is winner else ''}"),
@@ -123,16 +117,16 @@ def _metrics(runs: Sequence[RunRecord]) -> list[str]:
     return worth_showing({name for run in runs for name in run.metrics}, objectives)[:_METRICS]
 
 
-def common_overrides(runs: Sequence[RunRecord]) -> set[str]:
-    """The overrides that all of several jobs have."""
-    return set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
+def own_overrides(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Of each job the overrides that not all of several have."""
+    common = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
+    return [[override for override in shown(run.overrides) if override not in common] for run in runs]
 
 
 def _means(runs: Sequence[RunRecord]) -> str:
     """For completed jobs that differ by a seed or a fold alone, a line with means and standard deviations (n - 1)."""
-    common, groups = common_overrides(runs), dict[tuple[str, ...], list[RunRecord]]()
-    for run in runs:
-        own = [override for override in shown(run.overrides) if override not in common]
+    groups = dict[tuple[str, ...], list[RunRecord]]()
+    for run, own in zip(runs, own_overrides(runs), strict=True):
         others = tuple(override for override in own if not _REPEATS.match(override))
         if run.completed and len(others) < len(own):
             groups.setdefault(others, []).append(run)
@@ -150,8 +144,7 @@ def _means(runs: Sequence[RunRecord]) -> str:
 def _best(runs: Sequence[RunRecord], winner: RunRecord | None) -> str:
     """A sentence on the best job, and the command that is like it, or on why there is none; empty without objective."""
     if winner is not None and winner.objective is not None:
-        common = common_overrides(runs)
-        own = " ".join(word for word in shown(winner.overrides) if word not in common)
+        own = " ".join(own_overrides(runs)[runs.index(winner)])
         metric, mode = winner.objective
         what = f"{metric} {winner.objective_value:.4g}, the {'lowest' if mode == 'min' else 'highest'}"
         command = shlex.join(["python", "-m", "trainer", "fit", *shown(winner.overrides)])
@@ -181,8 +174,7 @@ def _print(
     of_all = f" of {wanted}" if wanted and wanted > len(rows) else ""
     jobs = "1 job" if len(rows) == 1 and not of_all else f"{len(rows)}{of_all} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
-    numbers = [name for name in header if name not in ("overrides", "status", "run dir")]
-    Table(f"Sweep of {jobs}", header, narrow, numbers, _SPARE).show()
+    Table(f"Sweep of {jobs}", header, narrow, ("overrides", "status", "run dir"), _SPARE).show()
     if said:
         tell(said, "bold green" if "Best: job" in said else "yellow")
     for run in runs:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -22,10 +21,10 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
 from trainer.cli.objective import value_of
-from trainer.cli.schema import describe
-from trainer.cli.sweep.jobs import Job, ended_by, handled
+from trainer.cli.sweep.jobs import Job, Stop, carry_out
 from trainer.record.reader import read_run
 
 _THREADS = "OMP_NUM_THREADS"
@@ -75,11 +74,20 @@ class JoblibLauncher(Launcher):
         free: SimpleQueue[dict[str, str]] = SimpleQueue()
         for place in self.places:
             free.put(place)
-        running = _Running()
-        with running.signals():
-            joblib.Parallel(n_jobs=self.n_jobs, backend="threading", batch_size=1)(
-                joblib.delayed(running.run)(job, free) for job, _ in composed
-            )
+        assert self.config is not None
+        stop = Stop(Path(str(self.config.hydra.sweep.dir)))
+
+        def run(job: Job) -> None:
+            job.environment = place = free.get()
+            try:
+                carry_out(job, stop)
+            finally:
+                free.put(place)
+
+        joblib.Parallel(n_jobs=self.n_jobs, backend="threading", batch_size=1)(
+            joblib.delayed(run)(job) for job, _ in composed
+        )
+        stop.end()
         for job, returned in composed:
             returned.return_value, returned.status = value_of(read_run(job.folder)), JobStatus.COMPLETED
         return [returned for _, returned in composed]
@@ -106,46 +114,6 @@ class JoblibLauncher(Launcher):
             instance.cfg = before
         job.own_session = True
         return job, JobReturn(overrides=job.overrides, cfg=own, hydra_cfg=config)
-
-
-class _Running:
-    """The jobs' processes, and the signal that ends them all."""
-
-    def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._received: list[int] = []
-
-    def run(self, job: Job, free: SimpleQueue[dict[str, str]]) -> None:
-        """Run a job, in a place that is free meanwhile."""
-        if self._received:
-            return
-        if job.is_done():
-            job.keep()
-            return
-        place = free.get()
-        job.environment = place
-        try:
-            with job.process() as process:
-                self._processes.append(process)
-                for number in self._received[:1]:  # it came meanwhile
-                    process.send_signal(number)
-                process.wait()
-        finally:
-            free.put(place)
-
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """While jobs run, pass on to them what ends the sweep. They save; a second Ctrl-C ends them at once."""
-
-        def receive(number: int, frame: Any) -> None:
-            self._received.append(number)
-            for process in list(self._processes):
-                process.send_signal(number)
-
-        with handled(("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"), receive):
-            yield
-        if self._received:
-            raise ended_by(self._received[0])
 
 
 def _places(count: int, gpus: int | None, threads: int | None) -> list[dict[str, str]]:

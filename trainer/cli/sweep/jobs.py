@@ -203,7 +203,12 @@ def run_job(config: DictConfig) -> float | None:
     Returns:
         The value of its objective; None if it has none, or failed.
     """
-    job, stop = Job.composed(config), Stop.of(HydraConfig.get())
+    hydra = HydraConfig.get()
+    return carry_out(Job.composed(config), Stop(Path(hydra.runtime.cwd) / hydra.sweep.dir))
+
+
+def carry_out(job: Job, stop: Stop) -> float | None:
+    """Run a job, unless it or its sweep has ended; returns as `run_job` does."""
     if stop.told():
         return None
     if job.is_done():
@@ -232,76 +237,71 @@ def _wait(process: subprocess.Popen[bytes], stop: Stop | None) -> None:
         try:
             process.wait(timeout=0.5)
         except subprocess.TimeoutExpired:
-            if (number := stop.told()) != passed_on:
-                passed_on = number
+            for number in stop.told()[passed_on:]:
+                passed_on += 1
                 process.send_signal(number)
         else:
             return
 
 
 class Stop:
-    """The word that a sweep has been ended, for jobs that run elsewhere: a file in its folder.
+    """The word that a sweep has been ended, for jobs that run side by side or elsewhere: a file in its folder.
 
     Args:
         folder: of the sweep.
+        elsewhere: whether jobs may not have begun, and would not hear of a second Ctrl-C.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, elsewhere: bool = False) -> None:
         self.file = folder / _STOP
+        self._elsewhere = elsewhere
 
-    @classmethod
-    def of(cls, hydra: Any) -> Stop:
-        """That of the sweep that ``hydra``, a job's node of that name, belongs to."""
-        return cls(Path(hydra.runtime.cwd) / hydra.sweep.dir)
-
-    def tell(self, number: int) -> None:
-        """End the sweep by a signal."""
-        self.file.write_text(str(number), encoding="utf-8")
-
-    def told(self) -> int:
-        """The signal; 0 for none."""
+    def told(self) -> list[int]:
+        """The signals, the first one first."""
         try:
-            return int(self.file.read_text(encoding="utf-8") or 0)
+            return [int(number) for number in self.file.read_text(encoding="utf-8").splitlines()]
         except OSError:
-            return 0
+            return []
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """While a launcher waits for jobs that run elsewhere, pass on to them what ends the sweep.
+        """While a launcher waits for jobs that it has begun, pass on to them what ends the sweep.
 
         Raises:
             KeyboardInterrupt, SystemExit: it has been ended; the jobs have saved and are over.
         """
-        self.file.unlink(missing_ok=True)
-        print(f"The jobs run elsewhere, and write to {CONSOLE} in their folders. Ctrl-C ends them.", flush=True)
 
         def receive(number: int, frame: Any) -> None:
-            if number == signal.SIGINT and self.told():
+            if number == signal.SIGINT and self._elsewhere and self.told():
                 raise KeyboardInterrupt  # the second one: at once
-            self.tell(number)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(f"{number}\n")
 
-        with handled(("SIGINT", "SIGTERM", "SIGUSR1"), receive):
+        with handled(("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"), receive):
             yield
-        number = self.told()
+        self.end()  # or the word stays, for jobs that have not begun
+
+    def end(self) -> None:
+        """Take the word back when all jobs are over, and raise what has ended the sweep."""
+        told = self.told()
         self.file.unlink(missing_ok=True)
-        if number:
-            raise ended_by(number)
+        for number in told:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
-    """For the time in which a sweep waits for its jobs: a signal to it reaches them also where they run elsewhere.
+    """For the time in which a sweep waits for its jobs: a signal to it reaches them where it is not the terminal's.
 
     Args:
         hydra: its node of that name.
         folder: its folder.
     """
-    elsewhere = str(hydra.launcher["_target_"]).startswith(ELSEWHERE)
-    return Stop(folder).signals() if elsewhere else nullcontext()
-
-
-def ended_by(number: int) -> BaseException:
-    """What ends a sweep that a signal has ended."""
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+    target = str(hydra.launcher["_target_"])
+    stop = Stop(folder, target.startswith(ELSEWHERE))
+    stop.file.unlink(missing_ok=True)  # of an earlier sweep here
+    if target.startswith(ELSEWHERE):
+        print(f"The jobs run elsewhere, and write to {CONSOLE} in their folders. Ctrl-C ends them.", flush=True)
+    return nullcontext() if target.startswith(_BASIC) else stop.signals()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
 from trainer.cli.folders import from_here
 from trainer.cli.processes import is_quiet, under_torchrun
-from trainer.cli.settings import read_settings, setting
+from trainer.cli.schema import read_settings, setting
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
 from trainer.errors import TrainerError, did_you_mean
@@ -103,11 +103,6 @@ class Settings:
     max_lr: float = setting(10.0, _RATE)
     steps: int = setting(100, WHOLE.at_least(10))
 
-    @property
-    def budget(self) -> int | None:
-        """``memory`` in bytes."""
-        return bytes_in(self.memory)
-
 
 def command(arguments: Arguments) -> int:
     """``trainer tune batch_size|lr``.
@@ -161,7 +156,7 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
 def claim_folder(arguments: Arguments, config: DictConfig) -> Path:
     """Make the folder of this run. Prints a remark where the config asks for several devices."""
     folder = claim(arguments, config).resolve()
-    if config.trainer.devices not in (1, "1", "auto") or config.trainer.num_nodes != 1:
+    if config.trainer.devices not in (1, "1", "auto") or config.trainer.num_nodes not in (1, "auto"):
         say(
             "The config asks for several devices, and tune works on one: DDP takes memory for one more copy of the"
             " gradients, and more devices make a larger batch in all."

@@ -90,7 +90,7 @@ def run(arguments: Arguments) -> int:
     config, settings = configs[0]
     start = start_of(config, settings)
     folder = tune.claim_folder(each[0], config)
-    budget, is_default = settings.budget, settings.memory is None
+    budget, is_default = tune.bytes_in(settings.memory), settings.memory is None
     if is_default and (usable := machine.memory().usable) is not None:
         budget = int(_MARGIN * usable)
     on_gpu_too = "" if is_default else ", or of torch's on a GPU"
@@ -264,8 +264,7 @@ def _report(findings: Sequence[Finding], settings: Settings, folder: Path) -> No
                 _rate(fastest),
             ]
         )
-    numbers = [name for name in header if name not in ("precision", "bound by")]
-    Table("Batch sizes that fit", header, rows, numbers).show()
+    Table("Batch sizes that fit", header, rows, ("precision", "bound by")).show()
     for finding in findings:
         if finding.largest:
             print(f"precision={finding.precision} {settings.batch_size_key}={finding.largest}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.callbacks.plotting import INK, PALETTE, fit_loss_axis, style
+from trainer.callbacks.plotting import INK, PALETTE, canvas, fit_loss_axis, style
 from trainer.cli import tune
 from trainer.cli.arguments import Arguments
 from trainer.cli.folders import from_here
@@ -199,11 +199,8 @@ def draw(
     Returns:
         The figure, bound to no window.
     """
-    from matplotlib.figure import Figure
-
     rates, losses, smoothed = [rate for rate, _ in points], [loss for _, loss in points], found.smoothed
-    figure = Figure(figsize=(8, 4.5), dpi=150, facecolor="white", layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=INK)
+    figure = canvas(title, 8, 4.5)
     axes = figure.add_subplot()
     style(axes, f"Training loss after a weight update with each learning rate{_ENDS[ended_by]}")
     axes.set_xscale("log")

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback, LightningModule
 
 
-class OfRun(Callback):
-    """A callback that has something to put back when a run is over, however it ends. A copy of it is of no run.
+class RunCallback(Callback):
+    """A callback that keeps or changes something for a run, until it is over, however it ends. A copy is of no run.
 
     Attributes:
         of_no_run: by name, the attributes of a copy that are not the original's.
@@ -18,17 +18,16 @@ class OfRun(Callback):
 
     of_no_run: ClassVar[Mapping[str, Any]] = {}
 
-    def let_go(self, trainer: Any) -> None:
-        """Put it back. Called when a run is over, perhaps twice."""
-        raise NotImplementedError
+    def _let_go(self, trainer: Any) -> None:
+        """Put it back, where there is something. Called when a run is over, perhaps twice."""
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """The run is over."""
-        self.let_go(trainer)
+        self._let_go(trainer)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """The run is over."""
-        self.let_go(trainer)
+        self._let_go(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **deepcopy(self.of_no_run)}

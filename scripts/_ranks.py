@@ -1,0 +1,165 @@
+"""Rank 0 of any number of processes, of which the others are imagined: what ``simulate_ranks`` and tests run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from recipes.language_model import LanguageModel
+from scripts._scale import kind_of
+from trainer import FSDP2Strategy, Trainer
+from trainer.cli.checks.fake_step import without_values
+from trainer.compat.data import DataSource
+from trainer.compat.engine import LightningEngine
+from trainer.data.unpadded import Span
+
+TOKENS, VOCABULARY, MEASURED = 1024, 50304, 2
+"""Tokens of a batch; tokens that there are; the batch that is looked at."""
+
+
+def pretend(ranks: int) -> None:
+    """Join a process group of so many processes. What would come from the others is as it is here."""
+    os.environ |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    ours: Any = LightningEngine
+    ours.exchanges = lambda self: 0  # a fake group does not count them
+    ours.agreement = lambda self, count: None  # a group of gloo's
+    DataSource._over_processes = lambda self, batches: [Span(n, n) for n in batches]  # type: ignore[method-assign]
+
+
+class Buckets(nn.Module):
+    """In the place of torch's DDP: gradients are copied into its buckets, and exchanged when a bucket is full."""
+
+    def __init__(self, module: nn.Module, **_: Any) -> None:
+        super().__init__()
+        self.module = module
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
+        sizes = [distributed._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]
+        found, _limits = distributed._compute_bucket_assignment_by_size(trained, sizes, [False] * len(trained))
+        for indices in found:
+            members = [trained[index] for index in indices]
+            flat, waiting = torch.empty(sum(one.numel() for one in members)), set(range(len(members)))
+            for number, parameter in enumerate(members):
+                parameter.register_post_accumulate_grad_hook(partial(self.take, flat, waiting, number, len(members)))
+
+    @staticmethod
+    def take(flat: Tensor, waiting: set[int], number: int, count: int, parameter: Tensor) -> None:
+        waiting.discard(number)
+        if not waiting:
+            waiting.update(range(count))
+            distributed.all_reduce(flat)
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+class Model(LanguageModel):
+    """Logs nothing; its weights have no values, and are drawn by nobody."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = self.make_net()
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Batches:
+    def __len__(self) -> int:
+        return MEASURED + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield torch.zeros(1, TOKENS, dtype=torch.int64), torch.zeros(1, TOKENS, dtype=torch.int64)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, and the bytes of the larger side of each: of what is gathered, or is to be reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        room, _, name = function.name().partition("::")
+        if room in ("c10d", "_c10d_functional") and "wait" not in name:
+            tensors = [one for one in tree_leaves((args, result)) if isinstance(one, Tensor)]
+            self.counts[kind_of(name)] += 1
+            self.bytes[kind_of(name)] += max((one.numel() * one.element_size() for one in tensors), default=0)
+        return result
+
+
+class Seen(Exception):  # noqa: N818 - no error
+    """Enough was seen."""
+
+
+class Look(Callback):
+    """Has the module made without values, and looks at one batch."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self.stack, self.mode = ExitStack(), Collectives()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # other threads are not counted
+        _, self.living = self.stack.enter_context(without_values())
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == MEASURED:
+            self.living.peak = self.living.now
+            self.mode.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == MEASURED:
+            self.mode.__exit__(None, None, None)
+            self.found = {"peak": self.living.peak, "after": self.living.now}
+            self.found |= {"counts": dict(self.mode.counts), "bytes": dict(self.mode.bytes)}
+            self.found["parameters"] = sum(parameter.numel() for parameter in pl_module.parameters())
+            raise Seen
+
+
+def step(engine: str, ranks: int, width: int, heads: int, layers: int) -> dict[str, Any]:
+    """One step of rank 0, in bf16-mixed, clipped, with AdamW. The process is of no use afterwards."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    pretend(ranks)
+    plain: Any = DDPStrategy
+    plain.model_to_device = lambda self: None  # it is there
+    plain._setup_model = lambda self, model: Buckets(model)
+    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    options: dict[str, Any] = {"hsdp": {"replicas": ranks // 8}, "policy": {"mixed_precision": policy}}
+    strategy: Any = FSDP2Strategy(**options[engine]) if engine in options else engine
+    optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)  # as on a GPU
+    model = Model(
+        optimizer, context=TOKENS, vocabulary=VOCABULARY, tokenizer="none", width=width, heads=heads, layers=layers,
+        positions="rotary",
+    )  # fmt: skip
+    look = Look()
+    trainer = Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=1, precision="bf16-mixed", logger=False,
+        gradient_clip_val=1.0, limit_val_batches=0, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, enable_checkpointing=False, callbacks=[look],
+    )  # fmt: skip
+    try:
+        trainer.fit(model, Batches())
+    except BaseException as error:  # of the tear-down, which wants values
+        if not look.found:
+            raise error
+    return look.found

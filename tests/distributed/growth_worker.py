@@ -1,0 +1,94 @@
+"""How much of ours rank 0 does in a fit among any number of imagined processes, with all that goes with it.
+
+``growth_worker.py FILE SIZE ...`` leaves the counts for each size in ``FILE``, in turn in one process. torch's part
+(collectives, the plan of a sharded save) is left out, or has stand-ins: what comes from the others is as it is here.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as distributed
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader
+
+from scripts._ranks import Collectives
+from tests.distributed.worker import Regression, samples
+from tests.support import native_fp16
+from trainer import CheckpointFiles, Trainer
+from trainer.checkpoint import shards
+from trainer.compat.engine import LightningEngine
+
+counts: Counter[str] = Counter()
+plain_save = shards._save_state_dict
+
+
+def received(objects: list[Any]) -> None:
+    counts["objects received"] += len(objects)
+    counts["bytes received"] += sum(len(pickle.dumps(one)) for one in objects)
+
+
+def gather_object(mine: Any, out: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    if out is not None:
+        out[:] = [mine] * len(out)
+        received(out)
+
+
+def all_gather_object(out: list[Any], mine: Any, *_: Any, **__: Any) -> None:
+    gather_object(mine, out)
+
+
+def broadcast_object_list(objects: list[Any], *_: Any, **__: Any) -> None:
+    received(objects)
+
+
+def save_alone(tensors: Any, writer: Any, group: Any, no_dist: bool) -> Any:
+    return plain_save(tensors, writer, None, no_dist=True)
+
+
+def count_calls(frame: Any, event: str, argument: Any) -> None:
+    if event == "call" and str(frame.f_globals.get("__name__")).startswith("trainer."):
+        counts["calls"] += 1
+
+
+def replace_torchs() -> None:
+    warnings.simplefilter("ignore")
+    distributed.gather_object, distributed.all_gather_object = gather_object, all_gather_object
+    distributed.broadcast_object_list = broadcast_object_list
+    distributed.new_group = lambda *_, **__: distributed.group.WORLD
+    LightningEngine.exchanges = lambda self: 0  # type: ignore[method-assign]  # a fake group does not count them
+    shards._save_state_dict = save_alone
+
+
+def measure(size: int, folder: Path) -> dict[str, Any]:
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    counts.clear()
+    with Collectives() as collectives:
+        sys.setprofile(count_calls)
+        trainer: Any = Trainer(
+            accelerator="cpu", devices=size // 4, num_nodes=4, strategy="fsdp", max_epochs=2, log_every_n_steps=1,
+            precision=native_fp16(), gradient_clip_val=1.0, logger=CSVLogger(folder, version=0), resume="auto",
+            enable_progress_bar=False, use_distributed_sampler=False, plugins=[CheckpointFiles(sharded=True)],
+            callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True)], default_root_dir=folder,
+        )  # fmt: skip
+        loader = DataLoader(samples(16), batch_size=4)
+        trainer.fit(Regression(), loader, loader)
+        sys.setprofile(None)
+    distributed.destroy_process_group()
+    files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    return {"ours": dict(counts), "collectives": dict(collectives.counts), "files": files}
+
+
+if __name__ == "__main__":
+    replace_torchs()
+    file, *sizes = sys.argv[1:]
+    found = [measure(int(size), Path(file).parent / f"{turn}") for turn, size in enumerate(sizes)]
+    Path(file).write_text(json.dumps(found))
