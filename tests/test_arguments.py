@@ -166,9 +166,9 @@ def test_time_between_validations(given, seconds):
     [
         ({"precision": "17-mixed"}, PrecisionError, r"precision='17-mixed'.*Did you mean '16-mixed'"),
         (
-            {"strategy": "deepspeed_stage_2"},
+            {"strategy": "deepspeed_stage_3_offload_nvme"},
             ConfigurationError,
-            r"strategy is 'deepspeed_stage_2'.*not supported.*FSDP2Strategy\(reshard_after_forward=False\)",
+            r"strategy is 'deepspeed_stage_3_offload_nvme', expected one of .*deepspeed_stage_3_offload$",
         ),
         ({"accumulate_grad_batches": 2.0}, ConfigurationError, r"accumulate_grad_batches is 2.0"),
         ({"gradient_clip_val": "1"}, ConfigurationError, r"gradient_clip_val is '1'"),

@@ -104,7 +104,6 @@ def test_the_methods_have_lightnings_signatures(method: str) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "reload": ({"reload_dataloaders_every_n_epochs": -1}, ConfigurationError, "every_n_epochs is -1"),
-    "deepspeed": ({"strategy": "deepspeed"}, Exception, "(?i)deepspeed|Sharded"),
     "strategy": ({"strategy": "nonsense"}, ValueError, "nonsense"),
     "accelerator": ({"accelerator": "nonsense"}, ValueError, "nonsense"),
     "no gpu": ({"accelerator": "cuda"}, MisconfigurationException, "(?i)cuda|gpu"),

@@ -17,6 +17,7 @@ from trainer._lazy import attribute_from
 
 if TYPE_CHECKING:
     from trainer.compat.checkpoint_io import CheckpointFiles
+    from trainer.compat.deepspeed import DeepSpeedStrategy
     from trainer.compat.fsdp import FSDP2Strategy
     from trainer.images import log_images
     from trainer.precision import LossScaler, Precision
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointFiles",
+    "DeepSpeedStrategy",
     "FSDP2Strategy",
     "LoadedWeights",
     "LossScaler",
@@ -40,6 +42,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointFiles": "trainer.compat.checkpoint_io",
+    "DeepSpeedStrategy": "trainer.compat.deepspeed",
     "FSDP2Strategy": "trainer.compat.fsdp",
     "LoadedWeights": "trainer.weights",
     "LossScaler": "trainer.precision.scaler",

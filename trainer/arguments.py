@@ -22,6 +22,15 @@ from typing import Any, NamedTuple
 from trainer.errors import ONE_PACKAGE, ArgumentError, ConfigurationError, did_you_mean
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
+_DEEPSPEED: dict[str, dict[str, Any]] = {
+    "deepspeed": {},
+    "deepspeed_stage_1": {"stage": 1},
+    "deepspeed_stage_2": {"stage": 2},
+    "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "deepspeed_stage_3": {"stage": 3},
+    "deepspeed_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+}
+"""Lightning's names, and the arguments of `DeepSpeedStrategy` that they stand for."""
 STRATEGIES = (
     "auto",
     *(
@@ -29,6 +38,7 @@ STRATEGIES = (
         for start in ("", "_spawn", "_fork", "_notebook")
         for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
     ),
+    *_DEEPSPEED,
     "fsdp",
     "fsdp_cpu_offload",
     "single_device",
@@ -38,14 +48,7 @@ STRATEGIES = (
     "xla_debug",
     "xla_fsdp",
 )
-DEEPSPEED = re.compile(r"deepspeed(_stage_(?P<stage>\d))?(?P<offload>_offload)?(_nvme)?")
 PROFILERS = ("simple", "advanced", "pytorch", "xla")
-_ZERO = {
-    "1": "FSDP2Strategy(reshard_after_forward=False)",
-    "2": "FSDP2Strategy(reshard_after_forward=False)",
-    "3": "'fsdp'",
-}
-"""What comes nearest to a stage of DeepSpeed's ZeRO."""
 UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 """The units of a time that is given as a mapping: the arguments of `datetime.timedelta`."""
 
@@ -71,15 +74,9 @@ def seconds(time: Any) -> float | None:
     return time.total_seconds() if isinstance(time, timedelta) else None
 
 
-def refused_strategy(name: Any) -> str | None:
-    """Why the strategy of this name is refused, and what to use instead: the end of a sentence. None for others."""
-    if not isinstance(name, str) or not (found := DEEPSPEED.fullmatch(name.lower())):
-        return None
-    instead = "'fsdp_cpu_offload'" if found["offload"] else _ZERO.get(found["stage"] or "3", "'fsdp'")
-    return (
-        "which takes the backward pass and the steps out of this Trainer's hands, and is not supported. Use"
-        f" strategy={instead}, which shards parameters, gradients and optimizer states by PyTorch's own FSDP2."
-    )
+def deepspeed_settings(name: Any) -> dict[str, Any] | None:
+    """The arguments of `DeepSpeedStrategy` that a strategy's name stands for; None for others."""
+    return _DEEPSPEED.get(name.lower()) if isinstance(name, str) else None
 
 
 def _is_whole(value: Any) -> bool:
@@ -220,8 +217,10 @@ class Argument:
                 batches, words in capitals.
             registered: words that it may be, too.
         """
-        if self.name == "strategy" and (instead := refused_strategy(value)) is not None:
-            return f"{key or self.name} is {value!r}, {instead}"
+        if self.name == "strategy" and isinstance(value, str) and value.lower().startswith("deepspeed"):
+            if deepspeed_settings(value) is None:
+                return f"{key or self.name} is {value!r}, expected one of {', '.join(_DEEPSPEED)}"
+            return None
         if key is None:
             wanted = None if self._is_lightnings(value) else self._wanted(value, registered)
             return wanted and f"{self.name} is {value!r}, expected {in_python(wanted)}"

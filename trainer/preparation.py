@@ -136,8 +136,7 @@ class Preparation:
         engine.module_calls = ModuleCalls(backward, step, loop.clip_for_module)
         trainer.process.kept_batches = path if isinstance(path, ClosureOptimization) else None
         self._path = path
-        usual = engine.batch_path(loop) or loop.train_batch
-        loop.train = usual if path is None else path.train_batch
+        loop.train = loop.train_batch if path is None else path.train_batch
 
     def _follow_optimizers(self) -> None:
         """Choose the path again, if the optimizers have been exchanged and the new ones want another one."""
@@ -216,6 +215,8 @@ class Preparation:
             how = "A training_step that draws its own batches"
         elif self._halving is not None:
             how = "HalveOnOutOfMemory"
+        elif not self._trainer.engine.trains_unevenly:
+            how = "DeepSpeed"
         if how is not None:
             raise ConfigurationError(
                 f"Got {span.fewest:.0f} to {span.most:.0f} training batches in a process. {how} needs as many in each:"

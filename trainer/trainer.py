@@ -82,7 +82,8 @@ class Trainer(TrainerBase):
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``; an epoch's last short window is
             averaged over what it holds.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``.
-        strategy: how several processes work together: ``"ddp"``, ``"fsdp"``, or an object such as ``FSDP2Strategy()``.
+        strategy: how several processes work together: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or an object such as
+            ``FSDP2Strategy()``.
         detect_anomaly: where the loss is scaled, overflows are none: ``AnomalyDetection`` looks into skipped steps.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler; None costs nothing.
         resume: not Lightning's. ``"auto"``: a ``fit`` without ``ckpt_path`` goes on from the newest good checkpoint in
@@ -188,6 +189,7 @@ class Trainer(TrainerBase):
         self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run or False
         vars(self).update({name: limits[name] for name in _ATTRIBUTES})
         self.overfit_batches = limits["overfit_batches"] or 0.0
+        self.pad_evaluation = self.pad_evaluation or not self.engine.evaluates_unevenly
         self._model_registry = registry.model_name(model_registry)
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
@@ -201,11 +203,11 @@ class Trainer(TrainerBase):
             given,
             default_checkpoint=registry.default_checkpoint(self._model_registry),
             scales_loss=self.scaler.is_enabled(),
+            shows_gradients=self.engine.shows_gradients,
             writes_logs=given["logger"] is not False and not fast_dev_run,
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.name.startswith(("16-", "bf16-")),
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
-        self.engine.refuse(self.callbacks)
         self.progress = FitProgress()
         self.published = PublishedMetrics()
         self.log_metric = no_log
@@ -236,6 +238,7 @@ class Trainer(TrainerBase):
                 announce=rank_zero_info,
             ),
         )
+        self.engine.refuse(self.callbacks)
         validation = EvalLoop("validation", **shared, fit_progress=self.progress)
         self.eval_loops = {
             RunningStage.SANITY_CHECKING: validation,
@@ -244,7 +247,7 @@ class Trainer(TrainerBase):
             RunningStage.PREDICTING: EvalLoop("predict", **shared, fit_progress=self.progress),
         }
         for loop in self.eval_loops.values():
-            loop.counts_once = not pad_evaluation
+            loop.counts_once = not self.pad_evaluation
         self.fit_loop = FitLoopView(self)
         self.validate_loop = EvalLoopView(self, RunningStage.VALIDATING, TrainerFn.VALIDATING)
         self.test_loop = EvalLoopView(self, RunningStage.TESTING, TrainerFn.TESTING)

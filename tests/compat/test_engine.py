@@ -357,28 +357,6 @@ def test_a_trainer_may_have_another_engine_which_does_all_that_is_done_to_gradie
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights(module), weights(other), strict=True))
 
 
-def test_an_engine_may_take_backward_and_step_together() -> None:
-    """As DeepSpeed does: it says which path a batch takes through the loop."""
-
-    class AtOnce(LightningEngine):
-        def batch_path(self, loop: Any) -> Any:
-            def train_batch(batch: Any, batch_idx: int, is_last: bool) -> None:
-                batch = loop.start_batch(batch, batch_idx, is_last)
-                loss = loop.run_training_step(batch, batch_idx)
-                seen.append(batch_idx)
-                loop.end_batch({"loss": loss.detach()}, batch, batch_idx)
-
-            return train_batch
-
-    class AtOnceTrainer(Trainer):
-        def _build_engine(self, precision: Any, plugins: Any, **options: Any) -> Engine:
-            return AtOnce(self, precision, plugins, **options)
-
-    seen: list[int] = []
-    AtOnceTrainer(**QUIET, max_epochs=1).fit(Learner(), data(6))
-    assert seen == [0, 1, 2]
-
-
 def test_a_batch_that_another_process_lacks_cannot_wait_for_it() -> None:
     trainer, error = Trainer(**QUIET), ConfigurationError("there is nobody")
     with trainer.engine.alone(error):

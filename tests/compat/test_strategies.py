@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
@@ -18,7 +18,7 @@ from trainer import FSDP2Strategy
 from trainer.callbacks import GradientCheck, HalveOnOutOfMemory
 from trainer.compat.fsdp import ParallelStrategy, ShardedEngine, _refuse_fused_sgd
 from trainer.engine.sharding.gradients import ShardedGradients
-from trainer.errors import ConfigurationError, UnsupportedError
+from trainer.errors import UnsupportedError
 
 pytestmark = needs_fsdp2
 
@@ -61,27 +61,6 @@ def test_model_parallel_is_accepted_with_its_settings() -> None:
 def test_the_first_fsdp_is_refused_with_the_line_to_use(given: dict[str, Any], line: str) -> None:
     with pytest.raises(UnsupportedError, match=line):
         ours(strategy=FSDPStrategy(**given), devices=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("deepspeed", "'fsdp'"),
-        ("deepspeed_stage_2", r"FSDP2Strategy\(reshard_after_forward=False\)"),
-        ("deepspeed_stage_3_offload", "'fsdp_cpu_offload'"),
-        ("deepspeed_stage_3_offload_nvme", "'fsdp_cpu_offload'"),
-        ("DeepSpeed", "'fsdp'"),
-    ],
-)
-def test_deepspeed_is_refused_by_name(name: str, instead: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"(?i)deepspeed.*not supported. Use strategy={instead}"):
-        ours(strategy=name, devices=2)
-
-
-def test_a_deepspeed_object_is_refused() -> None:
-    strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)  # needs its package to be made
-    with pytest.raises(UnsupportedError, match=r"DeepSpeedStrategy\(\.\.\.\).*'fsdp'"):
-        ours(strategy=strategy, devices=2)
 
 
 @pytest.mark.parametrize("callback", [GradientCheck, HalveOnOutOfMemory])

@@ -9,11 +9,14 @@ import pytest
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "scaling.md"
-ENGINES = ["one device", "DDP", "FSDP"]
+ENGINES = ["one device", "DDP", "FSDP", "DeepSpeed"]
 REFUSED = {"Fused SGD", "Parameters left out (`ignored_params`)", "`GradientCheck`", "`HalveOnOutOfMemory` (splitting)"}
 """What a sharded engine may refuse, and nothing else."""
 
-UNTESTED = 0
+KEPT_BY_DEEPSPEED = {"off", "refused", "waits"}
+"""What may be said of what DeepSpeed does by itself."""
+
+UNTESTED = {"one device": 0, "DDP": 0, "FSDP": 0, "DeepSpeed": 4}
 """Cells that no test shows. To be lowered, never raised."""
 
 
@@ -32,13 +35,16 @@ def test_a_cell_names_a_test_that_is_there(name: str) -> None:
     for engine, cell in zip(ENGINES, cells, strict=True):
         if found := re.fullmatch(r"\[tested\]\(\.\./(tests/\S+\.py)#(test_\w+)\)", cell):
             assert f"def {found[2]}(" in (ROOT / found[1]).read_text(encoding="utf-8"), cell
+        elif engine == "DeepSpeed":
+            assert cell in (*KEPT_BY_DEEPSPEED, "not tested", "-"), cell
         else:
             assert cell in ("refused", "needs a GPU", "not tested", "-"), cell
-        assert cell != "refused" or (engine == "FSDP" and name in REFUSED)
+            assert cell != "refused" or (engine == "FSDP" and name in REFUSED)
 
 
 def test_few_cells_are_not_tested() -> None:
-    assert sum(cell == "not tested" for cells in table().values() for cell in cells) == UNTESTED
+    for index, engine in enumerate(ENGINES):
+        assert sum(cells[index] == "not tested" for cells in table().values()) == UNTESTED[engine], engine
 
 
 def test_what_may_be_refused_is_in_the_table() -> None:

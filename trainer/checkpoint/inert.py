@@ -231,6 +231,13 @@ def load_inert(source: Path | BytesIO, *, weights_only: bool = True, mmap: bool 
         return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=mmap)
 
 
+@contextmanager
+def known_classes(classes: list[tuple[Any, str]]) -> Iterator[None]:
+    """Have ``torch.load(weights_only=True)`` make objects of these classes, each by the name that files have of it."""
+    with _lock, safe_globals([*classes]):
+        yield
+
+
 def refusal(hyper_parameters: Any) -> str:
     """Why a checkpoint with these could not be written, or not be read again by :func:`inert`; "" where it can.
 

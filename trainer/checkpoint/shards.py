@@ -21,6 +21,8 @@ and read here, by a reader that knows the few classes that belong there (:class:
 from __future__ import annotations
 
 import dataclasses
+import errno
+import hashlib
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +43,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # `
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import sharded_files
+from trainer.checkpoint import sharded_files, zero
 from trainer.checkpoint.files import Summed, make_folder
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.manifest import OUR_KEY, Manifest
@@ -58,6 +60,9 @@ _BUFFER = 1 << 20
 Tree = Any
 Template = Callable[[Place, torch.Size, torch.dtype], Tensor | None]
 """What a tensor is to be read into, by its place in the checkpoint, its shape and its dtype; None for a plain one."""
+
+Save = Callable[[Path, zero.Sums], None]
+"""Writes this process's tensors as files into a folder, by what knows their sums."""
 
 
 # --- what goes where --------------------------------------------------------------------------------------------------
@@ -175,6 +180,7 @@ def write(
     own: Mapping[int, Any],
     facts: Mapping[str, Any],
     group: distributed.ProcessGroup | None,
+    save: Save | None = None,
 ) -> None:
     """Write a checkpoint folder, in the place of an older checkpoint or not at all. All processes do, together.
 
@@ -185,6 +191,7 @@ def write(
         own: what this process has for itself, by its number.
         facts: more for the manifest; plain values.
         group: the processes, by gloo, in a group that nobody else uses; None for this process alone.
+        save: writes tensors beside those of DCP.
 
     Raises:
         OSError: the file system did not take it; on all processes. What was there is there still.
@@ -193,6 +200,8 @@ def write(
     part: Path = _by_first(group, lambda: _begin(place))
     try:
         files = _Summing()
+        if save is not None:
+            _on_all(group, lambda: save(part, files))
         writer = FileSystemWriter(part)
         writer.fs = files
         tensors = tensors | {_process_key(number): _bytes_of(state) for number, state in own.items()}
@@ -252,6 +261,20 @@ def _by_first(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -
     return result
 
 
+def _on_all(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> None:
+    """Call ``work`` in all processes. If it raises in one, all raise."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as problem:
+        error = problem
+    failures = torch.tensor(int(error is not None))
+    if group is not None:
+        distributed.all_reduce(failures, group=group)
+    if failures:
+        raise error or OSError(errno.EIO, "another process could not write its part")
+
+
 def _run_dcp(work: Callable[[], Any]) -> None:
     """Call DCP; raise the error that a process had, and not that there was one."""
     try:
@@ -294,6 +317,11 @@ class _Summing(FileSystem):
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
+    def add(self, path: Path) -> None:
+        """Take note of a file that somebody else has written."""
+        content = path.read_bytes()
+        self.sums[path.name] = len(content), hashlib.sha256(content).hexdigest()
+
     def save(self, value: Any, path: Path) -> None:
         """Write ``value`` as a file of its own, and bring it to the disk."""
         with self.create_stream(path, "wb") as stream:
@@ -311,6 +339,7 @@ def read(
     template: Template | None = None,
     process: tuple[int, int] | None = None,
     only: str = "",
+    joins: bool = True,
 ) -> tuple[Tree, list[Any]]:
     """Read a checkpoint folder, which has been verified. No other process is needed.
 
@@ -322,6 +351,7 @@ def read(
             one had for itself is read. None reads what all had.
         only: a key of the checkpoint, such as ``"state_dict"``: tensors elsewhere are not read, and stay without data;
             nor is what processes had for themselves.
+        joins: whether to put whole tensors together of what DeepSpeed has written; else they are left out.
 
     Returns:
         The checkpoint, its optimizers' states by the names of parameters; and what each process had for itself, None
@@ -333,6 +363,7 @@ def read(
     """
     manifest = sharded_files.read_manifest(folder)
     tree = load_inert(folder / STATE, weights_only=weights_only)
+    is_deepspeeds = zero.FACT in manifest.facts
     metadata = _metadata_of(folder, manifest)
     targets: dict[str, Tensor] = {}
 
@@ -348,6 +379,10 @@ def read(
         return targets[key]
 
     tree = mapped(tree, make)
+    if is_deepspeeds and joins:
+        tree = zero.fill(tree, folder, manifest, only)
+    elif is_deepspeeds:
+        zero.check(folder, manifest, *process or (0, 1))
     count = sum(key.startswith(_PROCESS) for key in metadata.state_dict_metadata)
     wanted = [] if only else range(count) if process is None or process[1] != count else [process[0]]
     for rank in wanted:

@@ -66,6 +66,7 @@ _PARTS = (
     "torchvision.tv_tensors",
     "trainer.callbacks",
     "trainer.compat.default_logger",
+    "trainer.compat.deepspeed",
     "trainer.compat.fsdp",
     "trainer.precision",
     "trainer.trainer",
@@ -76,6 +77,7 @@ _NAMES = frozenset(
     [
         "torch.Generator",
         "torch.profiler.schedule",
+        "trainer.DeepSpeedStrategy",
         "trainer.FSDP2Strategy",
         "trainer.Trainer",
         *(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -116,13 +116,22 @@ class CheckpointFiles(TorchCheckpointIO):
         if copied is checkpoint:
             self.wait()  # it must not change before it is written
 
-    def save_shards(self, checkpoint: dict[str, Any], path: str | Path, group: Any) -> None:
+    def save_shards(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        group: Any,
+        save: Callable[[Path, Any], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write a checkpoint as a folder, each process its part. All processes call this together.
 
         Args:
             checkpoint: of this process, whose ``DTensor`` are parts of the same tensors as those of the others.
             path: in a file system that all processes share.
             group: the processes, by gloo, in a group that nobody else uses; None for this one alone.
+            save: writes the tensors, at once, in the place of DCP; see :func:`trainer.checkpoint.shards.write`.
+            facts: more for the manifest.
 
         Raises:
             ConfigurationError: the path is an address.
@@ -142,7 +151,8 @@ class CheckpointFiles(TorchCheckpointIO):
             tensors = self._staged(tensors)
             with suppress(Exception):  # as above
                 copied = on_host(rest)
-        self._do(self._save_shards, *(copied or rest), tensors, facts_of(checkpoint), place, group)
+        facts = {**facts_of(checkpoint), **(facts or {})}
+        self._do(self._save_shards, *(copied or rest), tensors, facts, place, group, save)
         if copied is None:
             self.wait()
 
@@ -157,12 +167,12 @@ class CheckpointFiles(TorchCheckpointIO):
         return staged
 
     def _save_shards(
-        self, tree: Any, own: dict[int, Any], tensors: Any, facts: dict[str, Any], place: Path, group: Any
+        self, tree: Any, own: dict[int, Any], tensors: Any, facts: dict[str, Any], place: Path, group: Any, save: Any
     ) -> list[str]:
         from trainer.checkpoint import shards
 
         try:
-            shards.write(place, tree, tensors, own, facts, group)
+            shards.write(place, tree, tensors, own, facts, group, save)
         except OSError as error:
             needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             return self._note_failure(files.cannot_write(place, error, needed))

@@ -100,6 +100,7 @@ def build_callbacks(
     *,
     default_checkpoint: Callable[[], Checkpoint],
     scales_loss: bool,
+    shows_gradients: bool,
     writes_logs: bool,
     uses_tensor_cores: bool,
 ) -> list[Any]:
@@ -109,6 +110,7 @@ def build_callbacks(
         given: all arguments of the Trainer.
         default_checkpoint: makes the default that saves.
         scales_loss: whether the precision scales the loss, so that steps may overflow.
+        shows_gradients: whether it can be found out where gradients overflowed.
         writes_logs: whether the run's record and a picture of its curves belong beside the logs.
         uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
 
@@ -149,7 +151,7 @@ def build_callbacks(
     records = writes_logs or shows or not missing(RecordView)
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
-        (scales_loss, OverflowReport, OverflowReport),
+        (scales_loss and shows_gradients, OverflowReport, OverflowReport),
         (not barebones, NonFiniteGuard, partial(NonFiniteGuard, every_step=False)),
         (scales_loss and given["detect_anomaly"], AnomalyDetection, AnomalyDetection),
         (uses_tensor_cores, AlignmentAdvisor, AlignmentAdvisor),

@@ -76,6 +76,8 @@ class LightningEngine:
         UnsupportedError: a strategy that is not supported yet.
     """
 
+    shows_gradients = trains_unevenly = evaluates_unevenly = True
+
     def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
         if plugins is not None and not isinstance(plugins, (list, tuple)):
             plugins = [plugins]
@@ -307,10 +309,6 @@ class LightningEngine:
         step: Callable[..., Any] = getattr(self.strategy.lightning_module, name)
         return step
 
-    def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
-        """None: the loop does one thing after the other."""
-        return None
-
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """DDP's ``no_sync`` inside a window; nothing on one device."""
         return _NOTHING if enabled or self._ddp is None else self._ddp.block_backward_sync()
@@ -426,7 +424,11 @@ class LightningEngine:
         if self.any_rank(error is not None):  # the ranks wait for each other here
             raise error or CheckpointWriteError(f"The checkpoint {path} was not written: rank 0 says why.")
         if self.saves_shards:
-            self._files.save_shards(checkpoint, path, self._group_of_saves())
+            self.save_shards(checkpoint, path)
+
+    def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write a checkpoint as a folder, each process its part."""
+        self._files.save_shards(checkpoint, path, self._group_of_saves())
 
     @property
     def saves_shards(self) -> bool:
@@ -462,6 +464,10 @@ class LightningEngine:
         """What a tensor of a checkpoint's folder is read into; None for a plain one in host memory."""
         return None
 
+    def reads_parts(self, folder: Path) -> bool:
+        """Whether the tensors in a checkpoint's folder are read by somebody else, into the module as it is wrapped."""
+        return False
+
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint; of a folder, only what this process needs. Then all processes call it together."""
         with pl_legacy_patch():
@@ -482,7 +488,7 @@ class LightningEngine:
         self._files.wait()
         read = partial(
             shards.read_whole, folder, weights_only=weights_only, template=self.template,
-            process=(self.global_rank, self.world_size),
+            process=(self.global_rank, self.world_size), joins=not self.reads_parts(folder),
         )  # fmt: skip
         self._on_all(partial(sharded_files.verify, folder, self.global_rank, self.world_size), f"{folder} is damaged")
         checkpoint: dict[str, Any] = self._on_all(read, f"{folder} cannot be read")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import ShardingStrategy
 
-from trainer.arguments import refused_strategy
+from trainer.arguments import deepspeed_settings
 from trainer.compat.engine import LightningEngine
 from trainer.compat.fsdp import FSDP2Strategy, ParallelStrategy, ShardedEngine
 from trainer.errors import UnsupportedError
@@ -18,10 +19,16 @@ def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: An
     """The engine for ``options["strategy"]``; see :class:`LightningEngine`.
 
     Raises:
-        UnsupportedError: DeepSpeed, or FSDP's first version; with what to use instead.
+        UnsupportedError: FSDP's first version, with what to use instead; or DeepSpeed, which is not installed.
     """
     given = options["strategy"] = _ours(options.get("strategy"))
-    kind = ShardedEngine if isinstance(given, FSDP2Strategy) else LightningEngine
+    kind: type[LightningEngine] = LightningEngine
+    if isinstance(given, FSDP2Strategy):
+        kind = ShardedEngine
+    elif isinstance(given, LightningDeepSpeedStrategy):
+        from trainer.compat.deepspeed import DeepSpeedEngine
+
+        kind = DeepSpeedEngine
     return kind(trainer, precision, plugins, **options)
 
 
@@ -31,8 +38,13 @@ def _ours(strategy: Any) -> Any:
         return FSDP2Strategy()
     if strategy == "fsdp_cpu_offload":
         return FSDP2Strategy(cpu_offload=True)
-    if isinstance(strategy, DeepSpeedStrategy):
-        raise UnsupportedError(f"Got strategy={type(strategy).__name__}(...), {refused_strategy('deepspeed')}")
+    settings = deepspeed_settings(strategy)
+    if settings is not None or isinstance(strategy, LightningDeepSpeedStrategy):
+        from trainer.compat.deepspeed import DeepSpeedStrategy
+
+        if settings is not None:
+            return DeepSpeedStrategy(**settings)
+        return strategy if isinstance(strategy, DeepSpeedStrategy) else DeepSpeedStrategy.of(strategy)
     if isinstance(strategy, FSDPStrategy):
         raise UnsupportedError(
             f"Got strategy={type(strategy).__name__}(...), which is FSDP's first version; expected its second. With its"

@@ -60,9 +60,15 @@ class Engine(Protocol):
 
     Attributes:
         module_calls: who does what a module does by itself. The Trainer sets it for each fit.
+        shows_gradients: whether gradients can be looked at between a backward pass and the step.
+        trains_unevenly: whether a process may have fewer training batches than others.
+        evaluates_unevenly: the same of evaluation; where not, all are given as many.
     """
 
     module_calls: ModuleCalls
+    shows_gradients: bool
+    trains_unevenly: bool
+    evaluates_unevenly: bool
 
     @property
     def precision(self) -> Precision:
@@ -163,15 +169,6 @@ class Engine(Protocol):
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """The module's step once more, by itself: nothing is exchanged by it but what it cannot be computed without."""
-
-    def batch_path(self, loop: Any) -> Callable[[Any, int, bool], None] | None:
-        """What takes the place of ``FitLoop.train_batch``, where backward, step and update are one for the engine.
-
-        DeepSpeed is such an engine. Called when a fit starts, and when the optimizers have been exchanged.
-
-        Args:
-            loop: the fit loop.
-        """
 
     def follow_trained_parameters(self) -> None:
         """Callbacks may have frozen parameters as an epoch began, or thawed some: average the gradients of these."""

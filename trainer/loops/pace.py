@@ -64,6 +64,12 @@ class Pace:
         self._per_forward = 0
         self.all_have_batch = True
         uneven = [span for span in whole if span.fewest < span.most < float("inf")]
+        if uneven and not engine.evaluates_unevenly:
+            raise ConfigurationError(
+                f"Got {uneven[0].fewest:.0f} to {uneven[0].most:.0f} batches of {stage} in a process. At stage 3 of"
+                " DeepSpeed's ZeRO each forward pass exchanges weights, so that all processes need as many. Divide"
+                " the data evenly."
+            )
         if watches and uneven:
             for name, metric in objects.by_name.items():
                 if metric.dist_sync_on_step:

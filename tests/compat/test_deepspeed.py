@@ -1,0 +1,246 @@
+"""DeepSpeed as a strategy, before there are processes: what is accepted, and what contradicts the Trainer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
+
+from tests.parity import ours
+from trainer import CheckpointFiles, DeepSpeedStrategy
+from trainer.callbacks import (
+    Compile,
+    GradientAccumulation,
+    GradientCheck,
+    GradientClipping,
+    HalveOnOutOfMemory,
+    InferenceSpeed,
+    LayerNorms,
+    NonFiniteGuard,
+    OverflowReport,
+    RollBackOnLossSpike,
+    ScaleMonitor,
+)
+from trainer.compat import deepspeed
+from trainer.compat.deepspeed import DeepSpeedEngine
+from trainer.engine.zero import ZeroGradients, ZeroScaler
+from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
+from trainer.precision import MixedPrecision
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported when processes have started, and not here."""
+    monkeypatch.setattr(deepspeed, "find_spec", lambda name: name)
+
+
+def zero(trainer: Any) -> dict[str, Any]:
+    config: dict[str, Any] = trainer.strategy.complete(trainer.precision, 1)["zero_optimization"]
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "optimizer", "parameters"),
+    [
+        ("deepspeed", 2, False, False),
+        ("deepspeed_stage_1", 1, False, False),
+        ("DeepSpeed_Stage_2_offload", 2, True, False),
+        ("deepspeed_stage_3", 3, False, False),
+        ("deepspeed_stage_3_offload", 3, True, True),
+    ],
+)
+def test_names_are_lightnings(name: str, stage: int, optimizer: bool, parameters: bool) -> None:
+    before = set(sys.modules)
+    trainer = ours(strategy=name, devices=2)
+    assert "deepspeed" not in set(sys.modules) - before
+    assert isinstance(trainer.engine, DeepSpeedEngine)
+    assert isinstance(trainer.engine.gradients, ZeroGradients)
+    assert type(trainer.strategy) is DeepSpeedStrategy
+    assert trainer.strategy.zero_stage_3 is (stage == 3)
+    config = zero(trainer)
+    assert config["stage"] == stage
+    assert ("offload_optimizer" in config) is trainer.strategy.offloads is optimizer
+    assert ("offload_param" in config) is parameters
+    assert trainer.pad_evaluation is (stage == 3)
+
+
+def test_a_config_file_is_completed_by_the_trainer(tmp_path: Path) -> None:
+    given = {
+        "train_batch_size": "auto", "gradient_accumulation_steps": 2, "gradient_clipping": "auto", "steps_per_print": 5,
+        "fp16": {"enabled": "auto", "loss_scale_window": 7, "hysteresis": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000},
+    }  # fmt: skip
+    (tmp_path / "ds.json").write_text(json.dumps(given))
+    trainer = ours(
+        strategy=DeepSpeedStrategy(config=tmp_path / "ds.json", initial_scale_power=4), devices=2, precision="16-mixed",
+        accumulate_grad_batches=2, gradient_clip_val=0.5,
+    )  # fmt: skip
+    config = trainer.strategy.complete("16-mixed", 2)
+    assert config["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 1000}
+    assert config["fp16"] == {
+        "enabled": True, "loss_scale_window": 7, "initial_scale_power": 4, "hysteresis": 2, "min_loss_scale": 1,
+        "loss_scale": 0,
+    }  # fmt: skip
+    assert (config["gradient_accumulation_steps"], config["steps_per_print"]) == (2, 5)
+    assert "train_batch_size" not in config
+    assert given["fp16"]["enabled"] == "auto"
+    scaler = trainer.scaler
+    assert isinstance(scaler, ZeroScaler)
+    assert (scaler.is_enabled(), scaler.get_scale(), scaler.get_growth_interval()) == (True, 16.0, 7)
+
+
+def test_lightnings_object_is_taken_with_its_settings() -> None:
+    theirs = LightningDeepSpeedStrategy.__new__(LightningDeepSpeedStrategy)  # needs its package to be made
+    super(LightningDeepSpeedStrategy, theirs).__init__(process_group_backend="gloo")
+    theirs.config = {"zero_optimization": {"stage": 1, "overlap_comm": True}, "zero_allow_untested_optimizer": True}
+    theirs.loss_scale, theirs.initial_scale_power, theirs.loss_scale_window = 0, 12, 500
+    theirs.hysteresis, theirs.min_loss_scale = 3, 2
+    trainer = ours(strategy=theirs, devices=2, precision="16-mixed")
+    assert trainer.strategy.process_group_backend == "gloo"
+    assert zero(trainer) == {"stage": 1, "overlap_comm": True}
+    assert trainer.strategy.scaling == {
+        "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 2, "loss_scale": 0,
+    }  # fmt: skip
+    theirs.config = {"activation_checkpointing": {}}  # zero_optimization=False
+    with pytest.raises(ConfigurationError, match=r"Got stage 0 .* strategy='ddp' does the same"):
+        ours(strategy=theirs, devices=2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "message"),
+    [
+        ({"stage": 4}, {}, "Got stage 4 of DeepSpeed's ZeRO, expected 1, 2 or 3"),
+        ({"stage": 1, "config": {"zero_optimization": {"stage": 2}}}, {}, r"\(stage=1\) and 'stage': 2 in its config"),
+        ({"stage": 2, "offload_parameters": True}, {}, "parameters to offload at stage 2"),
+        (
+            {"offload_optimizer": False, "config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
+            {},
+            r"\(offload_optimizer=False\) and 'offload_optimizer' to 'cpu'",
+        ),
+        (
+            {"config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}},
+            {},
+            "Got 'offload_optimizer' to 'nvme' for DeepSpeed, expected 'cpu' or 'none'",
+        ),
+        (
+            {"config": {"optimizer": {"type": "Adam"}}},
+            {},
+            "Got 'optimizer' in a DeepSpeed config.*configure_optimizers",
+        ),
+        ({"config": {"scheduler": {"type": "WarmupLR"}}}, {}, "Got 'scheduler' in a DeepSpeed config"),
+        ({"config": {"torch_autocast": {"enabled": True}}}, {}, "Got 'torch_autocast' in a DeepSpeed config"),
+        ({"config": "nowhere.json"}, {}, "nowhere.json cannot be read: No such file"),
+        ({"config": 3}, {}, "Got 3 as a DeepSpeed config"),
+        (
+            {"config": {"gradient_accumulation_steps": 4}},
+            {"accumulate_grad_batches": 2},
+            r"Trainer\(accumulate_grad_batches=2\) and 'gradient_accumulation_steps': 4",
+        ),
+        (
+            {"config": {"gradient_accumulation_steps": 4}},
+            {"callbacks": [GradientAccumulation(schedule={0: 1, 2: 4})]},
+            r"accumulate_grad_batches=\[1, 4\]\) and 'gradient_accumulation_steps': 4",
+        ),
+        (
+            {"config": {"gradient_clipping": 1.0}},
+            {"gradient_clip_val": 0.5},
+            r"Trainer\(gradient_clip_val=0.5\) and 'gradient_clipping': 1.0",
+        ),
+        ({"config": {"fp16": {"enabled": True}}}, {}, "Got precision='32-true' and 'fp16' in the DeepSpeed config"),
+        (
+            {"initial_scale_power": 8, "config": {"fp16": {"initial_scale_power": 10}}},
+            {},
+            r"\(initial_scale_power=8\) and 'initial_scale_power': 10",
+        ),
+    ],
+)
+def test_a_contradiction_is_an_error_with_both_values(
+    strategy: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ours(strategy=DeepSpeedStrategy(**strategy), devices=2, **arguments)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true", MixedPrecision(init_scale=8.0)])
+def test_precisions_that_deepspeed_has_not_are_refused(precision: Any) -> None:
+    with pytest.raises(PrecisionError, match="with strategy='deepspeed'"):
+        ours(strategy="deepspeed", devices=2, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("callback", "arguments"),
+    [
+        (Compile(), {}),
+        (GradientCheck(), {}),
+        (HalveOnOutOfMemory(), {}),
+        (InferenceSpeed(), {}),
+        (LayerNorms(), {}),
+        (OverflowReport(), {}),
+        (RollBackOnLossSpike(), {}),
+        (NonFiniteGuard("stop"), {}),
+        (GradientClipping(clip_value=1.0), {}),
+        (GradientClipping(1.0, norm_type=float("inf")), {}),
+        (StochasticWeightAveraging(0.1), {"precision": "bf16-mixed"}),
+    ],
+)
+def test_callbacks_that_need_gradients_are_refused(callback: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=f"Got {type(callback).__name__} with strategy='deepspeed'. It "):
+        ours(strategy="deepspeed", devices=2, callbacks=[callback], **arguments)
+
+
+def test_what_looks_into_gradients_is_no_default(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = ours(strategy="deepspeed", devices=2, precision="16-mixed", callbacks=[ScaleMonitor()])
+    assert not any(isinstance(callback, OverflowReport) for callback in trainer.callbacks)
+    assert any(isinstance(callback, OverflowReport) for callback in ours(precision="16-mixed").callbacks)
+    assert [one.message for one in caplog.records if "ScaleMonitor" in one.message] == [
+        "ScaleMonitor: no shares of underflow with strategy='deepspeed', which keeps the gradients."
+    ]
+
+
+def test_folders_are_written_at_once() -> None:
+    with pytest.raises(UnsupportedError, match="writes its files at once"):
+        ours(strategy="deepspeed", devices=2, plugins=[CheckpointFiles(sharded=True, asynchronous=True)])
+
+
+def test_without_the_package_there_is_a_line_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'amp-trainer\[deepspeed\]'"):
+        ours(strategy="deepspeed", devices=2)
+
+
+class Dynamic:
+    """The parts of DeepSpeed's loss scaler that count, by its rule."""
+
+    dynamic, scale_window, delayed_shift = True, 3, 2
+
+    def __init__(self) -> None:
+        self.cur_scale, self.cur_iter, self.last_overflow_iter, self.cur_hysteresis = 16.0, 0, -1, 2
+
+    def step(self) -> None:
+        good = self.cur_iter - self.last_overflow_iter - 1
+        if good > 0 and good % self.scale_window == 0:
+            self.cur_scale *= 2
+        self.cur_iter += 1
+
+
+@pytest.mark.parametrize("steps", range(9))
+def test_the_scale_goes_on_from_a_state(steps: int) -> None:
+    first, second = Dynamic(), Dynamic()
+    for _ in range(steps):
+        first.step()
+    first.cur_hysteresis = 1
+    scalers = [ZeroScaler("cpu", True, 16.0, 3, 1.0) for _ in range(2)]
+    scalers[0].follow(lambda: first)
+    scalers[1].load_state_dict(scalers[0].state_dict())  # before a run: it is kept for that
+    assert scalers[1].get_scale() == first.cur_scale
+    scalers[1].follow(lambda: second)
+    assert second.cur_hysteresis == 1
+    for _ in range(7):
+        first.step()
+        second.step()
+        assert scalers[0].current_scale == scalers[1].current_scale == first.cur_scale
