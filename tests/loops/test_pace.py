@@ -23,6 +23,8 @@ INF = float("inf")
 class Engine:
     """One of two processes, whose exchanges are counted."""
 
+    evaluates_unevenly = True
+
     def __init__(self, forward_exchanges: bool = False, others: list[bool] | None = None) -> None:
         self.forward_exchanges = forward_exchanges
         self.global_rank = 0
