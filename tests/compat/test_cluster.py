@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +78,39 @@ def test_other_counts_are_refused_before_processes_wait(
 def test_more_processes_than_devices_here_are_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ClusterError, match="Expected devices=2 and num_nodes=2"):
         build(monkeypatch, TORCHRUN | {"LOCAL_RANK": "1", "RANK": "1"}, devices=1, strategy="ddp")
+
+
+class SecondHere(LightningEnvironment):
+    """An environment of a user's own, of the second process of a machine."""
+
+    def local_rank(self) -> int:
+        return 1
+
+
+def test_a_process_for_which_there_is_no_device_is_told_so() -> None:
+    arguments = QUIET | {"plugins": SecondHere(), "strategy": "ddp", "accelerator": "cpu"}
+    with pytest.raises(ClusterError, match=r"Got devices=1, but SecondHere says that this is process 2 of its machine"):
+        Trainer(**arguments | {"devices": 1})
+    assert Trainer(**arguments | {"devices": 2}).num_devices == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_of_ray_train_needs_its_plugin(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = ModuleType("ray.train")
+    ray.get_context = lambda: SimpleNamespace(get_world_size=lambda: workers)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray.train", ray)
+    alone = {"accelerator": "cpu", "devices": 1, "max_steps": 1}
+    if workers == 1:
+        assert build(monkeypatch, {}, **alone).world_size == 1
+        return
+    with pytest.raises(ClusterError, match="one of 2 workers of Ray Train without a plugin") as raised:
+        build(monkeypatch, {}, **alone)
+    assert "Trainer(strategy=RayDDPStrategy(), plugins=RayLightningEnvironment(), devices='auto'" in str(raised.value)
+    build(monkeypatch, {}, plugins=LightningEnvironment(), **alone).fit(BoringModel())  # on purpose
+    with pytest.raises(
+        ClusterError, match="strategy 'auto', but Ray Train has started 2 processes: each of them would"
+    ):
+        build(monkeypatch, {}, plugins=SecondHere(), **alone).fit(BoringModel())
 
 
 @pytest.mark.parametrize("environment", [TORCHRUN, SRUN])

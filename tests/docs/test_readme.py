@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 from _api_reference import with_tables
 
@@ -32,3 +33,10 @@ def test_the_measured_comparison_is_that_of_the_benchmarks():
     marked = re.compile(r"<!-- benchmark_overhead: start -->.*<!-- benchmark_overhead: end -->", re.DOTALL)
     (ours,) = marked.findall(README)
     assert ours in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+
+
+def test_each_extra_is_named() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = README.partition("| extra | what for |\n|---|---|\n")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted([*named, "dev"]) == sorted(extras)

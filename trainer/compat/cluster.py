@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -84,8 +86,17 @@ def check_local_rank(environment: Any, strategy: Any) -> None:
     Raises:
         ClusterError: the launcher has started more processes here than the Trainer has devices.
     """
-    if isinstance(strategy, ParallelStrategy) and environment.local_rank() >= len(strategy.parallel_devices or ()):
-        check_counts(environment, strategy)
+    if not isinstance(strategy, ParallelStrategy) or environment.local_rank() < len(strategy.parallel_devices or ()):
+        return
+    check_counts(environment, strategy)
+    try:
+        strategy.root_device  # noqa: B018  # some take it from elsewhere, such as Ray's
+    except IndexError:
+        raise ClusterError(
+            f"Got devices={len(strategy.parallel_devices or ())}, but {type(environment).__name__} says that this is"
+            f" process {environment.local_rank() + 1} of its machine. Expected devices=N with as many as there are on"
+            " a machine."
+        ) from None
 
 
 def check_alone(environment: Any) -> None:
@@ -95,11 +106,29 @@ def check_alone(environment: Any) -> None:
         ClusterError: somebody has.
     """
     started = _started(environment)
+    if started is None and type(environment) is not LightningEnvironment and (workers := _workers_of_ray()):
+        started = Started(f"Ray Train has started {_number(workers)}", workers, None, None)
     if started is not None and started.processes > 1:
         raise ClusterError(
             f"Got a single device and strategy 'auto', but {started.what}: each of them would do the whole training,"
             f" and write into the same folders. Expected strategy='ddp' (or another one for several processes) with"
             f" devices={started.on_a_node or '...'} and num_nodes={started.nodes or '...'}. {_ALONE}"
+        )
+
+
+def check_ray(plugins: Iterable[Any]) -> None:
+    """When a Trainer is built by one of several workers of Ray Train: is there a plugin that tells it so?
+
+    Raises:
+        ClusterError: there is none.
+    """
+    workers = _workers_of_ray()
+    if workers > 1 and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+        raise ClusterError(
+            f"Got a Trainer in one of {workers} workers of Ray Train without a plugin that tells it so: each of them"
+            " would do the whole training, and write into the same folders. Expected, from ray.train.lightning:"
+            " Trainer(strategy=RayDDPStrategy(), plugins=RayLightningEnvironment(), devices='auto',"
+            f" callbacks=RayTrainReportCallback()). {_ALONE}"
         )
 
 
@@ -225,6 +254,14 @@ def _started(environment: Any) -> Started | None:
             f"Slurm has started {_number(processes)}: SLURM_NTASKS={processes}{more}", processes, here, nodes
         )
     return None
+
+
+def _workers_of_ray() -> int:
+    """How many workers Ray Train has started, if this process is one of them; else 0."""
+    train = sys.modules.get("ray.train")
+    with suppress(Exception):  # outside of a worker some versions raise an error
+        return int(train.get_context().get_world_size())  # type: ignore[union-attr]
+    return 0
 
 
 def _number_in(name: str) -> int | None:

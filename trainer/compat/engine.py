@@ -90,6 +90,7 @@ class LightningEngine:
         if isinstance(strategy, Strategy):
             where = f"{type(strategy).__name__}(precision_plugin)"
             _refuse_lightning_precision(strategy._precision_plugin, where, precision)
+        cluster.check_ray(plugins or ())
         self._trainer = trainer
         self.may_change_size = options.get("num_nodes") == "auto"
         if self.may_change_size:

@@ -1,0 +1,86 @@
+"""Under Ray: two workers of Ray Train are two processes of DDP, and a sweep of Ray Tune is told the metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'ray[train,tune]'"),
+]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ray")
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("ray_worker.py")), str(folder)],
+        env={**os.environ, **quiet, "PYTHONPATH": str(ROOT)}, cwd=folder, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def read(folder: Path, name: str) -> Any:
+    return json.loads((folder / name).read_text())
+
+
+def weights_of(folder: Path, rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    weights: dict[str, dict[str, torch.Tensor]] = torch.load(folder / f"worker_{rank}.pt", weights_only=True)
+    return weights
+
+
+def assert_equal(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(weights, others, rtol=0, atol=0)
+
+
+def test_two_workers_train_one_model_to_the_bit_as_under_lightning(folder: Path) -> None:
+    first, second = weights_of(folder, 0), weights_of(folder, 1)
+    assert_equal(first["ours"], first["lightning"])
+    assert_equal(first["ours"], second["ours"])
+    assert ("deepspeed" in first) is (find_spec("deepspeed") is not None)
+    for engine in first.keys() & {"fsdp", "deepspeed"}:
+        torch.testing.assert_close(first[engine], first["ours"], rtol=0, atol=1e-6)
+    assert not torch.equal(first["ours"]["net.0.weight"], first["reported"]["net.0.weight"])
+
+
+def test_checkpoints_and_metrics_are_reported(folder: Path) -> None:
+    workers = [read(folder, f"worker_{rank}.json") for rank in (0, 1)]
+    assert [(worker["world_size"], worker["skipped"]) for worker in workers] == [(2, 1)] * 2
+    reported = torch.load(folder / "reported.ckpt", weights_only=True)
+    assert_equal(reported["state_dict"], weights_of(folder, 0)["reported"])
+    assert reported["MixedPrecision"]["scale"] == 128
+    metrics = read(folder, "result.json")["metrics"]
+    assert (metrics["epoch"], metrics["step"]) == (1, 8)
+    assert 0 < metrics["val_loss"] < 4
+
+
+def test_workers_that_are_started_again_go_on_to_the_bit(folder: Path) -> None:
+    assert_equal(torch.load(folder / "resumed.pt", weights_only=True), weights_of(folder, 0)["reported"])
+
+
+def test_a_worker_that_would_train_by_itself_is_told_what_to_write(folder: Path) -> None:
+    for rank in (0, 1):
+        without, alone, first_fsdp = read(folder, f"worker_{rank}.json")["told"]
+        assert without.startswith("ClusterError: Got a Trainer in one of 2 workers of Ray Train without a plugin")
+        assert "plugins=RayLightningEnvironment()" in without
+        assert alone.startswith("ClusterError: Got a single device and strategy 'auto', but Ray Train has started 2")
+        assert "RayFSDPStrategy" in first_fsdp
+        assert first_fsdp.endswith("strategy=FSDP2Strategy(); from trainer import FSDP2Strategy.")
+
+
+def test_a_sweep_of_ray_tune_is_told_the_metrics(folder: Path) -> None:
+    result = read(folder, "result.json")
+    assert result["trials"] == 2
+    assert result["best"] == {"lr": 0.1}
