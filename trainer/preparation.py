@@ -12,8 +12,9 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
@@ -217,6 +218,7 @@ class Preparation:
             how = "HalveOnOutOfMemory"
         elif not self._trainer.engine.trains_unevenly:
             how = "DeepSpeed"
+        how = how or _exchanging_part(self._module)
         if how is not None:
             raise ConfigurationError(
                 f"Got {span.fewest:.0f} to {span.most:.0f} training batches in a process. {how} needs as many in each:"
@@ -302,6 +304,16 @@ class Preparation:
             transfer,
             hook("on_after_batch_transfer"),
         )
+
+
+def _exchanging_part(module: nn.Module) -> str | None:
+    """A part of the module that waits for the other processes in each training batch. None for no such part."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm) and part.training:
+            return f"{name!r}, which is a SyncBatchNorm,"
+        if isinstance(part, Metric) and part.dist_sync_on_step:
+            return f"The metric {name!r}, with dist_sync_on_step=True,"
+    return None
 
 
 def _clip_by_module(clip: Hook, trainer: TrainerBase, optimizer: Optimizer) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from tests.support import native_fp16
 from trainer import CheckpointFiles, FSDP2Strategy, Trainer
@@ -474,9 +475,13 @@ def fit(
 class Uneven(LightningModule):
     """Has buffers, which DDP's forward sends around, and logs each batch's loss over all processes."""
 
-    def __init__(self, optimizer: str = "SGD", manual: bool = False) -> None:
+    def __init__(self, optimizer: str = "SGD", manual: bool = False, exchanges: str = "") -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        if exchanges == "metric":
+            self.mean = MeanMetric(dist_sync_on_step=True)
+        elif exchanges:
+            self.net[1] = nn.SyncBatchNorm(4)
         self.optimizer, self.automatic_optimization = optimizer, not manual
         self.seen: list[int] = []
 

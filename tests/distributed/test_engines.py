@@ -211,6 +211,20 @@ def test_different_numbers_of_batches_are_refused_where_nobody_could_take_part(
     assert set(seen) == {0, 1, 2}
 
 
+@pytest.mark.parametrize(
+    ("engine", "exchanges", "named"),
+    [
+        pytest.param("ddp", "metric", "The metric 'mean', with dist_sync_on_step=True,", id="metric"),
+        pytest.param("fsdp", "norm", "'net.1', which is a SyncBatchNorm,", id="norm", marks=needs_fsdp2),
+    ],
+)
+def test_different_numbers_of_batches_are_refused_where_each_waits_for_the_others(
+    ranks: Ranks, engine: str, exchanges: str, named: str
+) -> None:
+    with pytest.raises(RankError, match=f"Got 2 to 5 training batches in a process. {named} needs as many in each"):
+        ranks.call("tests.distributed.setups:fit_uneven", engine, [2, 5], "SGD", False, exchanges)
+
+
 @pytest.mark.parametrize("engine", ["ddp", FSDP])
 def test_a_test_leaves_a_synchronised_batch_norm_what_it_is(ranks: Ranks, engine: str) -> None:
     for classes in ranks.call("tests.distributed.setups:classes_after_test", engine):
