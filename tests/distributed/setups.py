@@ -197,7 +197,7 @@ class Net(nn.Module):
     def forward(self, batch: Any, epoch: int = -1) -> Tensor:
         """The loss; infinite where the set-up says so."""
         x, y, rank, index = batch
-        loss = nn.functional.mse_loss(self.net(x).float() * self.gain, y)
+        loss = nn.functional.mse_loss(self.net(x).float() * self.gain, y.float())
         if (rank, epoch, index) == self.setup.overflow:
             infinity = torch.tensor(float("inf"))
             return loss * infinity if self.setup.whole_overflow else loss + (self.gain * infinity).sum()
@@ -411,6 +411,7 @@ def only_these_warnings() -> Iterator[None]:
             "Detected call of `lr_scheduler.step", ".*smaller than the logging interval",
             "You defined a `validation_step` but have no", "find_unused_parameters=True was specified",
             "Optimizer step .* was skipped",
+            "`torch.jit.script", "TypedStorage is deprecated",  # torch 2.10's of its own
         ):  # fmt: skip
             warnings.filterwarnings("ignore", message)
         yield

@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.support import HAS_FSDP2
 from trainer.cli import main
 from trainer.cli.arguments import UsageError
 from trainer.cli.checks import first_look, steps
@@ -271,7 +272,7 @@ def test_what_it_shows(capsys):
         "single 1 16-mixed ",
         "single 1 bf16-mixed ",
         "ddp 8 32-true ",
-        "fsdp 8 32-true ",
+        *["fsdp 8 32-true "] * HAS_FSDP2,
         "The layers, in float32: 147 parameters, 67 trained, loss ",
         "first Linear 40 256 bytes ",
         "second Linear 27 96 bytes ",
