@@ -95,10 +95,13 @@ class Noisy(Regression):
         torch.manual_seed(0)
         layers = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)
         super().__init__(nn.Sequential(*layers), momentum)
+        self.late = MeanMetric()  # empty in the checkpoint, and not logged
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = loss_of(self.net, batch)
         self.log("loss", loss, on_epoch=True, batch_size=4)
+        if self.global_step >= 15:
+            self.late.update(loss.detach())
         return loss
 
 
@@ -119,6 +122,7 @@ def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint
     for a, b in zip(module.buffers(), without.buffers(), strict=True):
         assert torch.equal(a, b)
     assert trainer.callback_metrics["loss_epoch"] == other.callback_metrics["loss_epoch"]
+    assert module.late.compute() == without.late.compute()
 
 
 @pytest.mark.parametrize("step", [12, 18])
