@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer.precision import MixedPrecision
 
 HAS_FSDP2 = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 needs_fsdp2 = pytest.mark.skipif(not HAS_FSDP2, reason="of torch 2.13")
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 AUTOCAST_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 sgd = partial(torch.optim.SGD, lr=0.1)

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,15 @@ RUNS = [
     Run("two that share on one", 1, 6, ("two that share", 3), VALIDATES),
     Run("two on one", 1, 6, ("two", 3), VALIDATES),  # windows of 2, a validation after 4
     Run("two on one again", 1, 6, ("two on one", 8), VALIDATES),
+    Run("two, deepspeed", 2, 6, ("two", 7), VALIDATES, strategy="deepspeed_stage_2", sharded=True),
+    Run(
+        "two, deepspeed, then three", 3, 4, ("two, deepspeed", 9), VALIDATES, strategy="deepspeed_stage_3", sharded=True
+    ),
+    Run("two, deepspeed, then three, then one", 1, 12, ("two, deepspeed, then three", 12), VALIDATES),
 ]
 """Those of one process come in two parts: before the others, and after them."""
+if find_spec("deepspeed") is None:
+    RUNS = [run for run in RUNS if "deepspeed" not in run.name]
 if not HAS_FSDP2:
     RUNS = [run for run in RUNS if "shar" not in run.name]  # neither shards nor shares
 

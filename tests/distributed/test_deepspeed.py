@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.setups import Setup
+from tests.support import needs_deepspeed
 from tests.warm_python import WarmPython
 from trainer.callbacks import ActivationCheckpointing, AlignmentAdvisor, GradientAccumulation, ScaleMonitor, Throughput
 from trainer.checkpoint.conversion import consolidate
@@ -25,7 +25,7 @@ from trainer.checkpoint.sharded_files import read_manifest, seal
 from trainer.cli import main
 from trainer.errors import CheckpointError, UnsafeCheckpointError
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")]
+pytestmark = [pytest.mark.slow, needs_deepspeed]
 
 OFFLOAD = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
 STRATEGIES: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2}, {"stage": 3}, OFFLOAD]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import needs_fsdp2
+from tests.support import needs_deepspeed, needs_fsdp2
 from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.slow
@@ -39,14 +39,16 @@ def test_a_rank_that_raises_ends_the_other_which_would_not_notice(python: WarmPy
 @pytest.mark.parametrize(
     "where",
     [
-        pytest.param(words.split(), id=words, marks=needs_fsdp2 if "fsdp" in words else ())
-        for words in ("ddp 1 setup", "fsdp 1 setup", "fsdp 1 training")
+        pytest.param(["ddp", "1", "setup"], id="ddp 1 setup"),
+        pytest.param(["fsdp", "1", "setup"], id="fsdp 1 setup", marks=needs_fsdp2),
+        pytest.param(["fsdp", "1", "training"], id="fsdp 1 training", marks=needs_fsdp2),
+        pytest.param(["deepspeed", "1", "training"], id="deepspeed 1 training", marks=needs_deepspeed),
     ],
 )
 def test_a_rank_that_is_killed_is_named_and_ends_the_other_which_would_not_notice(
     python: WarmPython, where: list[str]
 ) -> None:
-    status, output = run(python, *where, "dies", "asleep")
+    status, output = run(python, *where, "dies", "asleep", children="deepspeed" in where)
     assert status == 1
     assert "Rank 1 (process " in output
     assert "was killed by SIGKILL. The others end, too." in output

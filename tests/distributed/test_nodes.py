@@ -10,7 +10,7 @@ import pytest
 from _faults.bench import Bench
 from _faults.cases import CASES, ELASTIC, TWO, node_killed, node_lost, run_case, sigterm_one_rank
 
-from tests.support import needs_fsdp2
+from tests.support import needs_deepspeed, needs_fsdp2
 from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.slow
@@ -29,6 +29,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
     [
         pytest.param({}, id="ddp"),
         pytest.param({"trainer": {"strategy": "fsdp"}, "files": {"sharded": True}}, id="fsdp", marks=needs_fsdp2),
+        pytest.param(
+            {"trainer": {"strategy": "deepspeed_stage_3"}, "files": {"sharded": True}},
+            id="deepspeed",
+            marks=needs_deepspeed,
+        ),
     ],
 )
 def test_a_job_of_two_nodes_whose_process_is_killed_ends_to_the_bit(bench: Bench, options: dict[str, Any]) -> None:
