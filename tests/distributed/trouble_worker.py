@@ -46,7 +46,7 @@ def stall(folder: Path, engine: str, rank: int, seconds: float) -> tuple[list[st
     try:
         trainer: Any = Trainer(
             accelerator="cpu", devices=torch.distributed.get_world_size(), max_epochs=1, logger=False,
-            strategy=strategy(timeout=timedelta(seconds=seconds)), enable_progress_bar=False, limit_val_batches=0,
+            strategy=strategy(timeout=timedelta(seconds=3)), enable_progress_bar=False, limit_val_batches=0,
             enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
             callbacks=[RunRecorder(dirpath=folder)],
         )  # fmt: skip

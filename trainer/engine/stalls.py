@@ -9,6 +9,7 @@ together. While a run goes on, nobody is asked anything, and a step does nothing
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -30,12 +31,13 @@ import torch.distributed as distributed
 from trainer.engine.processes import say
 from trainer.files import write_text
 
-_KEY = "amp_trainer/stall"
+_RUNS = itertools.count()
+"""Numbers of the runs of this process, which are the same in all of them: the store is there longer than a run."""
 _LOOKS = 20
 """In the time after which nothing has moved for too long."""
 _LINES = 4
 """Of the stack of a process that is waited for, in the message; a file has all."""
-_LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning)[/\\]")
+_LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|deepspeed)[/\\]")
 _INTERNAL = ("torch.distributed", "trainer.engine.agreement")
 """Where one waits for other processes."""
 
@@ -87,6 +89,7 @@ class StallWatch:
         self._watched = threading.get_ident()
         self._ends = threading.Event()
         self._store: Any = None
+        self._key = f"amp_trainer/stall/{next(_RUNS)}"
         self._collects = False
 
     def __enter__(self) -> StallWatch:
@@ -99,8 +102,8 @@ class StallWatch:
     def found(self) -> str | None:
         """What some process has said of the stall that this one is in, or was in last; None for nothing."""
         with suppress(Exception):
-            if self._store is not None and self._store.check([f"{_KEY}/said"]):
-                said: str = self._store.get(f"{_KEY}/said").decode()
+            if self._store is not None and self._store.check([f"{self._key}/said"]):
+                said: str = self._store.get(f"{self._key}/said").decode()
                 return said
         return None
 
@@ -143,31 +146,31 @@ class StallWatch:
                 store = store.clone()
             self._store = store
         store, everyone = self._store, range(self._processes)
-        store.set(f"{_KEY}/{self._rank}", json.dumps(place))
+        store.set(f"{self._key}/{self._rank}", json.dumps(place))
         if self._rank and self._ends.wait(2 * interval):  # the first process, if it can
             return
-        self._collects = store.add(f"{_KEY}/collects", 1) == 1
+        self._collects = store.add(f"{self._key}/collects", 1) == 1
         if not self._collects:
             return
         deadline, missing = time.monotonic() + self._patience / 2, set(everyone)
         while missing and time.monotonic() < deadline:
-            missing = {rank for rank in missing if not store.check([f"{_KEY}/{rank}"])}
+            missing = {rank for rank in missing if not store.check([f"{self._key}/{rank}"])}
             if missing and self._ends.wait(interval):
                 return
-        came = [f"{_KEY}/{rank}" for rank in everyone if rank not in missing]
+        came = [f"{self._key}/{rank}" for rank in everyone if rank not in missing]
         places = [_read(text) for text in store.multi_get(came)]
         text = _told(places, sorted(missing))
         with suppress(OSError):
             if (folder := self._folder()) is not None:
                 write_text(file := folder / "stall.txt", f"{text}\n\n{_stacks(places)}\n")
                 text += f"\nThe stacks of all are in {file}."
-        store.set(f"{_KEY}/said", text)
+        store.set(f"{self._key}/said", text)
         say(text)
 
     def _forget(self) -> None:
         """It goes on."""
         for key in [str(self._rank), *(["collects", "said"] if self._collects else [])]:
-            self._store.delete_key(f"{_KEY}/{key}")
+            self._store.delete_key(f"{self._key}/{key}")
         self._collects = False
 
 
