@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import Ranks
-from tests.support import needs_deepspeed, needs_fsdp2
+from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 from trainer.engine.stalls import Place, missing_ranks
 
@@ -38,11 +38,8 @@ def test_all_go_back_when_the_loss_of_one_jumps_and_are_as_if_the_batches_had_no
             assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=needs_deepspeed)])
-def test_the_process_that_does_not_come_is_named_with_the_layer_that_it_is_in(
-    ranks: Ranks, tmp_path: Path, engine: str
-) -> None:
-    (said, weight), (more, same) = ranks.call("tests.distributed.trouble_worker:stall", tmp_path, engine, 1, 6.0)
+def test_the_process_that_does_not_come_is_named_with_the_layer_that_it_is_in(ranks: Ranks, tmp_path: Path) -> None:
+    (said, weight), (more, same) = ranks.call("tests.distributed.trouble_worker:stall", tmp_path, 1, 6.0)
     (text,) = [one for one in said + more if "net.1" in one]  # a set-up may take more than a second, too
     first, late, *stack, other, file = text.splitlines()
     assert re.fullmatch(r"The run has not moved for [1-5] s\.", first)

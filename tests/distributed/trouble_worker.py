@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.worker import Regression, samples
 from tests.support import native_fp16
-from trainer import CheckpointFiles, DeepSpeedStrategy, Trainer
+from trainer import CheckpointFiles, Trainer
 from trainer.callbacks import RollBackOnLossSpike
 from trainer.engine import stalls
 from trainer.record.recorder import RunRecorder
@@ -36,17 +36,16 @@ class Stuck(nn.Module):
         return x
 
 
-def stall(folder: Path, engine: str, rank: int, seconds: float) -> tuple[list[str], float]:
+def stall(folder: Path, rank: int, seconds: float) -> tuple[list[str], float]:
     """What this process has said, and a weight at the end."""
     said: list[str] = []
     before, stalls.say = stalls.say, said.append
     module = Regression()
     module.net.insert(1, Stuck(rank, seconds))
-    strategy: Any = DDPStrategy if engine == "ddp" else DeepSpeedStrategy
     try:
         trainer: Any = Trainer(
             accelerator="cpu", devices=torch.distributed.get_world_size(), max_epochs=1, logger=False,
-            strategy=strategy(timeout=timedelta(seconds=3)), enable_progress_bar=False, limit_val_batches=0,
+            strategy=DDPStrategy(timeout=timedelta(seconds=3)), enable_progress_bar=False, limit_val_batches=0,
             enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
             callbacks=[RunRecorder(dirpath=folder)],
         )  # fmt: skip
