@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,13 +38,14 @@ def test_all_go_back_when_the_loss_of_one_jumps_and_are_as_if_the_batches_had_no
 
 
 def test_the_process_that_does_not_come_is_named_with_the_layer_that_it_is_in(ranks: Ranks, tmp_path: Path) -> None:
-    (said, weight), (more, same) = ranks.call("tests.distributed.trouble_worker:stall", tmp_path, 1, 6.0)
-    (text,) = [one for one in said + more if "net.1" in one]  # a set-up may take more than a second, too
+    (said, weight), (nothing, same) = ranks.call("tests.distributed.trouble_worker:stall", tmp_path, 1, 3.0, 3.0)
+    assert nothing == []
+    (text,) = said
     first, late, *stack, other, file = text.splitlines()
-    assert re.fullmatch(r"The run has not moved for [1-5] s\.", first)
+    assert first == "The run has not moved for 1 s."
     assert late.startswith("Rank 1 (process ")
     assert "has not come to where the others wait. It is in the forward pass, in net.1 (Stuck), at step 2, " in late
-    assert re.search(r"batch_idx 2 of epoch 0 \(train_dataloader\), since [1-5] s; the last collective", late)
+    assert "batch_idx 2 of epoch 0 (train_dataloader), since 1 s; the last collective" in late
     assert stack[-1] == "    time.sleep(self.seconds)"
     assert other.startswith("Rank 0: it is in ")
     assert ", waiting in " in other or "the backward pass" in other

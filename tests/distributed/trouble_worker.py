@@ -36,7 +36,7 @@ class Stuck(nn.Module):
         return x
 
 
-def stall(folder: Path, rank: int, seconds: float) -> tuple[list[str], float]:
+def stall(folder: Path, rank: int, seconds: float, timeout: float) -> tuple[list[str], float]:
     """What this process has said, and a weight at the end."""
     said: list[str] = []
     before, stalls.say = stalls.say, said.append
@@ -45,7 +45,7 @@ def stall(folder: Path, rank: int, seconds: float) -> tuple[list[str], float]:
     try:
         trainer: Any = Trainer(
             accelerator="cpu", devices=torch.distributed.get_world_size(), max_epochs=1, logger=False,
-            strategy=DDPStrategy(timeout=timedelta(seconds=3)), enable_progress_bar=False, limit_val_batches=0,
+            strategy=DDPStrategy(timeout=timedelta(seconds=timeout)), enable_progress_bar=False, limit_val_batches=0,
             enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
             callbacks=[RunRecorder(dirpath=folder)],
         )  # fmt: skip

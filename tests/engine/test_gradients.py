@@ -40,7 +40,6 @@ def test_nobody_else_touches_a_gradient():
         "trainer/engine/gradients.py",
         "trainer/engine/sharding/gradients.py",
         "trainer/engine/sharding/state.py",  # of a window that is open, FSDP's own
-        "trainer/engine/zero.py",  # those that DeepSpeed's engine has left, when it is taken apart
         "trainer/precision/scaler.py",
         "trainer/cli/checks/fake_step.py",  # a step with tensors that have no memory
     }

@@ -296,10 +296,11 @@ class ZeroModule:
         }
         if self.engine is not self.module:
             self.engine.destroy()
+        nn.Module.zero_grad(self.module)
         for parameter, attributes in self._attributes:
             vars(parameter).clear()
             vars(parameter).update(attributes)
-            parameter.data, parameter.grad = values[parameter], None
+            parameter.data = values[parameter]
         for module in self.module.modules():
             _clean(module)
         self.module.cpu()  # buffers

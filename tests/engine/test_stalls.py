@@ -1,0 +1,27 @@
+"""A thread that looks whether a run goes on; with several processes in ``tests/distributed/test_trouble.py``."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as distributed
+
+from trainer.engine import stalls
+from trainer.engine.stalls import StallWatch
+
+
+def test_a_stall_is_told_in_each_run_of_the_same_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is that of the processes; a run that ends in the midst of a stall leaves its entries there."""
+    store, said = distributed.HashStore(), list[str]()
+    monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(stalls, "say", said.append)
+    for run in (1, 2):
+        with StallWatch((0, 1), timedelta(seconds=0.3), lambda: 0, lambda frames: "", lambda: None) as watch:
+            end = time.monotonic() + 20.0
+            while len(said) < run and time.monotonic() < end:
+                time.sleep(0.01)
+            assert len(said) == run
+            assert said[-1].startswith("The run has not moved for ")
+            assert watch.found() == said[-1]
