@@ -197,24 +197,21 @@ class Server:
                 elif source is self.wake_up:
                     self.wake_up.recv(4096)
                     self._reap()
-                else:  # nobody writes to us: the one who asked was killed
-                    self.selector.unregister(source)
+                else:  # nobody writes to us: the one who asked was killed; unless the program has just been reaped
                     for process in [process for process, asker in self.asked.items() if asker is source]:
+                        self.selector.unregister(source)
                         self._kill(process)
 
     def _start(self) -> None:
         connection, _ = self.listener.accept()
-        head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(3 * array.array("i").itemsize))
-        if not ancillary:  # who was going to ask has been killed
-            connection.close()
-            return
-        streams = array.array("i", ancillary[0][2])
+        streams = array.array("i")
         try:
+            head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(3 * streams.itemsize))
+            for _, _, numbers in ancillary:
+                streams.frombytes(numbers)
             request = json.loads(_exactly(connection, struct.unpack("!I", head)[0]))
             process = os.fork()
-        except (
-            OSError
-        ):  # who asked has been killed while asking; or there is no room for another process, which it sees
+        except (OSError, struct.error):  # who asked was killed while asking; or there is no room for another process
             for stream in streams:
                 os.close(stream)
             connection.close()
