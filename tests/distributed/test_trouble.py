@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import Ranks
-from tests.support import needs_fsdp2
+from tests.support import needs_deepspeed, needs_fsdp2
 from tests.warm_python import WarmPython
 from trainer.engine.stalls import Place, missing_ranks
 
@@ -37,16 +38,18 @@ def test_all_go_back_when_the_loss_of_one_jumps_and_are_as_if_the_batches_had_no
             assert torch.equal(mine, other)
 
 
-def test_the_process_that_does_not_come_is_named_with_the_layer_that_it_is_in(ranks: Ranks, tmp_path: Path) -> None:
-    (said, weight), (nothing, same) = ranks.call("tests.distributed.trouble_worker:stall", tmp_path, 1, 3.0, 3.0)
-    assert nothing == []
-    (text,) = said
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_the_process_that_does_not_come_is_named_with_the_layer_that_it_is_in(
+    ranks: Ranks, tmp_path: Path, engine: str
+) -> None:
+    (said, weight), (more, same) = ranks.call("tests.distributed.trouble_worker:stall", tmp_path, engine, 1, 9.0)
+    (text,) = [one for one in said + more if "net.1" in one]  # a set-up may take longer than the patience, too
     first, late, *stack, other, file = text.splitlines()
-    assert first == "The run has not moved for 1 s."
+    assert re.fullmatch(r"The run has not moved for \d+ s\.", first)
     assert late.startswith("Rank 1 (process ")
     assert "has not come to where the others wait. It is in the forward pass, in net.1 (Stuck), at step 2, " in late
-    assert "batch_idx 2 of epoch 0 (train_dataloader), since 1 s; the last collective" in late
-    assert stack[-1] == "    time.sleep(self.seconds)"
+    assert re.search(r"batch_idx 2 of epoch 0 \(train_dataloader\), since \d+ s; the last collective", late)
+    assert stack[-1] == "    time.sleep(0.1)"
     assert other.startswith("Rank 0: it is in ")
     assert ", waiting in " in other or "the backward pass" in other
     assert file == f"The stacks of all are in {tmp_path / 'stall.txt'}."

@@ -16,36 +16,40 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.worker import Regression, samples
 from tests.support import native_fp16
-from trainer import CheckpointFiles, Trainer
+from trainer import CheckpointFiles, DeepSpeedStrategy, Trainer
 from trainer.callbacks import RollBackOnLossSpike
 from trainer.engine import stalls
 from trainer.record.recorder import RunRecorder
 
 
 class Stuck(nn.Module):
-    """Is in no hurry, once, on one process."""
+    """Does not go on, once, on one process, until the file says where it is."""
 
-    def __init__(self, rank: int, seconds: float) -> None:
+    def __init__(self, rank: int, file: Path) -> None:
         super().__init__()
-        self.rank, self.seconds, self.calls = rank, seconds, 0
+        self.rank, self.file, self.calls = rank, file, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.calls == 3 and torch.distributed.get_rank() == self.rank:
-            time.sleep(self.seconds)
+            for _ in range(600):
+                if self.file.exists() and "net.1" in self.file.read_text():
+                    break
+                time.sleep(0.1)
         return x
 
 
-def stall(folder: Path, rank: int, seconds: float, timeout: float) -> tuple[list[str], float]:
+def stall(folder: Path, engine: str, rank: int, timeout: float) -> tuple[list[str], float]:
     """What this process has said, and a weight at the end."""
     said: list[str] = []
     before, stalls.say = stalls.say, said.append
     module = Regression()
-    module.net.insert(1, Stuck(rank, seconds))
+    module.net.insert(1, Stuck(rank, folder / "stall.txt"))
+    strategy: Any = DDPStrategy if engine == "ddp" else DeepSpeedStrategy
     try:
         trainer: Any = Trainer(
             accelerator="cpu", devices=torch.distributed.get_world_size(), max_epochs=1, logger=False,
-            strategy=DDPStrategy(timeout=timedelta(seconds=timeout)), enable_progress_bar=False, limit_val_batches=0,
+            strategy=strategy(timeout=timedelta(seconds=timeout)), enable_progress_bar=False, limit_val_batches=0,
             enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
             callbacks=[RunRecorder(dirpath=folder)],
         )  # fmt: skip

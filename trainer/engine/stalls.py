@@ -120,7 +120,7 @@ class StallWatch:
                 has_told = True
                 place = self._place(seconds)
                 try:
-                    self._tell(place, interval)
+                    self._tell(place, interval, seen)
                 except Exception as problem:  # the store is in the memory of a process, which may have died
                     say(f"{_told([place])}\nThe others could not be asked: {problem}")
 
@@ -138,7 +138,7 @@ class StallWatch:
 
     # --- all of them ------------------------------------------------------------------------------------------
 
-    def _tell(self, place: Place, interval: float) -> None:
+    def _tell(self, place: Place, interval: float, seen: Any) -> None:
         """Tell the others; and everybody, what all have told, unless another process does that."""
         if self._store is None:
             store = distributed.distributed_c10d._get_default_store()
@@ -155,7 +155,7 @@ class StallWatch:
         deadline, missing = time.monotonic() + self._patience / 2, set(everyone)
         while missing and time.monotonic() < deadline:
             missing = {rank for rank in missing if not store.check([f"{self._key}/{rank}"])}
-            if missing and self._ends.wait(interval):
+            if missing and (self._ends.wait(interval) or self._counters() != seen):  # it goes on
                 return
         came = [f"{self._key}/{rank}" for rank in everyone if rank not in missing]
         places = [_read(text) for text in store.multi_get(came)]
