@@ -62,3 +62,8 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def from_here(path: Path) -> Path:
+    """``path`` from the working directory on, where it lies in there: shorter, and still good to paste."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -33,8 +33,8 @@ QUIET: dict[str, Any] = {"after": None, "collapse_after": None, "at_floor": None
 def report_on(folder: Path, module: Any, batches: Any = 3, **arguments: Any) -> tuple[OverflowReport, str]:
     """A fit whose steps are skipped; the callback and what it printed."""
     printed = io.StringIO()
-    options = arguments.pop("report", {})
-    callback = OverflowReport(console=Console(file=printed, width=200), **options)
+    options = {"console": Console(file=printed, width=200)} | arguments.pop("report", {})
+    callback = OverflowReport(**options)
     batches = make_batches(batches) if isinstance(batches, int) else batches
     given = {"precision": native_fp16(), "callbacks": [callback, *arguments.pop("callbacks", [])]} | arguments
     make_trainer(folder, **given).fit(module, loader_of(batches))
@@ -455,6 +455,13 @@ def test_on_by_default_where_the_loss_is_scaled(tmp_path, precision, has_one):
     own = OverflowReport(after=5)
     trainer = make_trainer(tmp_path, precision=precision, callbacks=[own])
     assert [callback for callback in trainer.callbacks if isinstance(callback, OverflowReport)] == [own]
+
+
+def test_the_path_of_the_file_is_in_one_line_however_narrow_the_terminal(tmp_path):
+    printed = io.StringIO()
+    console = Console(file=printed, width=40, force_terminal=True, color_system=None)
+    report_on(tmp_path, Regression(sequential(Huge(), 4)), report={"console": console})
+    assert f" {tmp_path / 'overflow_report_step_2.md'}\n" in printed.getvalue()
 
 
 def test_it_prints_where_rich_prints(tmp_path, capsys):

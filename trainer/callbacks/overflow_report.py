@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 from lightning.pytorch import LightningModule
 from rich import get_console
 from rich.console import Console
+from rich.text import Text
 from torch.optim import Optimizer
 
 from trainer.callbacks.run_callback import RunCallback
 from trainer.errors import LossScaleCollapse, expect
-from trainer.files import write_text
+from trainer.files import from_here, write_text
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of
@@ -178,7 +179,9 @@ class OverflowReport(RunCallback):
         if path is not None:
             _write(path, report.markdown())
         if not self._has_reported:  # once on a row of skips is enough; the file is there of both
-            console.print(report.table(path))
+            console.print(report.table())
+            if path is not None:  # a line of its own, good to paste
+                console.print(Text(f" report        {from_here(path)}\n"), soft_wrap=True)
         return True
 
     def _collapse(self, trainer: Any, step: int) -> None:

@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from rich import box, get_console
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.files import from_here
 from trainer.record.reader import RunRecord, without_twins
 from trainer.record.recorder import RecordView
 
@@ -154,21 +156,16 @@ def _compiled(facts: Mapping[str, Any]) -> str:
 def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:
     labels = {"run": "run folder", "loggers": "logger"}
     rows = [
-        (labels.get(name, name.replace("_", " ")), _short(path))
+        (labels.get(name, name.replace("_", " ")), str(from_here(Path(path))))
         for name, value in paths.items()
         for path in (value if isinstance(value, list) else [value])
         if name == "run" or path != paths.get("run")  # W&B and others write into a folder in it
     ]
     if "record" in paths:
-        rows.append(("report", shlex.join(["python", "-m", "trainer", "report", _short(str(paths["run"]))])))
+        run = from_here(Path(str(paths["run"])))
+        rows.append(("report", shlex.join(["python", "-m", "trainer", "report", str(run)])))
     return rows
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
-
-
-def _short(path: str) -> str:
-    """As seen from the working directory, where it lies in there: shorter, and still good to paste."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

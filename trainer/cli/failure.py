@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from trainer import redaction
-from trainer.cli.folders import PACKAGE, from_here
+from trainer.cli.folders import PACKAGE
 from trainer.cli.leaves import leaves
 from trainer.cli.processes import is_debug, is_first, rank
 from trainer.errors import (
@@ -31,6 +31,7 @@ from trainer.errors import (
     UnsafeCheckpointError,
     is_out_of_memory,
 )
+from trainer.files import from_here
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,6 @@ def user_conf() -> Path | None:
     return folder if folder.is_dir() and folder.resolve() != packaged_conf() else None
 
 
-def from_here(path: Path) -> Path:
-    """``path`` from the working directory on, where it lies in there: for messages."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 def conf_folders(extra: str | None = None) -> list[Path]:
     """The folders to look for a config in, those that win first.
 

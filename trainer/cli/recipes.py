@@ -10,9 +10,10 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.folders import from_here, packaged_conf
+from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import SETTINGS, Key, description, heading, keys, options
 from trainer.errors import did_you_mean
+from trainer.files import from_here
 
 _SPECIAL = {
     "_target_": "what is made of this node",

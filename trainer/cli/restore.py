@@ -18,9 +18,10 @@ from hydra.core.config_store import ConfigStore
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer
 from trainer.cli.failure import printable
-from trainer.cli.folders import from_here, packaged_conf
+from trainer.cli.folders import packaged_conf
 from trainer.cli.processes import is_first, is_quiet
 from trainer.cli.workdir import quoted
+from trainer.files import from_here
 from trainer.record.checkpoints import find
 from trainer.record.reader import read_run
 

@@ -21,7 +21,7 @@ from trainer.cli import failure, tracking
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
-from trainer.cli.folders import from_here, merge_recipes
+from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, value_of
 from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first, is_quiet
 from trainer.cli.restore import recipe_of, run_of
@@ -30,6 +30,7 @@ from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
 from trainer.cli.workdir import go_on_command
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
+from trainer.files import from_here
 from trainer.record.environment import environment
 from trainer.record.reader import RunRecord
 from trainer.record.run_file import RunFile, read

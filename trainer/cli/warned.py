@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from trainer.cli.failure import log_handler
-from trainer.cli.folders import from_here
+from trainer.files import from_here
 
 
 @contextmanager

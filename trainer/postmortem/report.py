@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from rich import box
@@ -186,12 +185,8 @@ class Report:
         fits = finding.largest_scale >= max(self.min_scale, _LOW)
         return self.phase == "backward" and fits and not finding.broken_weights
 
-    def table(self, path: Path | None = None) -> Table:
-        """For the terminal; without the numbers where the overflow is harmless.
-
-        Args:
-            path: of the file that has them.
-        """
+    def table(self) -> Table:
+        """For the terminal; without the numbers where the overflow is harmless."""
         table = Table(
             title=Text(self.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=False,
             pad_edge=False,
@@ -204,8 +199,6 @@ class Report:
         table.add_section()
         for label, value in () if self.is_harmless else self.rows():
             table.add_row(label, Text(value))
-        if path is not None:
-            table.add_row("report", Text(str(path)))
         return table
 
     def markdown(self) -> str:

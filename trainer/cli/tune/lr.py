@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.callbacks.plotting import INK, PALETTE, canvas, fit_loss_axis, style
 from trainer.cli import tune
 from trainer.cli.arguments import Arguments
-from trainer.cli.folders import from_here
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
+from trainer.files import from_here
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
