@@ -47,6 +47,9 @@ STAGES = {
 }
 """The stage that a run begins and ends with."""
 
+START = "start.ckpt"
+"""The file that an elastic job writes into the folder of its first ModelCheckpoint before it trains."""
+
 
 class Run:
     """Runs what a Trainer consists of, one run at a time.
@@ -152,6 +155,8 @@ class Run:
         if fitting:
             self._check_sanity(preparation)
             self._prepare_fit(preparation)
+            if trainer.engine.may_change_size and trainer.resume == "auto" and trainer.ckpt_path is None:
+                trainer.loop.resume = self._save_start
             with self._signals.saving():
                 trainer.loop.run()
             _ = trainer.fit_loop.done  # says why
@@ -315,6 +320,13 @@ class Run:
         loop.run()
         trainer.loop.limits.restart_validation_clock()
         trainer.state.stage = RunningStage.TRAINING
+
+    def _save_start(self) -> None:
+        """Before an elastic job trains: should its processes change before the first checkpoint, updates do not."""
+        trainer = self._trainer
+        folder = model_checkpoints.first_folder(trainer)
+        if folder is not None and not trainer.loop.limits.ends_fit():
+            trainer.save_checkpoint(f"{folder}/{START}")
 
     def _restore_process(self) -> None:
         """Put back what a checkpoint has of this process. Nothing may draw random numbers after that."""

@@ -546,9 +546,13 @@ def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_cal
             return bench.agent(who, folder, *words, environment=NO_SHARED_STORE, setup=setup, **given)
 
         def trains(rank: int) -> None:
-            """Wait until a process that has not trained yet has trained some batches as this rank."""
-            diary, some = folder / f"batches_{rank}.jsonl", bench.random.randint(1, 6)
+            """Wait until a process that has not trained yet has trained some batches as this rank.
+
+            The first one to do so a single one: there is no checkpoint by then but the one from before it.
+            """
+            diary = folder / f"batches_{rank}.jsonl"
             before = {line[4] for line in read_diary(diary)}
+            some = bench.random.randint(1, 6) if before else 1
 
             def has() -> bool:
                 return sum(line[4] not in before for line in read_diary(diary)) >= some

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 from tests.support import make_trainer
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation
+from trainer.checkpoint.state import OUR_KEY
 from trainer.errors import ResumeError
 
 pytestmark = [
@@ -303,3 +304,24 @@ def test_a_checkpoint_of_a_version_that_noted_no_order(tmp_path: Path) -> None:
     torch.save(checkpoint, path)
     with pytest.raises(ResumeError, match="a version wrote it that did not note their order"):
         resumed(path)
+
+
+def test_an_elastic_job_has_a_checkpoint_before_it_trains(tmp_path: Path) -> None:
+    def fit(**options: Any) -> list[str]:
+        saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+        given = {"callbacks": [saver], "enable_checkpointing": True} | options
+        make_trainer(tmp_path, **given).fit(Net(), DataLoader(DATA, 4))
+        return sorted(path.name for path in (tmp_path / "checkpoints").glob("*.ckpt"))
+
+    assert fit(max_epochs=1, resume="auto") == ["epoch=0.ckpt"]
+    (tmp_path / "checkpoints" / "epoch=0.ckpt").unlink()
+    assert fit(max_epochs=1, num_nodes="auto") == ["epoch=0.ckpt"]
+    (tmp_path / "checkpoints" / "epoch=0.ckpt").unlink()
+    assert fit(max_epochs=0, num_nodes="auto", resume="auto") == []
+    assert fit(max_epochs=1, num_nodes="auto", resume="auto") == ["epoch=0.ckpt", "start.ckpt"]
+    start = tmp_path / "checkpoints" / "start.ckpt"
+    written = torch.load(start, weights_only=True)
+    assert written["global_step"] == 0
+    assert written["loops"][OUR_KEY]["order"]["samples"]["processes"] == 1
+    start.unlink()
+    assert fit(max_epochs=2, num_nodes="auto", resume="auto") == ["epoch=0.ckpt", "epoch=1.ckpt"]

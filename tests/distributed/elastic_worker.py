@@ -58,11 +58,13 @@ RUNS = [
     Run("one, dropping", 1, 4, arguments={"accumulate_grad_batches": 3}, drop_last=True, workers=1),
     Run("two", 2, 6, arguments=VALIDATES),
     Run("one on two", 2, 3, ("one", 2)),  # windows of 2
+    Run("one on two from the start", 2, 3, ("one", 0)),
     Run("windows on two", 2, 6, ("one, in windows", 3), {"accumulate_grad_batches": 4, "val_check_interval": 8}),
     Run("dropping on two", 2, 3, ("one, dropping", 6), {"accumulate_grad_batches": 3}, drop_last=True),  # windows of 2
     Run("one on two, then three", 3, 4, ("one on two", 3)),
     Run("two on three", 3, 4, ("two", 6), VALIDATES),
     Run("two on three at an epoch's end", 3, 2, ("two", 5), {**VALIDATES, "accumulate_grad_batches": 2}),
+    Run("two, sharded from the start", 2, 6, arguments=VALIDATES, strategy="fsdp", sharded=True),
     Run("two, sharded", 2, 6, ("two", 7), VALIDATES, strategy="fsdp", sharded=True),
     Run("two, sharded, then three", 3, 4, ("two, sharded", 9), VALIDATES, strategy="fsdp", sharded=True),
     Run("two, sharded, then three, then three", 3, 4, ("two, sharded, then three", 11), VALIDATES),
@@ -72,6 +74,8 @@ RUNS = [
     Run("two that share, sharded", 2, 12, ("two that share", 2), VALIDATES, sharded=True, sharing=2),
     Run("two that share on three", 3, 4, ("two that share, sharded", 8), VALIDATES),
     Run("two that share on one", 1, 6, ("two that share", 3), VALIDATES),
+    Run("two on one from the start", 1, 6, ("two", 0), VALIDATES),
+    Run("two, sharded, on one from the start", 1, 12, ("two, sharded from the start", 0), VALIDATES),
     Run("two on one", 1, 6, ("two", 3), VALIDATES),  # windows of 2, a validation after 4
     Run("two on one again", 1, 6, ("two on one", 8), VALIDATES),
     Run("two, deepspeed", 2, 6, ("two", 7), VALIDATES, strategy="deepspeed_stage_2", sharded=True),
@@ -155,10 +159,17 @@ class Net(LightningModule):
 
 
 class Saver(Checkpoint):
-    """Writes a checkpoint after each batch, named after the updates by then if a window has ended, else after both."""
+    """Writes a checkpoint after each batch, named after the updates by then if a window has ended, else after both.
+
+    And one before the first.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.ckpt_path is None:
+            trainer.save_checkpoint(self.folder / "0.ckpt")
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         inside = f" and {batch_idx}" if trainer.loop.window.is_open else ""

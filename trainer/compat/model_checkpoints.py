@@ -46,6 +46,14 @@ def folders_of(trainer: Any) -> list[str]:
     return list(dict.fromkeys(str(getattr(one, resolve)(trainer)) for one in model_checkpoints_of(trainer)))
 
 
+def first_folder(trainer: Any) -> str | None:
+    """The folder of the first ModelCheckpoint of a run; None if no checkpoints are written."""
+    if trainer.fast_dev_run:
+        return None
+    folders = (one.dirpath for one in model_checkpoints_of(trainer) if one.dirpath is not None)
+    return next((os.fspath(folder).rstrip("/") for folder in folders), None)
+
+
 def claim_folders(trainer: Any, session: ExitStack) -> None:
     """Lock the folders that a fit writes into, for this run, until ``session`` closes.
 

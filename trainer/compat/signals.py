@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from trainer.compat import model_checkpoints
 from trainer.compat.checkpoint_io import wait_for_saves
 from trainer.compat.launchers import ENDING_SIGNALS, ON_DEMAND, PassOn, default_handler, exception_of
 from trainer.engine.agreement import Agreement
@@ -254,11 +254,11 @@ class Signals:
         if trainer.progress.batches_started == self._first_batch:
             rank_zero_info(f"{ended}, before it trained anything: there is nothing to save.")
             return
-        folder = _checkpoint_folder(trainer)
+        folder = model_checkpoints.first_folder(trainer)
         if folder is None:
             rank_zero_info(f"{ended}. Nothing is saved: this Trainer writes no checkpoints.")
             return
-        path = f"{folder.rstrip('/')}/{INTERRUPTED}"
+        path = f"{folder}/{INTERRUPTED}"
         try:
             trainer.save_checkpoint(path)
         except NonFiniteError as error:  # on all processes; the run ends all the same
@@ -292,16 +292,6 @@ class Signals:
                 " this cluster does not requeue jobs, turn it off with"
                 " Trainer(plugins=SLURMEnvironment(auto_requeue=False))."
             )
-
-
-def _checkpoint_folder(trainer: Any) -> str | None:
-    """The folder of the first ModelCheckpoint; None if no checkpoints are written."""
-    if trainer.fast_dev_run:
-        return None
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            return os.fspath(callback.dirpath)
-    return None
 
 
 def _requeue_job() -> str | None:

@@ -63,12 +63,14 @@ class Engine(Protocol):
         shows_gradients: whether gradients can be looked at between a backward pass and the step.
         trains_unevenly: whether a process may have fewer training batches than others.
         evaluates_unevenly: the same of evaluation; where not, all are given as many.
+        may_change_size: whether the run may go on with another number of processes: ``num_nodes="auto"``.
     """
 
     module_calls: ModuleCalls
     shows_gradients: bool
     trains_unevenly: bool
     evaluates_unevenly: bool
+    may_change_size: bool
 
     @property
     def precision(self) -> Precision:
