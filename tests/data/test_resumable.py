@@ -432,6 +432,24 @@ def test_the_workers_of_a_stateful_dataloader(make: Any) -> None:
     check(make, only=slice(1, 3))
 
 
+def test_nobody_starts_its_workers_by_asking_for_its_state_before_a_pass() -> None:
+    """As Lightning's part of a checkpoint does: such workers would not say what they have drawn."""
+    make = lambda: StatefulDataLoader(Noisy(), 2, shuffle=True, num_workers=2)  # noqa: E731
+    steps, checkpoints = trained(make, 2)
+    number, checkpoint = checkpoints[len(steps) // 2 - 1]  # of the last batch of the first epoch
+    state = torch.load(io.BytesIO(checkpoint), weights_only=True)[2]
+    assert state["is_over"]
+    loader = make()
+    batches = batches_of(loader)
+    batches.start_epoch(0, 0)
+    assert batches.loaders.loader_states() == []
+    batches.load_state_dict(state)
+    batches.start_epoch(1, 0)
+    assert batches.loaders.loader_states() == [state["loaders"][0]["state"]]
+    assert loader._iterator is None
+    assert [step(1, batch_idx, batch)[:2] for batch, batch_idx, _ in batches] == [one[:2] for one in steps[number:]]
+
+
 # --- what is not loaded, not touched, not sent --------------------------------------------------------------------
 
 

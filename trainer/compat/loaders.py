@@ -200,11 +200,8 @@ class LoaderSet:
 
     def loader_states(self) -> list[dict[str, Any]]:
         """What the loaders that have a ``state_dict`` say themselves, as Lightning writes it."""
-        if not self._loaders:
-            return self.combined._state_dicts()
-        if self._ahead:
-            return [state["state"] for state in self._ahead["loaders"] if "state" in state]
-        return [loader.loader.state_dict() for loader in self._loaders if isinstance(loader, StatefulLoader)]
+        states = self._ahead["loaders"] if self._ahead else [loader.state_dict() for loader in self._loaders]
+        return [state["state"] for state in states if "state" in state]  # before a pass, asking them would begin one
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Have the next pass be what is left of the one in ``state``, or the one that follows it."""
