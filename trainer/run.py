@@ -155,7 +155,8 @@ class Run:
         if fitting:
             self._check_sanity(preparation)
             self._prepare_fit(preparation)
-            if trainer.engine.may_change_size and trainer.resume == "auto" and trainer.ckpt_path is None:
+            begins = trainer.ckpt_path is None and not trainer.loop.limits.ends_fit()
+            if begins and trainer.resume == "auto" and trainer.engine.may_change_size:
                 trainer.loop.resume = self._save_start
             with self._signals.saving():
                 trainer.loop.run()
@@ -322,11 +323,9 @@ class Run:
         trainer.state.stage = RunningStage.TRAINING
 
     def _save_start(self) -> None:
-        """Before an elastic job trains: should its processes change before the first checkpoint, updates do not."""
-        trainer = self._trainer
-        folder = model_checkpoints.first_folder(trainer)
-        if folder is not None and not trainer.loop.limits.ends_fit():
-            trainer.save_checkpoint(f"{folder}/{START}")
+        """Write a checkpoint before an elastic job trains: a start on other nodes reads in it how large updates are."""
+        if (folder := model_checkpoints.first_folder(self._trainer)) is not None:
+            self._trainer.save_checkpoint(f"{folder}/{START}")
 
     def _restore_process(self) -> None:
         """Put back what a checkpoint has of this process. Nothing may draw random numbers after that."""

@@ -548,7 +548,7 @@ def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_cal
         def trains(rank: int) -> None:
             """Wait until a process that has not trained yet has trained some batches as this rank.
 
-            The first one to do so a single one: there is no checkpoint by then but the one from before it.
+            The first process trains one batch, so that it is lost when only ``start.ckpt`` is there.
             """
             diary = folder / f"batches_{rank}.jsonl"
             before = {line[4] for line in read_diary(diary)}

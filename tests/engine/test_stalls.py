@@ -25,3 +25,22 @@ def test_a_stall_is_told_in_each_run_of_the_same_processes(monkeypatch: pytest.M
             assert len(said) == run
             assert said[-1].startswith("The run has not moved for ")
             assert watch.found() == said[-1]
+
+
+def test_a_stall_that_ends_while_the_others_are_asked_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, said = distributed.HashStore(), list[str]()
+    monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(stalls, "say", said.append)
+    counted: list[int] = []
+
+    def counters() -> bool:
+        counted.append(asks := store.num_keys() > 0)
+        return bool(asks)  # it goes on as soon as this process has told where it is
+
+    with StallWatch((0, 2), timedelta(seconds=0.3), counters, lambda frames: "", lambda: None):
+        end = time.monotonic() + 20.0
+        while sum(counted) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.2)
+    assert sum(counted) >= 3
+    assert said == []

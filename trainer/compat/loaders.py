@@ -201,7 +201,7 @@ class LoaderSet:
     def loader_states(self) -> list[dict[str, Any]]:
         """What the loaders that have a ``state_dict`` say themselves, as Lightning writes it."""
         states = self._ahead["loaders"] if self._ahead else [loader.state_dict() for loader in self._loaders]
-        return [state["state"] for state in states if "state" in state]  # before a pass, asking them would begin one
+        return [state["state"] for state in states if "state" in state]  # none before a pass: asking would begin one
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Have the next pass be what is left of the one in ``state``, or the one that follows it."""

@@ -77,7 +77,7 @@ class FitLoop:
         self.schedules = Schedules([], as_it_is, dict)
         self.clip_gradients: Clip | None = None  # between `on_before_optimizer_step` and the step
         self.validate: Callable[[], None] | None = None  # one validation, where there is anything to validate
-        self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has of this process
+        self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has; or writes the first one
         self.train: Callable[[Any, int, bool], None] = self.train_batch
         self.choose_path: Callable[[], Any] = as_it_is  # sets `train` again where exchanged optimizers need that
         self.training_step: Callable[..., Any] = as_it_is
