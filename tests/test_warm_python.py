@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.warm_python import ROOT
+from tests.warm_python import ROOT, WarmPython
 
 AT_ONCE = """
 import os, signal, socket, sys
@@ -33,3 +33,29 @@ def test_a_program_and_who_has_asked_for_it_may_end_at_once(tmp_path: Path) -> N
     command = [sys.executable, "-c", AT_ONCE, str(tmp_path / "socket")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, input="", timeout=60)
     assert done.stdout == "ready\n{}\n", done.stderr
+
+
+FAMILY = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+def wait_while(condition):
+    deadline = time.monotonic() + 60
+    while condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+if sys.argv[1:]:
+    mother = int(sys.argv[1])
+    print(os.getppid() == mother)
+    Path("seen").touch()
+    wait_while(lambda: os.getppid() == mother)
+    print(os.getppid() != mother)
+else:
+    subprocess.Popen([sys.executable, "family.py", str(os.getpid())])
+    wait_while(lambda: not Path("seen").exists())
+"""
+
+
+def test_a_program_knows_who_has_started_it_until_that_one_ends(tmp_path: Path, python: WarmPython) -> None:
+    (tmp_path / "family.py").write_text(FAMILY)
+    assert python.run("family.py", cwd=tmp_path).stdout == "True\nTrue\n"

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,8 @@ def run(socket_path: str, words: list[str]) -> int:
     Returns:
         Its exit status. Where a signal has killed the program, that signal kills this process, too.
     """
-    request = json.dumps({"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
+    given = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "parent": os.getppid()}
+    request = json.dumps(given).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(socket_path)
         streams = array.array("i", [0, 1, 2])
@@ -244,6 +246,15 @@ class Server:
             os.killpg(process, signal.SIGKILL)
 
 
+def _parent(process: int) -> int:
+    """What ``os.getppid`` says in a program: who has asked for it, as long as that one lives."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return 1
+    return process
+
+
 def _become(request: dict[str, Any], streams: list[int]) -> None:
     """Be the program that was asked for. Does not return."""
     status = 1
@@ -254,6 +265,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
+        os.getppid = partial(_parent, request["parent"])
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environment"])
