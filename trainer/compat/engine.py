@@ -45,6 +45,7 @@ from trainer.engine.initialisation import initialise
 from trainer.engine.processes import children, leave_group_at_exit
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.engine.sharding.wrap import put_back
+from trainer.engine.shared_sums import SharedSums, shared_sums
 from trainer.engine.stalls import record_collectives
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
@@ -118,6 +119,7 @@ class LightningEngine:
         self._trained: list[bool] = []  # of the parameters that DDP has found
         self._agreement_group: Callable[[], Any] = _none  # weak: torch.distributed has it until the process leaves
         self._save_group: Callable[[], Any] = _none
+        self._shared_sums: SharedSums | None = None
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
@@ -236,6 +238,7 @@ class LightningEngine:
         """Move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
         self.strategy.setup(self._trainer)
         self._trained = self._trained_now()
+        self._shared_sums = shared_sums(self) if fitting else None
 
     def follow_trained_parameters(self) -> None:
         """Wrap the module in DDP anew where other parameters are trained: it knows those of its construction only.
@@ -353,6 +356,8 @@ class LightningEngine:
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
         """Begin an all-reduce; without the barrier of the strategy's ``reduce``, at which the host waits."""
+        if self._shared_sums is not None:
+            return self._shared_sums.begin([float(value) for value in values])
         here = [value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values]
         totals = torch.stack([value.to(self.device, torch.float32) for value in here])
         work = torch.distributed.all_reduce(totals, async_op=True)
@@ -520,6 +525,7 @@ class LightningEngine:
 
     def teardown(self) -> None:
         """Unwrap the module and move it back to the CPU."""
+        self._shared_sums = None
         self.strategy.teardown()
 
 
