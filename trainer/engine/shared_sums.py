@@ -28,7 +28,7 @@ MOST = 3
 _RECORD = struct.Struct(f"=q{MOST}d")  # the turn, the numbers
 _CHECKSUM = struct.Struct("=I")
 _SIZE = _RECORD.size + _CHECKSUM.size
-_SECONDS = 5e-5  # between two looks at what another process has not written yet
+_SHORTEST, _LONGEST = 5e-5, 1e-3  # seconds between two looks at what another process has not written yet
 
 
 class SharedSums:
@@ -74,7 +74,7 @@ class SharedSums:
 
     def _wait_for(self, rank: int) -> tuple[float, ...]:
         """What a process has written in this turn."""
-        start, deadline = self._start(rank), None
+        start, deadline, pause = self._start(rank), 0.0, _SHORTEST
         while True:
             read = self._memory[start : start + _SIZE]
             turn, *values = _RECORD.unpack_from(read)
@@ -86,7 +86,8 @@ class SharedSums:
                     f"Rank {self._rank} waited {self._timeout:g} seconds for what rank {rank} says of its losses, and"
                     f" rank {rank} did not come there. Each process must train the same number of batches."
                 )
-            time.sleep(_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
 
     def _start(self, rank: int) -> int:
         return (self._turn % 2 * self._world_size + rank) * _SIZE
