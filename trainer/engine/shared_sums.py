@@ -21,7 +21,7 @@ import torch
 from trainer.engine.protocol import Engine, Weight
 
 FOLDER = Path("/dev/shm")
-"""Where Linux has files in memory. They are never those of another machine, as a shared folder's may be."""
+"""Where Linux has files in memory. Unlike a folder on a network, it is never that of another machine."""
 MOST = 3
 """How many numbers are added up at a time, at most."""
 
@@ -58,7 +58,7 @@ class SharedSums:
 
     def begin(self, values: Sequence[float]) -> Callable[[], list[Weight]]:
         """Write this process's numbers. What is returned waits for those of the others, and returns the sums."""
-        if not self._is_read:
+        if not self._is_read:  # nobody asked for it: all must have begun it before its place is free
             self._sums(len(values))
         self._turn += 1
         self._is_read = False
