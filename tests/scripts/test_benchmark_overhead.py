@@ -72,6 +72,65 @@ def test_batches_from_the_host_to_a_gpu(cuda, monkeypatch, capsys):
     assert large == [*[True] * 2 * 7, *[False] * 2 * 7]  # by hand and with us
 
 
+_VALGRIND = """#!/bin/sh
+for word; do
+    case $word in
+        --callgrind-out-file=*) file=${word#*=}; shift ;;
+        -*) shift ;;
+        *) break ;;
+    esac
+done
+echo 0 > "$file.dumps"
+exec "$@"
+"""
+_CALLGRIND_CONTROL = """#!/bin/sh
+echo "$1" >> "$WORDS"
+if [ "$1" = --dump ]; then
+    number=$(($(cat "$CALLGRIND_FOLDER/counts.dumps") + 1))
+    echo $number > "$CALLGRIND_FOLDER/counts.dumps"
+    echo "totals: ${number}0000000" > "$CALLGRIND_FOLDER/counts.$number"
+fi
+"""
+
+
+def test_instructions(tmp_path, python):
+    """Stand-ins for Valgrind: the n-th count is 10 million times n."""
+    for name, program in {"valgrind": _VALGRIND, "callgrind_control": _CALLGRIND_CONTROL}.items():
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(0o755)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark_overhead instructions: start -->\n<!-- benchmark_overhead instructions: end -->\n")
+    words = ["--clock", "instructions", "--steps", "10", "--warmup", "5", "--repeats", "1", "--precision", "32-true"]
+    words += ["--mode", "plain", "metric in validation", "--only", "ours", "--markdown", str(page)]
+    command = [str(ROOT / "scripts" / "benchmark_overhead"), *words]
+    own = {"AMP_BENCH": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
+    done = python.run(*command, env={**os.environ, **own})
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = page.read_text()
+    assert "hand-written (thousand instructions) | ours (thousand instructions) |\n" in text
+    assert "| 32-true | plain | 1000 | +1000 |\n| 32-true | metric in validation | 3000 | +1000 |\n" in text
+    assert "`scripts/benchmark_overhead --clock instructions`" in text
+    assert (tmp_path / "words").read_text().split() == ["--instr=on", "--instr=off", "--dump"] * 4
+
+
+def test_instructions_without_valgrind(python):
+    command = [str(ROOT / "scripts" / "benchmark_overhead"), "--clock", "instructions"]
+    done = python.run(*command, env={**os.environ, "AMP_BENCH": "1", "PATH": "/nowhere"})
+    assert done.returncode == 1
+    assert "expected Valgrind on this machine" in done.stderr
+
+
+def test_what_else_there_is(tmp_path, python):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark_overhead further: start -->\n<!-- benchmark_overhead further: end -->\n")
+    words = ["--mode", "defaults", "metric in validation", "--steps", "10", "--warmup", "5", "--repeats", "1"]
+    command = [str(ROOT / "scripts" / "benchmark_overhead"), *words, "--precision", "bf16-mixed"]
+    done = python.run(*command, "--markdown", str(page), env={**os.environ, "AMP_BENCH": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = re.findall(r"\| bf16-mixed \| ([a-z ]+) \| \d+ \| [+-]\d+ \| [+-]\d+ \| [+-]\d+ \|\n", page.read_text())
+    assert rows == ["defaults", "metric in validation"]
+
+
 def test_there_is_no_host_to_come_from_on_a_cpu(python):
     command = [str(ROOT / "scripts" / "benchmark_overhead"), "--mode", "from the host"]
     done = python.run(*command, env={**os.environ, "AMP_BENCH": "1"})
