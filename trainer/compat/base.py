@@ -37,6 +37,7 @@ from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import FitProgress
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+_TRAINING, _PREDICTING = RunningStage.TRAINING, RunningStage.PREDICTING  # a lookup that is a call in Python 3.11
 
 adopt()
 
@@ -131,9 +132,9 @@ class TrainerBase(LightningTrainer):
     def active_metrics(self) -> MetricStore | None:
         """Where ``self.log`` puts its values now; None where nothing may be logged."""
         stage = self.state.stage
-        if stage is RunningStage.TRAINING:
+        if stage is _TRAINING:
             return self.loop.metrics
-        if stage is None or stage is RunningStage.PREDICTING:
+        if stage is None or stage is _PREDICTING:
             return None
         return self.eval_loops[stage].metrics
 

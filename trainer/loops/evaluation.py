@@ -56,6 +56,7 @@ class EvalLoop:
         fit_progress: FitProgress,
     ) -> None:
         self.stage = stage
+        self.step_name = f"{stage}_step"
         self.engine = engine
         self.precision = precision
         self.published = published
@@ -100,7 +101,7 @@ class EvalLoop:
         self.draws = False
         self.progress.seen_batches.clear()
         step: Callable[..., Any] = as_it_is
-        self.step = step if loaders is None else self.engine.step_function(f"{self.stage}_step")
+        self.step = step if loaders is None else self.engine.step_function(self.step_name)
         self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
         self.on_batch_end = hooks.of(f"on_{self.stage}_batch_end")
 
@@ -194,7 +195,7 @@ class EvalLoop:
 
     def pace_of(self, spans: list[Span], whole: list[Span]) -> Pace:
         """What keeps several processes in step in one pass."""
-        hooks = {f"{self.stage}_step", f"on_{self.stage}_batch_start", f"on_{self.stage}_batch_end"}
+        hooks = {self.step_name, f"on_{self.stage}_batch_start", f"on_{self.stage}_batch_end"}
         self.metrics.shared_hooks = hooks if self.is_shared else ()
         self.metrics.share_steps(True)
         return Pace(
@@ -218,7 +219,7 @@ class EvalLoop:
         progress.total_batches += 1
         self.metrics.begin_batch(batch, dataloader_idx)
         self.on_batch_start(batch, *where)
-        outer = self.hooks.scope.enter(f"{self.stage}_step")
+        outer = self.hooks.scope.enter(self.step_name)
         with self.precision.autocast():
             output = self.step(batch, *where)
         self.hooks.scope.enter(outer)
@@ -233,7 +234,8 @@ class EvalLoop:
         if not self.sanity_checking:
             progress.has_run = True
             seen = progress.seen_batches
-            self.recorder.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
+            if self.recorder.loggers:
+                self.recorder.send(self.metrics.current().logger, seen[dataloader_idx or 0], exact_step=True)
             seen[dataloader_idx or 0] += 1
 
     def warn_of_nothing(self) -> None:

@@ -67,7 +67,7 @@ class FitLoop:
         self.outcome: StepOutcome | None = None
         self.grad_norms: dict[Optimizer, Tensor] = {}
         self.unresolved: tuple[int, ...] = ()  # optimizers (indices) whose last step has no known outcome yet
-        self.skipped: list[Optimizer] = []
+        self.skipped: tuple[Optimizer, ...] = ()
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
         # what belongs to one run
         self.hooks: Hooks = NO_HOOKS
@@ -254,7 +254,7 @@ class FitLoop:
         return batch
 
     def free_gradients(self) -> None:
-        """Give the forward pass the memory of the last window's gradients."""
+        """Drop the gradients: those of the last window make room for the forward pass."""
         for optimizer in self.optimizers:
             self.gradients.clear(optimizer)
 
@@ -264,6 +264,9 @@ class FitLoop:
         And what ``training_step`` itself has left there, if it ran a backward pass of its own.
         """
         self.progress.zero_grads += 1
+        if self.clears_early:
+            self.free_gradients()
+            return
         for optimizer in self.optimizers:
             self.hooks.on_before_zero_grad(optimizer)
             if self.optimizer_zero_grad is not None:
@@ -344,7 +347,7 @@ class FitLoop:
     def finish_update(self, stepped: tuple[int, ...]) -> None:
         """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
         is_known = self.gradients.update()
-        self.unresolved, self.skipped, self.has_updated = stepped, [], True
+        self.unresolved, self.skipped, self.has_updated = stepped, (), True
         if is_known:
             self.resolve_outcome()
 
@@ -358,11 +361,11 @@ class FitLoop:
             return
         stepped, self.unresolved = self.unresolved, ()
         skipped, scale, next_scale = self.gradients.resolve_outcome()
-        self.skipped = list(skipped)
-        self.schedules.confirm(except_of=self.skipped)
+        self.skipped = skipped
+        self.schedules.confirm(except_of=skipped)
         skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in skipped)) if skipped else ()
         norm, self.grad_norms = total_norm(self.grad_norms), {}
-        outcome = self.outcome = StepOutcome(bool(skipped), scale, next_scale, norm, stepped, skipping)
+        self.outcome = outcome = StepOutcome(bool(skipped), scale, next_scale, norm, stepped, skipping)
         self.progress.skipped_steps += outcome.skipped
         self.progress.has_learned |= len(skipping) < len(stepped)
         if not self.hooks.on_after_optimizer_step.is_empty:
