@@ -11,8 +11,8 @@ In a training step, in this order::
     unscale_(optimizer)                for each optimizer: gradients are in true units from here on
     norm(optimizer), clip_(optimizer, ...), local(optimizer)       hooks, callbacks
     step(optimizer)                    leaves the weights alone when a gradient is not finite
-    update()                           once: adjusts the loss scale
-    resolve_outcome()                  which optimizers skipped; may be asked for much later
+    update()                           once: adjusts the loss scale, and says which optimizers skipped, if that is known
+    resolve_outcome()                  which optimizers skipped, where it was not; may be asked for much later
 
 ``Gradients`` is for engines whose parameters hold their whole gradients: a single device, and DDP. An engine whose
 processes hold parts of them has a subclass. That overrides ``local`` and what needs the other parts (``norm``,
@@ -179,17 +179,18 @@ class Gradients:
         """Step the optimizer, unless a gradient is not finite or there are none."""
         self.scaler.step(optimizer, **kwargs)
 
-    def update(self) -> bool:
+    def update(self) -> UpdateOutcome | None:
         """Adjust the loss scale, once for all the steps since the last time.
 
         Returns:
-            Whether the outcome is known: whether :meth:`resolve_outcome` would not wait for the device.
+            Their outcome; None where that would wait for the device: see :meth:`resolve_outcome`.
         """
-        self.scaler.update()
-        return self.scaler.knows_outcome
+        scaler = self.scaler
+        scaler.update()
+        return scaler.resolve_outcome() if scaler.knows_outcome else None
 
     def resolve_outcome(self) -> UpdateOutcome:
-        """The outcome of the last :meth:`update` and the steps before it. May wait for the device."""
+        """The outcome that :meth:`update` has not returned. May wait for the device."""
         return self.scaler.resolve_outcome()
 
     # --- looking at them, keeping them ----------------------------------------------------------------------

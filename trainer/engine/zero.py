@@ -532,12 +532,8 @@ class ZeroGradients(Gradients):
         if asked is not None and norm is not None:
             asked.fill_(float(norm))
 
-    def update(self) -> bool:
-        """Nothing is left to adjust. True: the outcome is known."""
-        return True
-
-    def resolve_outcome(self) -> UpdateOutcome:
-        """Of the last step, once."""
+    def update(self) -> UpdateOutcome:
+        """The outcome of the last step, once. Nothing is left to adjust."""
         outcome, self._outcome = self._outcome, None
         scale = self.scaler.current_scale
         return outcome or UpdateOutcome((), scale, scale)

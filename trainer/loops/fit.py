@@ -20,6 +20,7 @@ from trainer.loops.hooks import NO_HOOKS, Hook, Hooks
 from trainer.loops.schedules import Schedules
 from trainer.loops.step_output import NOTHING, loss_in, outputs_of
 from trainer.precision.base import Precision
+from trainer.precision.scaler import UpdateOutcome
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
@@ -295,7 +296,7 @@ class FitLoop:
         progress, closes_window = self.progress, self.window.is_last
         progress.batches += 1
         progress.is_trained, progress.closing = True, closes_window
-        if progress.is_last_batch or self.limits.logging_is_due():
+        if self.unresolved and (progress.is_last_batch or self.limits.logging_is_due()):
             self.resolve_outcome()  # an epoch's metrics and a row for the loggers do not wait for the next update
         if self.schedules.stepped:
             self.advance_schedules()
@@ -346,10 +347,10 @@ class FitLoop:
 
     def finish_update(self, stepped: tuple[int, ...]) -> None:
         """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
-        is_known = self.gradients.update()
+        outcome = self.gradients.update()
         self.unresolved, self.skipped, self.has_updated = stepped, (), True
-        if is_known:
-            self.resolve_outcome()
+        if outcome is not None:
+            self.take_outcome(outcome)
 
     def resolve_outcome(self) -> None:
         """Determine the outcome of the last weight update, unless it is known, and call the hooks that wait for it.
@@ -357,16 +358,22 @@ class FitLoop:
         A fused optimizer decides on the device whether it skips. There, this is put off until just before the next
         update, or until the outcome is asked for: by then the device has computed it, and has a backward pass queued.
         """
-        if not self.unresolved:
-            return
+        if self.unresolved:
+            self.take_outcome(self.gradients.resolve_outcome())
+
+    def take_outcome(self, update: UpdateOutcome) -> None:
+        """Count what happened in the last weight update, settle its schedules, and call the hooks that wait for it."""
         stepped, self.unresolved = self.unresolved, ()
-        skipped, scale, next_scale = self.gradients.resolve_outcome()
-        self.skipped = skipped
-        self.schedules.confirm(except_of=skipped)
-        skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in skipped)) if skipped else ()
-        norm, self.grad_norms = total_norm(self.grad_norms), {}
-        self.outcome = outcome = StepOutcome(bool(skipped), scale, next_scale, norm, stepped, skipping)
-        self.progress.skipped_steps += outcome.skipped
+        self.skipped, scale, next_scale = update
+        skipping: tuple[int, ...] = ()
+        if self.skipped:
+            skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in self.skipped))
+            self.progress.skipped_steps += 1
+        self.schedules.confirm(except_of=self.skipped)
+        norm = None
+        if self.grad_norms:
+            norm, self.grad_norms = total_norm(self.grad_norms), {}
+        outcome = self.outcome = StepOutcome(bool(self.skipped), scale, next_scale, norm, stepped, skipping)
         self.progress.has_learned |= len(skipping) < len(stepped)
         if not self.hooks.on_after_optimizer_step.is_empty:
             for index in stepped:

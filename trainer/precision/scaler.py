@@ -42,6 +42,9 @@ class UpdateOutcome(NamedTuple):
     next_scale: float
 
 
+_UNSCALED = UpdateOutcome((), 1.0, 1.0)
+
+
 class LossScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler``; its arguments and methods keep torch's meaning, except for the above.
 
@@ -207,6 +210,8 @@ class LossScaler(torch.amp.GradScaler):
         A plain optimizer's answer is on the host already: it was read to decide. A fused one's was sent by
         ``update``; if the device has not got that far, this waits for it.
         """
+        if not self._enabled:
+            return _UNSCALED
         self._resolve()
         outcome, self._outcome = self._outcome, None
         return outcome or UpdateOutcome((), self._host_scale, self._host_scale)
