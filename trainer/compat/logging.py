@@ -144,11 +144,11 @@ class ModuleLog:
                         f" You can try doing `self.log({name}, {value}.mean())`"
                     )
                 value = value.reshape(())
-        elif isinstance(value, numbers.Number):
-            value = torch.tensor(value, dtype=accumulation_dtype())
         elif isinstance(value, Metric):
             entry.update_metric(value)
             return
+        elif isinstance(value, numbers.Number):
+            value = torch.tensor(value, dtype=accumulation_dtype())
         else:
             raise ValueError(
                 f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
