@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -526,6 +527,43 @@ def test_workers_send_what_has_changed(dataset: Any, sent: set[str]) -> None:
     workers = place.state_dict()["workers"]
     assert {name for states in workers.values() for name in states} == sent
     assert set(workers) == ({0, 1} if sent else set())
+
+
+class Counted(Draws):
+    """Counts what has been drawn, in memory that the workers share."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.drawn = torch.zeros(count, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        try:
+            return super().__getitem__(index)
+        finally:
+            self.drawn[index] = 1
+
+
+@pytest.mark.parametrize(("workers", "prefetched", "in_order"), [(1, 1, True), (2, 3, True), (1, 2, False)], ids=str)
+def test_states_are_those_after_the_last_batch_however_far_ahead_the_workers_are(
+    workers: int, prefetched: int, in_order: bool
+) -> None:
+    dataset = Counted(20)
+    loader = DataLoader(dataset, num_workers=workers, prefetch_factor=prefetched, in_order=in_order)
+    place = resumable(loader)
+    batches, following = [], []
+    for number, batch in enumerate(place):
+        batches.append(batch.item())
+        deadline = time.monotonic() + 30
+        while dataset.drawn.sum() < min(number + 1 + workers * prefetched, len(dataset)):
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        time.sleep(5e-3)  # the last batch is put together
+        state = place.state_dict()["workers"][number % workers]["torch"]
+        generator = torch.Generator()
+        random_states.set_state(generator, state)
+        following.append(torch.rand(1, generator=generator).item())
+    assert len(batches) == len(dataset)
+    assert following[:-workers] == batches[workers:]
 
 
 class Fails(Noisy):

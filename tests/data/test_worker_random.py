@@ -33,10 +33,13 @@ def in_a_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
 
 
-def started(starts: dict[int, Any] | None = None) -> WorkerRandom:
-    worker = WorkerRandom(None, lambda samples: samples, starts or {})
+def started(starts: dict[int, Any] | None = None, memory: torch.Tensor | None = None) -> WorkerRandom:
+    worker = WorkerRandom(None, lambda samples: samples, starts or {}, memory)
     worker.start(2)
     return worker
+
+
+workers_that_write = pytest.mark.parametrize("writers", [0, 3], ids=["sent", "in shared memory"])
 
 
 def arrived(marked: Any) -> Any:
@@ -44,9 +47,13 @@ def arrived(marked: Any) -> Any:
     return pickle.loads(pickle.dumps(marked))
 
 
+@workers_that_write
 @pytest.mark.parametrize("names", [[], ["python"], ["numpy"], ["torch"], ["own"], list(DRAWS)], ids=str)
-def test_the_states_that_have_changed_arrive_and_another_worker_goes_on_from_them(names: list[str]) -> None:
-    worker, states = started(), WorkerStates({})
+def test_the_states_that_have_changed_arrive_and_another_worker_goes_on_from_them(
+    names: list[str], writers: int
+) -> None:
+    states = WorkerStates({}, writers, ahead=1)
+    worker = started(memory=states.memory)
     assert states.take(arrived(worker.collate("first"))) == "first"
     assert states.state_dict() == {}
     for name in names:
@@ -71,11 +78,13 @@ def test_the_states_that_have_changed_arrive_and_another_worker_goes_on_from_the
     assert [DRAWS[name]() for name in names] != following or not names
 
 
-def test_states_are_those_that_the_workers_went_on_from_until_they_draw() -> None:
+@workers_that_write
+def test_states_are_those_that_the_workers_went_on_from_until_they_draw(writers: int) -> None:
     random.seed(3)
     python = random_states.capture()["python"]
     starts = {2: {"python": python}, 5: {"python": python}}
-    worker, states = started(starts), WorkerStates(starts)
+    states = WorkerStates(starts, writers, ahead=1)
+    worker = started(starts, states.memory)
     states.take(arrived(worker.collate(0)))
     assert states.state_dict() == starts
     saved = states.state_dict()
@@ -102,6 +111,39 @@ def test_what_the_users_functions_draw_counts() -> None:
 
 def test_an_unrandom_batch_costs_next_to_nothing_on_its_way() -> None:
     assert len(pickle.dumps(started().collate(0))) < 100
+
+
+def test_nor_does_a_random_one_whose_states_are_in_shared_memory() -> None:
+    worker = started(memory=WorkerStates({}, 3, ahead=1).memory)
+    for draw in DRAWS.values():
+        draw()
+    assert len(pickle.dumps(worker.collate(0))) < 100
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_a_worker_that_is_ahead_leaves_the_last_states_that_have_arrived(ahead: int) -> None:
+    states = WorkerStates({}, 3, ahead)
+    worker = started(memory=states.memory)
+    for _ in range(2 * ahead + 3):
+        random.random()
+        states.take(arrived(worker.collate(0)))
+        now = {2: {"python": random_states.capture()["python"]}}
+        for _ in range(ahead):
+            random.random()
+            on_its_way = worker.collate(0)
+            assert states.state_dict() == now
+        states.take(arrived(on_its_way))
+
+
+def test_states_that_are_too_large_for_the_memory_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [random.Random(number) for number in range(8)]
+    monkeypatch.setattr(worker_random, "get_worker_info", lambda: SimpleNamespace(dataset=own))
+    states = WorkerStates({}, 3, ahead=1)
+    worker = started(memory=states.memory)
+    for _ in range(3):
+        own[0].random()
+        states.take(arrived(worker.collate(0)))
+        assert states.state_dict() == {2: {"own": random_states.states_of(own)}}
 
 
 def test_a_batch_is_pinned_on_its_way() -> None:

@@ -319,7 +319,7 @@ class MapStyleLoader(ResumableLoader):
         self._begun, self._batches = random_states.capture(own=self.generators), 0
         self._late, self._drawn_before = [], 0
         if not with_old_workers:
-            self._started, self._workers = self._begun, WorkerStates({})
+            self._started = self._begun
 
     def take(self, marked: Marked) -> Batch:
         """A batch has arrived from a worker."""
@@ -353,7 +353,8 @@ class MapStyleLoader(ResumableLoader):
         vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._sampler
         if not loader.num_workers:
             return iter(view)
-        in_worker = WorkerRandom(loader.worker_init_fn, loader.collate_fn, starts)
+        self._workers = WorkerStates(starts, loader.num_workers, loader.prefetch_factor)
+        in_worker = WorkerRandom(loader.worker_init_fn, loader.collate_fn, starts, self._workers.memory)
         vars(view).update(collate_fn=in_worker.collate, worker_init_fn=in_worker.start)
         loader.check_worker_number_rationality()
         self._sampler.is_silent = silent
@@ -409,7 +410,6 @@ class MapStyleLoader(ResumableLoader):
             random_states.restore(state["begun"], own=self.generators)
             iter(self._sampler)
         self._begun, self._started = state["begun"], state["started"]
-        self._workers = WorkerStates(workers or {})
         random_states.restore(state["asked"], own=self.generators)
         late, batches = state.get("late", []), state["batches"]
         if self._advance(iterator, batches, state["drawn"] if late else batches, late, state.get("exhausted", False)):

@@ -1,25 +1,32 @@
-"""The random states of a dataloader's worker processes: sent along with their batches, and restored in new workers.
+"""The random states of a dataloader's worker processes: known with each batch, and restored in new workers.
 
 A worker draws numbers for each sample, and is some batches ahead of the training. The states of its generators after
-the last batch that was trained are known to the worker alone; so each batch brings along those that have changed.
+the last batch that was trained are known to the worker alone, and only a checkpoint needs them. So a worker writes them
+into memory that it shares with the training process, and says with each batch where.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
+import torch
 from torch.utils.data import get_worker_info
 
 from trainer.state import random_states
 from trainer.state.random_states import State
 
 Batch = Any
-Marked = tuple[Batch, int, bytes]
-"""What the workers send: a batch, the worker's index, and its random states that have changed, pickled; b"" for none.
+Marked = tuple[Batch, int, int | bytes | None]
+"""What the workers send: a batch, the worker's index, and the place of its random states in the memory, or they
+themselves, pickled; None where they are those of the batch before.
 
 The thread that pins memory looks into tuples, and not into bytes."""
+
+PLACE = 2**14
+"""Bytes. The process's own generators take 10 thousand of them, and one more that a dataset holds 2.5 thousand."""
 
 
 class WorkerRandom:
@@ -29,16 +36,24 @@ class WorkerRandom:
         init: the dataloader's ``worker_init_fn``.
         collate: its ``collate_fn``.
         starts: the states to go on from, by worker. A worker or a generator that is missing starts from its seed.
+        memory: of the :class:`WorkerStates`, where it has one: uint8, (workers, places, bytes).
     """
 
     def __init__(
-        self, init: Callable[[int], None] | None, collate: Callable[[Any], Batch], starts: dict[int, State]
+        self,
+        init: Callable[[int], None] | None,
+        collate: Callable[[Any], Batch],
+        starts: dict[int, State],
+        memory: torch.Tensor | None = None,
     ) -> None:
         self._init = init
         self._collate = collate
         self._starts = starts
+        self._memory = memory
+        self._places: Iterator[tuple[int, memoryview]] = iter(())  # this worker's, in turn, with their numbers
         self._worker = -1
         self._watch: random_states.Watch | None = None
+        self._states: State = {}  # of the generators that have been drawn from
 
     def start(self, worker: int) -> None:
         """The worker's ``worker_init_fn``."""
@@ -47,8 +62,11 @@ class WorkerRandom:
         info = get_worker_info()
         assert info is not None
         self._worker = worker
+        if self._memory is not None:
+            self._places = cycle(enumerate(memoryview(place.numpy()) for place in self._memory[worker]))
         own = random_states.find(info.dataset, self._collate)
-        random_states.restore(self._starts.get(worker, {}), own=own)
+        self._states = dict(self._starts.get(worker, {}))
+        random_states.restore(self._states, own=own)
         self._watch = random_states.Watch(own)
 
     def collate(self, samples: Any) -> Marked:
@@ -56,7 +74,18 @@ class WorkerRandom:
         assert self._watch is not None
         batch = self._collate(samples)
         changes = self._watch.changes()
-        return batch, self._worker, pickle.dumps(changes) if changes else b""
+        if not changes:
+            return batch, self._worker, None
+        self._states.update(changes)
+        return batch, self._worker, self._written(pickle.dumps(self._states))
+
+    def _written(self, states: bytes) -> int | bytes:
+        """The number of the place that has ``states`` now; they themselves if they have none."""
+        if self._memory is None or len(states) > PLACE:
+            return states
+        number, place = next(self._places)
+        place[: len(states)] = states
+        return number
 
 
 class WorkerStates:
@@ -64,18 +93,37 @@ class WorkerStates:
 
     Args:
         starts: those that they have gone on from, by worker.
+        workers: how many write their states into shared memory; 0 to have them sent.
+        ahead: how many batches a worker may have on their way, at most. It has a place for each of these, and one for
+            its last batch that has arrived, which nothing is written to until the next one has.
+
+    Attributes:
+        memory: what the workers write to, for :class:`WorkerRandom`.
     """
 
-    def __init__(self, starts: dict[int, State]) -> None:
-        self._states = {worker: dict(state) for worker, state in starts.items()}
+    def __init__(self, starts: dict[int, State], workers: int = 0, ahead: int = 0) -> None:
+        self._starts = starts
+        self._marks: dict[int, int | bytes] = {}
+        self.memory: torch.Tensor | None = None
+        if workers:
+            self.memory = torch.empty(workers, ahead + 1, PLACE, dtype=torch.uint8)
+            self.memory.share_memory_()  # type: ignore[no-untyped-call]
 
     def take(self, marked: Marked) -> Batch:
         """The batch that has arrived."""
-        batch, worker, changes = marked
-        if changes:
-            self._states.setdefault(worker, {}).update(pickle.loads(changes))
+        batch, worker, mark = marked
+        if mark is not None:
+            self._marks[worker] = mark
         return batch
 
     def state_dict(self) -> dict[int, State]:
         """By worker: of the generators that have been drawn from."""
-        return {worker: random_states.plain(state) for worker, state in self._states.items()}
+        now = {worker: pickle.loads(self._read(worker, mark)) for worker, mark in self._marks.items()}
+        return {worker: random_states.plain(state) for worker, state in {**self._starts, **now}.items()}
+
+    def _read(self, worker: int, mark: int | bytes) -> bytes:
+        if isinstance(mark, bytes):
+            return mark
+        assert self.memory is not None
+        place: bytes = self.memory[worker, mark].numpy().tobytes()
+        return place
