@@ -121,18 +121,17 @@ def test_nor_does_a_random_one_whose_states_are_in_shared_memory() -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_a_worker_that_is_ahead_leaves_the_last_states_that_have_arrived(ahead: int) -> None:
+def test_a_worker_that_is_ahead_leaves_the_last_states_that_were_taken(ahead: int) -> None:
     states = WorkerStates({}, 3, ahead)
     worker = started(memory=states.memory)
     for _ in range(2 * ahead + 3):
         random.random()
-        states.take(arrived(worker.collate(0)))
+        states.take(arrived(worker.collate("taken")))
         now = {2: {"python": random_states.capture()["python"]}}
-        for _ in range(ahead):
+        for on_its_way in ["lost to an error", *range(ahead)]:
             random.random()
-            on_its_way = worker.collate(0)
+            worker.collate(on_its_way)
             assert states.state_dict() == now
-        states.take(arrived(on_its_way))
 
 
 def test_states_that_are_too_large_for_the_memory_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:

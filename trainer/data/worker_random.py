@@ -94,8 +94,8 @@ class WorkerStates:
     Args:
         starts: those that they have gone on from, by worker.
         workers: how many write their states into shared memory; 0 to have them sent.
-        ahead: how many batches a worker may have on their way, at most. It has a place for each of these, and one for
-            its last batch that has arrived, which nothing is written to until the next one has.
+        ahead: how many batches a worker may have on their way, at most. It has a place for each of these, one for the
+            last that was taken, and one for a batch that has arrived and that an error or an interrupt takes away.
 
     Attributes:
         memory: what the workers write to, for :class:`WorkerRandom`.
@@ -106,7 +106,7 @@ class WorkerStates:
         self._marks: dict[int, int | bytes] = {}
         self.memory: torch.Tensor | None = None
         if workers:
-            self.memory = torch.empty(workers, ahead + 1, PLACE, dtype=torch.uint8)
+            self.memory = torch.empty(workers, ahead + 2, PLACE, dtype=torch.uint8)
             self.memory.share_memory_()  # type: ignore[no-untyped-call]
 
     def take(self, marked: Marked) -> Batch:
