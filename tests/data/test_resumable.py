@@ -530,7 +530,7 @@ def test_workers_send_what_has_changed(dataset: Any, sent: set[str]) -> None:
 
 
 class Counted(Draws):
-    """Counts what has been drawn, in memory that the workers share."""
+    """Notes what has been drawn, in memory that the workers share."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)

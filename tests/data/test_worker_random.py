@@ -113,7 +113,7 @@ def test_an_unrandom_batch_costs_next_to_nothing_on_its_way() -> None:
     assert len(pickle.dumps(started().collate(0))) < 100
 
 
-def test_nor_does_a_random_one_whose_states_are_in_shared_memory() -> None:
+def test_a_random_batch_whose_states_are_in_shared_memory_costs_as_little() -> None:
     worker = started(memory=WorkerStates({}, 3, ahead=1).memory)
     for draw in DRAWS.values():
         draw()

@@ -1,4 +1,4 @@
-"""The random states of a dataloader's worker processes: known with each batch, and restored in new workers.
+"""The random states of a dataloader's worker processes: kept up to date, and restored in new workers.
 
 A worker draws numbers for each sample, and is some batches ahead of the training. The states of its generators after
 the last batch that was trained are known to the worker alone, and only a checkpoint needs them. So a worker writes them
@@ -26,7 +26,7 @@ themselves, pickled; None where they are those of the batch before.
 The thread that pins memory looks into tuples, and not into bytes."""
 
 PLACE = 2**14
-"""Bytes. The process's own generators take 10 thousand of them, and one more that a dataset holds 2.5 thousand."""
+"""Bytes. The process's own generators take 10 thousand of them, and each more that a dataset holds up to 5 thousand."""
 
 
 class WorkerRandom:
