@@ -95,7 +95,7 @@ class FastSettings(RunCallback):
             for parameter, state in optimizer.state.items():
                 for name, value in state.items() if id(parameter) in mine else ():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        state[name] = value.contiguous(memory_format=torch.channels_last)
+                        state[name] = _laid_out(value)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let the checkpoint be that of any run: a fused optimizer wants its states to be laid out like its weights."""
@@ -112,7 +112,7 @@ class FastSettings(RunCallback):
         while self._undo:
             self._undo.pop()()
         for weight in self._weights:
-            weight.data = weight.data.contiguous()
+            weight.data = _usual(weight.data)
         self._weights = []
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -142,8 +142,11 @@ class FastSettings(RunCallback):
             return
         for convolution in _convolutions(module):
             weight = convolution.weight
-            if not weight.is_meta and weight.is_contiguous() and all(weight is not one for one in self._weights):
-                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+            if weight.is_meta or not weight.is_contiguous() or any(weight is one for one in self._weights):
+                continue
+            laid_out = _laid_out(weight.data)
+            if laid_out.stride() != weight.stride():
+                weight.data = laid_out
                 self._weights.append(weight)
         if self._weights and _LAYOUT not in self.on:
             self.on.append(_LAYOUT)
@@ -175,9 +178,19 @@ def _convolutions(module: nn.Module) -> list[Any]:
     ]
 
 
+def _laid_out(value: Tensor) -> Tensor:
+    """In ``channels_last``, as ``nn.Module.to`` does it, which sets the strides of a 1x1 kernel as well.
+
+    ``contiguous`` does not; its gradients would be strided otherwise than itself, of which DDP warns.
+    """
+    return value.to(memory_format=torch.channels_last)
+
+
 def _usual(value: Any) -> Any:
-    is_laid_out = isinstance(value, Tensor) and value.dim() == 4 and not value.is_contiguous()
-    return value.contiguous() if is_laid_out else value
+    """Laid out as usual, if it is a tensor of four dimensions."""
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return value
+    return value.contiguous().to(memory_format=torch.contiguous_format)
 
 
 def _expand_segments() -> bool:
