@@ -47,7 +47,8 @@ def in_a_table() -> dict[str, object]:
 
 def test_a_run_that_overflows_until_it_stops(project, capsys):
     """As the quick start's: the scale falls to its floor, every step is skipped, and changed settings are undone."""
-    assert main(["fit", *LINE, "model.start=100000"]) == 1
+    with pytest.warns(UserWarning, match="The loss scale fell to"):
+        assert main(["fit", *LINE, "model.start=100000"]) == 1
     shown = summary_in(capsys.readouterr().out)
     run = read_run(RUN)
     assert (run.status, run.scale) == ("failed", 1.0)
