@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
 
 from tests.parity import QUIET
@@ -167,6 +169,26 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "15000 and the last four digits" in str(cluster.explained(error))
     other = torch.distributed.DistNetworkError("timed out")
     assert cluster.explained(other) is other
+
+
+def test_a_port_is_held_until_spawned_processes_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(launcher: Any, function: Any, *args: Any, trainer: Any) -> None:
+        port = trainer.strategy.cluster_environment.main_port
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("found", "here")
+        assert torch.distributed.TCPStore("127.0.0.1", port, is_master=False).get("found") == b"here"
+        ports.append(port)
+
+    ports: list[int] = []
+    monkeypatch.setattr(_MultiProcessingLauncher, "launch", launch)
+    trainer = build(monkeypatch, {}, devices=2, strategy="ddp_spawn")
+    trainer.fit(BoringModel())
+    with socket.socket() as other:
+        other.bind(("", ports[0]))
+        with pytest.raises(torch.distributed.DistNetworkError, match="address already in use"):  # who listens says it
+            trainer.fit(BoringModel())
 
 
 def test_who_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -164,6 +164,20 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
             " MASTER_ADDR (the first node's name), MASTER_PORT (a free port there) and NODE_RANK (0, 1, ...); or, if"
             " LOCAL_RANK is left over from another run, unset it."
         )
+
+
+@contextmanager
+def port_held(environment: ClusterEnvironment) -> Iterator[None]:
+    """While processes are being started: nobody else is given the port at which they are to find each other.
+
+    A spawned process takes seconds until it listens there. A socket that is bound to the port, and does not listen,
+    keeps the system from choosing it for others; who names it may listen, as torch's store does (``SO_REUSEADDR``).
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):  # it is in use: they will say so
+            held.bind(("", environment.main_port))
+        yield
 
 
 def join_process_group(strategy: Any) -> None:

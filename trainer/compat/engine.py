@@ -204,7 +204,7 @@ class LightningEngine:
 
     def _spawn(self, launcher: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
         """Have processes call ``function(*args)`` that are started for it; signals are passed on to them."""
-        with signals_passed_on(launcher):
+        with signals_passed_on(launcher), cluster.port_held(self.connector.cluster_environment):
             return launcher.launch(function, *args, trainer=self._trainer)
 
     def refuse(self, callbacks: Iterable[Any]) -> None:
