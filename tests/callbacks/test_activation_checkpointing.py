@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._pytree import tree_leaves
 
 from tests.support import Regression, assert_same, fit_and_watch, loader_of, make_batches, make_trainer
 from trainer.callbacks import ActivationCheckpointing
+from trainer.callbacks.activation_checkpointing import _CheckpointedForward
 from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 
@@ -130,6 +134,42 @@ def test_activations_are_not_kept(tmp_path):
     fit(tmp_path, Counting(make()), batches=1)
     fit(tmp_path, Counting(make()), ActivationCheckpointing("net.blocks.*"), batches=1)
     assert counts[1] < counts[0] / 3
+
+
+@dataclass
+class Opaque:
+    tensor: Tensor
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, hidden: Any) -> Tensor:
+        return F.dropout(self.inner(hidden.tensor if isinstance(hidden, Opaque) else hidden), 0.5)
+
+
+@pytest.mark.parametrize("hand_over", ["by position", "by keyword", "in an object"])
+def test_the_random_states_of_the_devices_are_kept(monkeypatch, hand_over):
+    """Of those that torch finds in what is given by position; without them a GPU drops other units the second time."""
+    devices: set[torch.device] = set()
+
+    def states(*args: Any) -> tuple[list[Any], list[Any]]:
+        devices.update(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        return [], []
+
+    gpu = SimpleNamespace(_initialized=True, _is_in_bad_fork=False)
+    monkeypatch.setattr(torch.utils.checkpoint, "_get_device_module", lambda device="cuda": gpu)
+    monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", states)
+    module, x = Drops(), torch.randn(2, 4)
+    forward = _CheckpointedForward(module)
+    if hand_over == "by position":
+        module(x)
+    else:
+        module(hidden=x if hand_over == "by keyword" else Opaque(x))
+    forward.undo()
+    assert devices == {torch.device("cpu")}
 
 
 def test_without_gradients_nothing_is_different(tmp_path):

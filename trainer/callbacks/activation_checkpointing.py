@@ -79,9 +79,15 @@ class _CheckpointedForward(OwnForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        if torch.compiler.is_compiling() or not self._buffers:  # a compiled graph writes to buffers once, at its end
+        if torch.compiler.is_compiling():  # a compiled graph writes to buffers once, at its end
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        # torch keeps the random states of those devices alone whose tensors it finds in positional arguments
+        there = next(self._module.parameters(), None)
+        contexts: dict[str, Any] = {"context_fn": self._contexts} if self._buffers else {}
+        return checkpoint(self._run, args, kwargs, there, use_reentrant=False, **contexts)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], there: Tensor | None) -> Any:
+        return self._forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         return nullcontext(), _BuffersAsNow(self._buffers)
