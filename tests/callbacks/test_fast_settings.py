@@ -139,6 +139,35 @@ def test_a_checkpoint_is_that_of_any_run(tmp_path, first):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("when", ["in a window", "after the run"])
+def test_what_is_saved_at_other_times_is_that_of_any_run_too(tmp_path, when, first):
+    """The gradients of an open window, and states once the weights are laid out as usual again."""
+
+    class Saving(Classifier):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2 and when == "in a window":
+                self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    def fit(module: Any, fast: bool, epochs: int, ckpt: Any = None) -> Any:
+        trainer = make_trainer(
+            tmp_path, callbacks=[FastSettings()] if fast else [], max_epochs=epochs, accumulate_grad_batches=2
+        )
+        trainer.fit(module, loader_of(images(4)), ckpt_path=ckpt)
+        return trainer
+
+    trainer = fit(module := Saving(fused=True), first, 1)
+    for weight in module.parameters():
+        assert all(one.stride() == weight.stride() for one in trainer.optimizers[0].state[weight].values() if one.dim())
+    if when == "after the run":
+        trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    resumed, whole = Saving(fused=True), Classifier(fused=True)
+    fit(resumed, not first, 2, tmp_path / "saved.ckpt")
+    fit(whole, False, 2)
+    for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_weights_that_are_computed_are_left_alone(tmp_path):
     module = Classifier()
     module.net[3] = weight_norm(nn.Conv2d(8, 8, 1))
@@ -181,7 +210,7 @@ def has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_cuda(fast: FastSettings, module: Any, **values: Any) -> FakeTrainer:
-    trainer = FakeTrainer(fast, device="cuda", **values)
+    trainer = FakeTrainer(fast, device="cuda", optimizers=[], **values)
     fast.setup(trainer, module, "fit")
     return trainer
 

@@ -153,6 +153,14 @@ def test_the_state_of_an_open_window():
     assert torch.equal(again.grad, torch.tensor([0.25]))
 
 
+def test_a_gradient_from_a_file_is_laid_out_like_its_parameter():
+    weight = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    gradient = torch.randn(2, 3, 4, 4)
+    Gradients(LossScaler("cpu", enabled=False)).load_state_dict([("weight", weight)], {"weight": gradient})
+    assert weight.grad.stride() == weight.stride() != gradient.stride()
+    assert torch.equal(weight.grad, gradient)
+
+
 def test_zero_loss_has_exact_zeros_for_every_trainable_parameter():
     one, frozen, other = parameters_with(None, None, None)
     frozen.requires_grad_(False)

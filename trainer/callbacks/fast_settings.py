@@ -90,12 +90,7 @@ class FastSettings(RunCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Lay out the optimizers' states like their weights: those of a checkpoint are not."""
-        mine = {id(weight) for weight in self._weights}
-        for optimizer in trainer.optimizers if mine else ():
-            for parameter, state in optimizer.state.items():
-                for name, value in state.items() if id(parameter) in mine else ():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        state[name] = _laid_out(value)
+        self._lay_out_states(trainer, _laid_out)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let the checkpoint be that of any run: a fused optimizer wants its states to be laid out like its weights."""
@@ -111,6 +106,7 @@ class FastSettings(RunCallback):
         """Put back what there was."""
         while self._undo:
             self._undo.pop()()
+        self._lay_out_states(trainer, _usual)  # the optimizer may be saved, or used on
         for weight in self._weights:
             weight.data = _usual(weight.data)
         self._weights = []
@@ -135,6 +131,14 @@ class FastSettings(RunCallback):
             torch.set_float32_matmul_precision("high")
             self._undo.append(lambda: torch.set_float32_matmul_precision(before))
         return True
+
+    def _lay_out_states(self, trainer: Any, lay_out: Callable[[Tensor], Tensor]) -> None:
+        mine = {id(weight) for weight in self._weights}
+        for optimizer in trainer.optimizers if mine else ():
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items() if id(parameter) in mine else ():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        state[name] = lay_out(value)
 
     def _lay_out(self, trainer: Any, module: LightningModule) -> None:
         gradients = getattr(getattr(trainer, "engine", None), "gradients", None)

@@ -245,10 +245,16 @@ class Gradients:
         return {name: p.grad.detach() for name, p in parameters if p.grad is not None and id(p) in waiting}
 
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
-        """Put back what :meth:`state_dict` returned. They are scaled, if losses are."""
+        """Put back what :meth:`state_dict` returned. They are scaled, if losses are.
+
+        They are laid out like their parameters, which may have been in another memory format.
+        """
         for name, parameter in parameters:
             if name in state:
-                parameter.grad = state[name].to(parameter.device)
+                gradient = state[name].to(parameter.device)
+                if gradient.layout is torch.strided and gradient.stride() != parameter.stride():
+                    gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+                parameter.grad = gradient
                 self.scaler.expect_scaled(parameter.device)
 
     @contextmanager
