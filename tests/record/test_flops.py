@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from trainer.record.flops import PEAKS, FlopCounter, is_compiled, peak_flops
@@ -95,6 +98,25 @@ def test_the_gradient_of_a_gradient_counts() -> None:
         (gradient,) = torch.autograd.grad(F.softplus(x @ weight).sum(), x, create_graph=True)
         gradient.square().sum().backward()
     assert counter.total > 3 * 2 * 4 * 6 * 3
+
+
+def test_flex_attention_has_no_formula_and_runs() -> None:
+    query = torch.randn(1, 1, 128, 16)
+    with FlopCounter() as counter:
+        query @ query.transpose(-1, -2)
+        assert counter.is_whole
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is slow where it is not compiled
+            flex_attention(query, query, query)
+    assert not counter.is_whole
+    assert counter.total == 2 * 128 * 128 * 16
+
+
+def test_a_function_within_may_be_compiled() -> None:
+    x = torch.ones(4, 6)
+    with FlopCounter():
+        double = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)
+        assert torch.equal(double(x), x * 2)
 
 
 def test_what_is_compiled() -> None:

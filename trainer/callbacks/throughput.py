@@ -176,7 +176,7 @@ class Throughput(Callback):
 
     def _take_flops(self, trainer: "pl.Trainer", samples: int) -> None:
         counter = self._stop_counting()
-        if counter is not None and counter.total and samples:
+        if counter is not None and counter.total and counter.is_whole and samples:
             self.flops_per_sample = counter.total / samples
             self._peak = _peak(trainer, convolves=2 * counter.convolutions > counter.total)
 
@@ -204,6 +204,8 @@ class Throughput(Callback):
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # host-device synchronisation: the host is ahead of the device
+        elif device.type != "cpu":
+            torch.accelerator.synchronize(device)  # likewise
         return self._clock()
 
 

@@ -7,6 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -98,11 +99,20 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         total: a multiplication and an addition are two.
         convolutions: of these, what convolutions took.
+        is_whole: whether no operation was among them that has others within (``flex_attention``) and no formula.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = self.convolutions = 0
+        self.is_whole = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Functions may be compiled within."""
+        return True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what is to be done, and count it."""
@@ -114,6 +124,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operations = formula(*args, **kwargs, out_val=result)
             self.total += operations
             self.convolutions += operations if "conv" in str(packet) else 0
+        elif isinstance(function, HigherOrderOperator):
+            self.is_whole = False
         return result
 
 
