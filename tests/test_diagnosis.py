@@ -407,6 +407,9 @@ def test_which_errors_are_about_memory() -> None:
     assert is_out_of_memory(cpu_error())
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 17.6 GB)"))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    of_cudnn = "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+    assert is_out_of_memory(RuntimeError(of_cudnn))
+    assert is_out_of_memory(RuntimeError("FIND was unable to find an engine to execute this computation"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
 

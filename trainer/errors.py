@@ -162,7 +162,11 @@ ONE_PACKAGE = (
 """What to do where ``pytorch_lightning`` and ``lightning.pytorch`` are two packages and should be one."""
 
 
-_NO_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)|_ALLOC_FAILED", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"out of memory|DefaultCPUAllocator: (can't|not enough)|_ALLOC(ATION)?_FAILED"
+    r"|(FIND|GET) was unable to find an engine",  # cuDNN's, of a convolution that has no memory to compute in
+    re.IGNORECASE,
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
