@@ -463,6 +463,19 @@ def test_blocks_share_a_compilation(tmp_path):
     assert_same(trace, fit_and_watch(tmp_path, plain, make_batches(3))[1])
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_containers_of_torchs_are_compiled_each(tmp_path, same):
+    """The compiler makes 8 graphs of one code, and has the rest run as it is."""
+    graphs: list[int] = []
+    widths = [(6, 6)] * 12 if same else [(6 + i, 7 + i) for i in range(12)]
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(*width), nn.ReLU()) for width in widths))
+    module = Regression(nn.Sequential(net, nn.Linear(widths[-1][1], 3)))
+    callback = Compile([f"net.0.{i}" for i in range(12)], backend=counting(graphs))
+    make_trainer(tmp_path, callbacks=[callback], max_epochs=1).fit(module, loader_of(make_batches(2)))
+    assert len(callback.compiled) == 12
+    assert len(graphs) == (2 if same else 12)  # the first one's input wants no gradient
+
+
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="of torch 2.13: older ones compile no nn.Sequential in place")
 def test_what_its_owner_has_compiled_stays_as_it_is(tmp_path):
     own: list[int] = []

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -25,6 +27,7 @@ _GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of inductor that use CUDA graphs."""
 _WITHOUT_GRAPHS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition")
 """Backends of which it is known that they give memory away for good, where no mode says otherwise."""
+_CODES: WeakValueDictionary[str, CodeType] = WeakValueDictionary()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -224,7 +227,10 @@ def _told(record: Any) -> Compilation:
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """What is compiled. Modules of one structure share its code: of one code the compiler makes a few graphs only."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - not what is compiled
 
-    return call
+    code = _CODES.setdefault(repr(module), call.__code__.replace())
+    return FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
