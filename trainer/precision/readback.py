@@ -42,7 +42,7 @@ class Readback:
         pinned = self._pinned[: len(numbers)]
         pinned.copy_(together, non_blocking=True)
         self._numbers = list(pinned)
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> list[float]:
         """The numbers of the last :meth:`start`; [] before the first."""
