@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -112,6 +113,7 @@ class Preparation:
         self._choose_path()
         self._check_counts(loaders)
         loop.choose_path = self._follow_optimizers
+        loop.check_steps = partial(_check_steps, self._module, _own_steps(self._module))
         if (halving := self._halving) is not None:
             halving.check(self._path, isinstance(loaders, DrawnLoaderSet))
             parts = SplitBatches(loop, halving.limit, halving.measure, halving.split, halving.announce)
@@ -303,6 +305,23 @@ class Preparation:
             hook("on_before_batch_transfer"),
             transfer,
             hook("on_after_batch_transfer"),
+        )
+
+
+def _own_steps(module: LightningModule) -> dict[str, Any]:
+    """What a fit looks up in the module once, and a program may set on the instance."""
+    set_there = {name: vars(module).get(name) for name in ("training_step", "validation_step")}
+    return set_there | {"automatic_optimization": module.automatic_optimization}
+
+
+def _check_steps(module: LightningModule, before: dict[str, Any]) -> None:
+    changed = [name for name, value in _own_steps(module).items() if value != before[name]]
+    if changed:
+        raise ConfigurationError(
+            f"{type(module).__name__}.{changed[0]} was set during the fit, which goes on with what it began with:"
+            " expected it to be set before, in `setup` or `on_fit_start`. To train in phases, choose in one"
+            " `training_step` (`return self.warm_up(batch) if self.current_epoch < 2 else self.train_on(batch)`), or"
+            " call `fit` for each phase."
         )
 
 

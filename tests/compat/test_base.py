@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
@@ -251,6 +252,29 @@ def test_stages_may_be_set(stage: str) -> None:
 
     theirs, mine = run_both(scenario)
     assert theirs == mine
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "epochs"),
+    [("check_val_every_n_epoch", 1, [1, 2, 3]), ("val_check_batch", 1, [1, 1, 3, 3]), ("log_every_n_steps", 1, [1, 3])],
+)
+def test_when_to_validate_may_be_set_in_a_run(name: str, value: int, epochs: list[int]) -> None:
+    class Sets(Callback):
+        def __init__(self) -> None:
+            self.validated: list[int] = []
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == (2 if name == "check_val_every_n_epoch" else 1):
+                setattr(trainer, name, value)
+                assert getattr(trainer, name) == value
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self.validated.append(trainer.current_epoch)
+
+    for make in (lightning, ours):
+        sets, limits = Sets(), {"num_sanity_val_steps": 0, "limit_train_batches": 2, "limit_val_batches": 1}
+        make(max_epochs=4, check_val_every_n_epoch=2, callbacks=sets, **limits).fit(BoringModel())
+        assert sets.validated == epochs, make
 
 
 def test_clipping_may_be_set_between_two_runs() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.parity import Classifier, data, ours, run_both, weights
+from trainer.errors import ConfigurationError
 
 FUNCTIONS = ("fit", "validate", "test", "predict")
 pytestmark = pytest.mark.filterwarnings("ignore:.*`val_dataloader`", "ignore:.*no `validation_step`")
@@ -105,3 +106,29 @@ def test_in_fit_validation_tracks_no_gradients_but_may_train_on() -> None:
     seen: list[Any] = []
     ours(max_epochs=1, inference_mode=True).fit(Notes(), data(4), data(2))
     assert set(seen) == {(False, False)}
+
+
+@pytest.mark.parametrize("what", ["training_step", "validation_step", "automatic_optimization"])
+@pytest.mark.parametrize("when", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_a_step_that_is_set_during_a_fit_is_used_or_refused(what: str, when: str) -> None:
+    class Phases(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ran: list[str] = []
+
+        def other(self, batch: Any, batch_idx: int) -> Any:
+            self.ran.append("other")
+            return self.loss(batch)
+
+        def begin(self) -> None:
+            setattr(self, what, False if what == "automatic_optimization" else self.other)
+
+    module = Phases()
+    setattr(module, when, module.begin)
+    if when == "on_fit_start" and what != "automatic_optimization":
+        ours(max_epochs=1, num_sanity_val_steps=0).fit(module, data(4), data(4))
+        assert "other" in module.ran
+    elif when != "on_fit_start":
+        with pytest.raises(ConfigurationError, match=f"Phases.{what} was set during the fit"):
+            ours(max_epochs=1, num_sanity_val_steps=0).fit(module, data(4), data(4))
+        assert not module.ran

@@ -91,12 +91,12 @@ class TrainerBase(LightningTrainer):
 
     # attributes of Lightning's Trainer that our parts keep
     scaler: LossScaler = alias("engine.gradients.scaler")
-    datamodule: LightningDataModule | None = alias("data.datamodule")
+    datamodule: LightningDataModule | None = alias("data.datamodule", writable=True)
     should_stop: bool = alias("loop.limits.should_stop", writable=True)
     accumulate_grad_batches: int = alias("loop.window.batches", writable=True)
-    check_val_every_n_epoch: int | None = alias("loop.limits.check_val_every_n_epoch")
-    log_every_n_steps: int = alias("loop.limits.log_every_n_steps")
-    val_check_batch: float | None = alias("loop.limits.val_check_batch")
+    check_val_every_n_epoch: int | None = alias("loop.limits.check_val_every_n_epoch", writable=True)
+    log_every_n_steps: int = alias("loop.limits.log_every_n_steps", writable=True)
+    val_check_batch: float | None = alias("loop.limits.val_check_batch", writable=True)
     _val_check_time_interval: float | None = alias("loop.limits.val_check_seconds")
 
     # as Lightning's, without the detour over a view: these are read at every step

@@ -81,6 +81,7 @@ class FitLoop:
         self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has; or writes the first one
         self.train: Callable[[Any, int, bool], None] = self.train_batch
         self.choose_path: Callable[[], Any] = as_it_is  # sets `train` again where exchanged optimizers need that
+        self.check_steps: Callable[[], Any] = as_it_is  # when an epoch starts: they are those that the fit began with
         self.training_step: Callable[..., Any] = as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
@@ -102,7 +103,7 @@ class FitLoop:
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
         self.window.start_run(self.engine.data_parallel_size)
-        self.schedules, self.choose_path = schedules, as_it_is
+        self.schedules, self.choose_path, self.check_steps = schedules, as_it_is, as_it_is
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
         self.take_optimizers()
         self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
@@ -149,11 +150,14 @@ class FitLoop:
         """Open an epoch: or go on with one, where a checkpoint was written in its middle."""
         progress = self.progress
         self.skips_epoch = False
-        self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
         self.batches.start_epoch(progress.epochs_trained, skip=progress.batches_this_epoch)
-        if progress.batches_this_epoch == 0:
+        is_new = progress.batches_this_epoch == 0
+        if is_new:
             progress.begin_epoch()
             self.hooks.on_train_epoch_start()
+        self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
+        if is_new:
+            self.check_steps()
             self.engine.follow_trained_parameters()
             if self.optimizers is not self.engine.optimizers:
                 self.take_optimizers()
