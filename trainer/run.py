@@ -123,6 +123,7 @@ class Run:
             weights: likewise.
         """
         trainer, first = self._trainer, next(iter(given.values()))
+        module = modules.attach(trainer, model)
         arguments.refuse_other_package("datamodule", datamodule)
         arguments.refuse_other_package("dataloaders", *given.values())
         if isinstance(first, LightningDataModule):  # fit(model, datamodule)
@@ -132,7 +133,6 @@ class Run:
                 f"You cannot pass both dataloaders and a datamodule to `Trainer.{trainer.state.fn.value}`. Got"  # type: ignore[union-attr]
                 f" {type(datamodule).__name__} and {sorted(stage.value for stage in given)} dataloaders."
             )
-        module = modules.attach(trainer, model)
         trainer.data.attach(module, given, datamodule)
         if trainer.state.fn is TrainerFn.FITTING:
             trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # those of an earlier `validate`
@@ -391,7 +391,7 @@ class Run:
         try:
             with suppress(Exception):  # `error` is what is raised; but the last outcome is of interest
                 trainer.loop.resolve_outcome()
-            for callback in trainer.callbacks:
+            for callback in trainer.callbacks if trainer.lightning_module is not None else ():
                 callback.on_exception(trainer, trainer.lightning_module, error)
             if trainer.datamodule is not None:
                 trainer.datamodule.on_exception(error)

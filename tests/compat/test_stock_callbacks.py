@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
@@ -473,6 +473,32 @@ def test_on_exception_checkpoint(tmp_path: Any) -> None:
             saved["global_step"],
             saved["loops"]["fit_loop"]["epoch_progress"],
         ]
+
+    theirs, mine = run_both(scenario)
+    assert theirs == mine
+
+
+@pytest.mark.parametrize("what", ["no module", "another kind", "dataloaders and a datamodule"])
+def test_callbacks_hear_of_no_failure_before_there_is_a_module(what: str, tmp_path: Any) -> None:
+    def scenario(make: Any) -> Any:
+        module, heard = Net(), []
+
+        class Hears(OnExceptionCheckpoint):
+            def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+                heard.append(pl_module is module)
+                super().on_exception(trainer, pl_module, exception)
+
+        trainer = make(
+            callbacks=[Hears(tmp_path / make.__name__)], enable_checkpointing=True, default_root_dir=tmp_path
+        )
+        start = {
+            "no module": lambda: trainer.test(dataloaders=[1]),
+            "another kind": lambda: trainer.fit(torch.nn.Linear(2, 2)),
+            "dataloaders and a datamodule": lambda: trainer.fit(module, [1], datamodule=LightningDataModule()),
+        }
+        with pytest.raises((TypeError, MisconfigurationException)) as failed:
+            start[what]()
+        return heard, failed.type is TypeError
 
     theirs, mine = run_both(scenario)
     assert theirs == mine
