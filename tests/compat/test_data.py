@@ -107,6 +107,18 @@ def test_epochs_reach_the_samplers() -> None:
     assert Sampler.epochs == [5, 5]
 
 
+def test_a_sampler_is_told_once_that_an_epoch_begins() -> None:
+    class Sampler(SequentialSampler):
+        epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    dataset = data(4).dataset
+    ours(max_epochs=3).fit(Classifier(), DataLoader(dataset, sampler=Sampler(dataset)), data(4))
+    assert Sampler.epochs == [0, 1, 2]
+
+
 def test_dataloaders_are_asked_for_once_a_run() -> None:
     class Counts(Classifier):
         asked: list[str] = []
